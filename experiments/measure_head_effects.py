@@ -49,7 +49,7 @@ def run(argv=None):
     from experiments.extraction.provenance import environment
     from experiments.running.engine import called, crew_of, work_through
     from experiments.running.progress import observed
-    from experiments.studies.head_effects import HeadEffects, budget_rows, read_pairs, tried
+    from experiments.studies.paired_prompts import HeadEffects, budget_rows, read_pairs, tried
 
     pairs = read_pairs(args.pairs)
     require_writable(out)

@@ -1,8 +1,7 @@
 """Causal atlas: the direct effect of one edit on every head, layer or frame, made in resumable items.
 
 A direct effect is how far an edit moves x0 of a block that is denoised again over the unedited past, in units
-of the distance between two seeds. An item is one prompt, seed and layer, in items/NAME.json; index.json says
-which are done.
+of the distance between two seeds. An item is one prompt, seed and layer, in items/NAME.json.
 """
 
 import argparse
@@ -12,8 +11,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,113 +22,73 @@ from torch import Tensor
 from experiments.caches import save_cache
 from experiments.caches.files import replacing
 from experiments.extraction import causal
-from experiments.extraction.causal import LoadedModel, draw_noise, reference_means
-from experiments.extraction.devices import threads_for
+from experiments.extraction.causal import LoadedModel, reference_means
 from experiments.extraction.edits import check_sources, read_edits, record_of
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint, identity
-from experiments.running.engine import Crew, Results, called, crew_of, kept, loaded_here, work_through
+from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed
 from experiments.running.progress import Progress, check_outputs, memory, observed
+from experiments.studies.runs import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, Patch, intervene
-from wan.recorders import HeadOutputs, record_head_outputs
+from wan.interventions import Ablate, Bias, Edit, KeySelection, Move, Patch, intervene
 
 EACH = ("head", "layer", "frame", "site")
 ADDED = ("attn_out", "cross_out", "mlp_out")  # the units of --each site: what is added to the residual stream
 ATLAS = "causal_atlas.pt"
-ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
-FLOOR_NOISE = 1e-6  # added to the noise, in float32
-FLOOR_BIAS = 1e-6  # in other dtypes: too small for a logit, but attention then runs by groups
 
 EditOfBlock = Callable[[int], Edit | None]  # block -> its edit, or None
+Denoise = Callable[..., Tensor]
 
 
-# -- direct effects in a batch of runs -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Runs:
-    """A batch of rollouts that differ in prompt and seed: noise, text, and the unedited rollout."""
-
-    session: LoadedModel
-    configs: Sequence[RunConfig]
-    noise: Tensor  # [B, F, C, h, w]
-    renoise: Tensor  # [steps - 1, B, F, C, h, w]
-    text: Tensor  # [B, text_len, text_dim]
-    latents: Tensor  # of the base rollout, like noise
-    outputs: HeadOutputs
-    between_seeds: Tensor  # [B, F]: distance to another seed
-    means: dict[object, object] = field(default_factory=dict)  # of reference sets, read once
-
-    def inference(self, **kwargs: Any) -> Tensor:
-        return _inference(self.session, self.noise, self.renoise, self.text, **kwargs)
-
-
-def _inference(session: LoadedModel, noise: Tensor, renoise: Tensor, text: Tensor, **kwargs: Any) -> Tensor:
-    with threads_for(noise[:1], session.model_config):
-        return session.pipeline.inference(noise, prompt_embeds=text, renoise=renoise, **kwargs)[1]
-
-
-def begin(session: LoadedModel, configs: Sequence[RunConfig], sites: Sequence[str] = ()) -> Runs:
-    """Roll out a batch and record its outputs, and the same with another seed each."""
-    session = loaded_here(session)
-    text = torch.cat([session.texts[config.prompt][0] for config in configs])
-
-    def drawn(more: int) -> tuple[Tensor, Tensor]:
-        seeded = [replace(config, seed=config.seed + more) for config in configs]
-        pairs = [draw_noise(c, session.model_config, session.dtype, session.device) for c in seeded]
-        noise, renoise = zip(*pairs, strict=True)
-        return torch.cat(noise), torch.cat(renoise, 1)
-
-    noise, renoise = drawn(0)
-    with record_head_outputs(*dict.fromkeys((*HeadOutputs.sites, *sites))) as outputs:
-        latents = _inference(session, noise, renoise, text)
-    other = _inference(session, *drawn(ANOTHER_SEED), text)
-    return Runs(session, configs, noise, renoise, text, latents, outputs, distance(latents, other))
-
-
-def distance(one: Tensor, other: Tensor) -> Tensor:
-    """Return the root mean square difference per frame, float64 [B, F] of [B, F, C, h, w], on the CPU."""
-    return (one.double() - other.double()).square().mean((2, 3, 4)).sqrt().cpu()
-
-
+# --- Direct effects in a batch of runs
 def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
     """Return every edit's direct effect by name, float64 [B, F]; NaN where a block has nothing to edit."""
-    frames = block_ranges(runs.configs[0].block_sizes)
-    found = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in edits}
 
-    def probe(block: int, denoise: Callable[[], Tensor]) -> None:
-        now = slice(frames[block].start, frames[block].stop)
-        for name, edit_of in edits.items():
-            edit = edit_of(block)
-            if edit is None:
-                continue
+    def under(edit_of: EditOfBlock) -> Callable[[int, Denoise], Tensor | None]:
+        def denoised(block: int, denoise: Denoise) -> Tensor | None:
+            if (edit := edit_of(block)) is None:
+                return None
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a block without such keys is NaN
                 with intervene(edit, data={edit: _needed(runs, edit)}) as session:
                     x0 = denoise()
-            if session.changed[0]:
+            return x0 if session.changed[0] else None
+
+        return denoised
+
+    return denoised_again(runs, {name: under(edit_of) for name, edit_of in edits.items()})
+
+
+def denoised_again(
+    runs: Runs, ways: Mapping[Any, Callable[[int, Denoise], Tensor | None]]
+) -> dict[Any, Tensor]:
+    """Denoise every block in other ways over the unedited past -> effects float64 [B, F]; None is NaN."""
+    found = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in ways}
+
+    def probe(block: int, denoise: Denoise) -> None:
+        now = slice(runs.ranges[block].start, runs.ranges[block].stop)
+        for name, way in ways.items():
+            if (x0 := way(block, denoise)) is not None:
                 found[name][:, now] = distance(x0, runs.latents[:, now])
 
-    runs.inference(probe=probe)
+    runs.rollout(probe=probe)
     return {name: values / runs.between_seeds for name, values in found.items()}
 
 
 def _needed(runs: Runs, edit: Edit) -> object:
     """Return the means that an ablation takes. Raises ConfigError for edits with a source run."""
-    if isinstance(edit, Patch) or (isinstance(edit, Ablate) and edit.how == "resample"):
+    how = edit.how if isinstance(edit, Ablate) else None
+    if isinstance(edit, Patch) or how == "resample":
         raise ConfigError(f"direct effects take no edit with a source: {edit}")
-    if isinstance(edit, Ablate) and edit.how == "frame_mean":
-        return runs.outputs
-    if isinstance(edit, Ablate) and edit.how == "mean":
+    if isinstance(edit, Ablate) and how == "mean":
         key = edit.source, edit.sites
         if key not in runs.means:
             runs.means[key] = reference_means(runs.session, runs.configs[0], *key)
         return runs.means[key]
-    return None
+    return runs.outputs if how == "frame_mean" else None
 
 
 def measure_floor(runs: Runs) -> Tensor:
@@ -137,40 +96,29 @@ def measure_floor(runs: Runs) -> Tensor:
     if runs.session.dtype != torch.float32:
         backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
         return measure(runs, {"floor": lambda block: backend})["floor"]
-    generator = torch.Generator().manual_seed(0)
-    shaken = runs.noise + FLOOR_NOISE * torch.randn(runs.noise.shape, generator=generator).to(runs.noise)
-    frames = block_ranges(runs.configs[0].block_sizes)
-    found = torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64)
-
-    def probe(block: int, denoise: Callable[[Tensor], Tensor]) -> None:
-        now = slice(frames[block].start, frames[block].stop)
-        found[:, now] = distance(denoise(shaken[:, now]), runs.latents[:, now])
-
-    runs.inference(probe=probe)
-    return found / runs.between_seeds
+    more = torch.randn(runs.noise.shape, generator=torch.Generator().manual_seed(0)).to(runs.noise)
+    shaken = [(runs.noise + FLOOR_NOISE * more)[:, own.start : own.stop] for own in runs.ranges]
+    return denoised_again(runs, {"floor": lambda block, denoise: denoise(shaken[block])})["floor"]
 
 
 def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
     """Move an edit of frames to as many other earlier frames, drawn anew for each block."""
-    assert isinstance(edit, (KeySelection, Move)) and edit.frames is not None
-    named = {0 if name == "first" else name for name in edit.frames}
+    named = {0 if name == "first" else name for name in edit.key_frames or ()}
     ranges = block_ranges(list(block_sizes))
 
     def edit_of(block: int) -> Edit | None:
         others = [frame for frame in range(ranges[block].start) if frame not in named]
         chosen = random.Random(f"{salt} {block}").sample(others, min(len(others), len(named)))
-        return replace(edit, frames=tuple(chosen)) if chosen else None
+        return _with(edit, frames=tuple(chosen)) if chosen else None
 
     return edit_of
 
 
-def _in_every_block(edit: Edit, block: int) -> Edit:
-    return edit
+def _with(edit: Edit, **fields: Any) -> Edit:
+    return replace(edit, **fields)
 
 
-# -- the study and its items ---------------------------------------------------------------------------------
-
-
+# --- The study and its items
 @dataclass(frozen=True)
 class Piece:
     """What is made at a time: a layer (None: all together) in a batch of runs."""
@@ -182,9 +130,9 @@ class Piece:
         return f"layer {self.layer} of {len(self.configs)} runs from {self.configs[0].prompt[:40]!r}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Study:
-    """An edit, the runs that it is made in, and the folder of the items."""
+    """An edit, the runs that it is made in, and the folder of the items (the engine's Work)."""
 
     folder: Path
     edit: Edit
@@ -193,40 +141,30 @@ class Study:
     session: LoadedModel
 
     def __post_init__(self) -> None:
-        if self.each not in EACH:
-            raise ConfigError(f"--each {self.each} is not one of {', '.join(EACH)}")
-        if self.edit.kind != "self":
+        edit, each = self.edit, self.each
+        if each not in EACH:
+            raise ConfigError(f"--each {each} is not one of {', '.join(EACH)}")
+        if edit.kind != "self":
             raise ConfigError("a causal atlas is of self-attention: its edit takes frames, not tokens")
-        if self.edit.passes == "clean":
+        if edit.passes == "clean":
             raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
-        if self.each == "site" and (not isinstance(self.edit, Ablate) or self.edit.heads):
+        if each == "site" and (not isinstance(edit, Ablate) or edit.heads):
             raise ConfigError(
                 "--each site needs an ablate without heads: it takes attn_out, cross_out, mlp_out"
             )
-        if self.each == "frame" and not isinstance(self.edit, (KeySelection, Move)):
+        if each == "frame" and not isinstance(edit, (KeySelection, Move)):
             raise ConfigError("--each frame needs an edit of frames: knockout, bias or move")
-
-    @property
-    def layers(self) -> list[int | None]:
-        """Layers that are edited one by one; [None] where frames are edited in all layers."""
-        if self.each == "frame":
-            return [None]
-        return [*(self.edit.layers or range(self.session.model_config.num_layers))]
-
-    @property
-    def units(self) -> list[int]:
-        """Rows of an item: heads, frames, or the one layer."""
-        if self.each == "head":
-            return [*(self.edit.heads or range(self.session.model_config.num_heads))]
-        if self.each == "site":
-            return list(range(len(ADDED)))
-        return list(range(self.configs[0].num_frames)) if self.each == "frame" else [0]
-
-    @property
-    def recorded(self) -> tuple[str, ...]:
-        """Sites whose outputs a mean over the run itself takes."""
-        of_run = isinstance(self.edit, Ablate) and self.edit.how == "frame_mean"
-        return (ADDED if self.each == "site" else self.edit.sites) if of_run else ()
+        sizes = self.session.model_config
+        # Layers that are edited one by one; [None] where frames are edited in all layers.
+        own = [*(edit.layers or range(sizes.num_layers))]
+        self.layers: list[int | None] = [None] if each == "frame" else [*own]
+        units = {"head": edit.heads or range(sizes.num_heads), "site": range(len(ADDED))}
+        units |= {"frame": range(self.configs[0].num_frames), "layer": range(1)}
+        self.units = [*units[each]]  # rows of an item: heads, frames, or the one layer
+        # Sites whose outputs a mean over the run itself takes.
+        of_run = isinstance(edit, Ablate) and edit.how == "frame_mean"
+        self.recorded = (ADDED if each == "site" else edit.sites) if of_run else ()
+        self.store = Results(self.folder / "items")
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -251,12 +189,7 @@ class Study:
             for layer in self.layers
         }
 
-    @property
-    def store(self) -> Results:
-        return Results(self.folder / "items")
-
     def is_done(self, name: str, piece: Piece) -> bool:
-        """Check that the items of a piece are there (the engine's Work)."""
         return all(self.store.read(self.name(c, piece.layer)) is not None for c in piece.configs)
 
     def make(self, name: str, piece: Piece, watch: RunObserver) -> None:
@@ -264,7 +197,7 @@ class Study:
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
         def begun() -> tuple[Runs, Tensor]:
-            runs = begin(self.session, piece.configs, self.recorded)
+            runs = Runs(self.session, piece.configs, self.recorded)
             return runs, measure_floor(runs)
 
         names = [self.name(config, None) for config in piece.configs]
@@ -284,47 +217,41 @@ class Study:
     def edits(self, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:
         """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
         for unit in self.units:
-            edit = self.edit if layer is None else replace(self.edit, layers=(layer,))
-            if self.each == "head":
-                edit = replace(edit, heads=(unit,))
-            elif self.each == "site" and isinstance(edit, Ablate):
-                edit = replace(edit, site=ADDED[unit])
-            elif self.each == "frame" and isinstance(edit, (Knockout, Bias, Move)):
-                edit = replace(edit, frames=(unit,))
-            yield ("effect", unit), partial(_in_every_block, edit)
-            of_frames = isinstance(edit, (Knockout, Bias, Move)) and edit.frames not in (("past",), ("own",))
+            fields = {"head": {"heads": (unit,)}, "frame": {"frames": (unit,)}, "layer": {}}
+            fields["site"] = {"site": ADDED[unit % len(ADDED)]}
+            of_layer = {} if layer is None else {"layers": (layer,)}
+            edit = _with(self.edit, **fields[self.each], **of_layer)
+            yield ("effect", unit), lambda block, edit=edit: edit
+            of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes
                 yield ("frame_control", unit), on_a_random_frame(edit, sizes, f"{layer} {unit}")
 
-    def write_index(self) -> None:
-        """Write index.json: the study, and each item's name, prompt, seed, layer and whether it is done."""
-        done = {path.stem for path in self.store.folder.glob("*.json")}
-        rows = [
-            [name, config.prompt, config.seed, layer, name in done]
-            for name, (config, layer) in self.items.items()
-        ]
-        index = {"edit": self.edit.to_dict(), "each": self.each, "identity": self.identity}
-        with replacing(self.folder / "index.json") as file:
-            file.write(json.dumps(index | {"items": rows}, ensure_ascii=False, indent=1).encode() + b"\n")
-
 
 def run(study: Study, batch: int, watch: Progress, crew: Crew | None = None) -> None:
-    """Make the items that are not done, up to batch runs at a time. Raises what work_through raises."""
-    pieces, light = study.pieces(batch), copy(study)  # with what it is of
-    object.__setattr__(light, "configs", study.configs[:1])  # pieces have their own, and it travels with each
+    """Make the items that are not done, up to batch runs at a time. Raises what work_through raises.
+
+    index.json lists the study, and each item's name, prompt, seed, layer and whether it is done.
+    """
+    light = copy(study)  # with what it is of
+    light.configs = study.configs[:1]  # pieces have their own, and it travels with each
     try:
-        work_through(light, pieces, study.folder, watch, crew, lambda name, state: study.write_index())
+        work_through(light, study.pieces(batch), study.folder, watch, crew)
     finally:
-        study.write_index()
+        rows = [
+            [name, config.prompt, config.seed, layer, study.store.path(name).is_file()]
+            for name, (config, layer) in study.items.items()
+        ]
+        index = {"edit": study.edit.to_dict(), "each": study.each, "identity": study.identity, "items": rows}
+        with replacing(study.folder / "index.json") as file:
+            file.write(json.dumps(index, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
 def merged(study: Study) -> dict[str, Tensor]:
     """Return the tensors of an atlas of R runs, N layers, U units and F frames: effects [R, N, U, F]."""
     rows = [study.store.read(name) for name in study.items]
     done = [row for row in rows if row is not None]
-    if len(done) < len(rows):
-        missing = len(rows) - len(done)
+    if missing := len(rows) - len(done):
         raise ConfigError(f"{missing} of {len(rows)} items are missing; run the same command again")
 
     def stacked(name: str) -> Tensor:
@@ -332,18 +259,16 @@ def merged(study: Study) -> dict[str, Tensor]:
         return values.unflatten(0, (len(study.configs), len(study.layers))).float()
 
     effects = stacked("effect")
-    atlas = {"effects": effects, "floor": stacked("floor")[:, 0]}
-    atlas["between_seeds"] = stacked("between_seeds")[:, 0]
+    atlas = {"effects": effects} | {name: stacked(name)[:, 0] for name in ("floor", "between_seeds")}
     if "frame_control" in done[0]:
         atlas["frame_control"] = stacked("frame_control")
     if study.each in ("head", "site"):
-        control = torch.full_like(effects, torch.nan)  # of every unit the effect of another of its layer
+        atlas["head_control"] = control = torch.full_like(effects, torch.nan)  # another unit of the layer
         units = range(effects.shape[2])
         for layer in range(effects.shape[1]) if len(units) > 1 else ():
             for unit in units:
                 other = random.Random(f"{layer} {unit}").choice([n for n in units if n != unit])
                 control[:, layer, unit] = effects[:, layer, other]
-        atlas["head_control"] = control
     if study.each == "head":
         atlas["head_norms"] = stacked("norm")
     return atlas

@@ -1,8 +1,9 @@
-"""Find the heads that bring a hidden shape back, by knocking the past out of more and more of them.
+"""Find the heads that bring a hidden shape back, which part of their past they need, and who picks them best.
 
-Heads are ranked on selection captions, in several orders, and judged on others. A trial is one batched
-rollout of some captions and seeds under some edits, and a work item. Beside it a study removes frame 0 from
-the view of each head.
+A trial is one batched rollout of some captions and seeds under some edits, a work item. HiddenShapes ranks
+heads on selection captions, in several orders, and knocks the past out of more and more of them on others.
+HeadMemory takes captions that do not name the colour alone: what comes back from behind a wall can then come
+from memory only. A causal atlas removes frame 0 from the view of each head.
 """
 
 import random
@@ -25,17 +26,16 @@ from experiments.extraction.causal import LoadedModel
 from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint
 from experiments.miniature.moving_shapes import KINDS, Scene
-from experiments.miniature.recipe import SIDE
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Crew, Results, kept, work_through
 from experiments.running.progress import Progress
-from experiments.studies import causal_atlas
-from experiments.studies.causal_atlas import Runs, Study, merged
-from experiments.studies.shape_attention import cover_of
+from experiments.studies.causal_atlas import Study, merged
+from experiments.studies.runs import PAST, Dropped, Head, Runs, distance, knockouts, outside
+from experiments.studies.shape_attention import hidden_frames, return_block
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.files import read_json
 from wan.interventions import Edit, Knockout, intervene
 from wan.vae import VAE
 
@@ -43,69 +43,17 @@ S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share 
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
 SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
+HALVES = 2  # of the captions: heads are chosen on one and judged on the other
+RIDGE = 3.0  # of the regression on random sets of heads
+RULES = (
+    *("effect", "change of x0", "mass on the past", "mass on the older past"),
+    *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "path patching"),
+)
 
-Head = tuple[int, int]  # layer, head
 NumberedScenes = list[tuple[int, Scene]]
-Dropped = Callable[[range], Iterable[int]]  # the frames of a block -> frames of its past that are left out
-
-PAST: dict[str, Dropped] = {
-    "past": lambda own: range(own.start),
-    "older past": lambda own: range(max(0, own.start - len(own))),
-    "last block": lambda own: range(max(0, own.start - len(own)), own.start),
-    "frame 0": lambda own: range(min(1, own.start)),
-}
 
 
-def outside(window: int, sink: int = 0) -> Dropped:
-    """Return the frames that a window, of which the first `sink` frames are a sink, does not hold."""
-    return lambda own: range(sink, max(sink, own.stop - (window - sink)))
-
-
-def by_layer(heads: Iterable[Head]) -> dict[int, tuple[int, ...]]:
-    """Return the heads of each layer."""
-    found: dict[int, tuple[int, ...]] = {}
-    for layer, head in sorted(heads):
-        found[layer] = (*found.get(layer, ()), head)
-    return found
-
-
-def knockouts(
-    heads: Iterable[Head],
-    dropped: Dropped,
-    block_sizes: Sequence[int],
-    passes: str = "all",
-    blocks: Iterable[int] | None = None,
-) -> tuple[Knockout, ...]:
-    """Leave frames of their past out of the view of heads, in some passes and blocks."""
-    ranges, layers = block_ranges(list(block_sizes)), by_layer(heads)
-    return tuple(
-        Knockout(frames=tuple(frames), layers=(layer,), heads=some, blocks=(block,), passes=passes)
-        for block in (range(len(ranges)) if blocks is None else blocks)
-        if (frames := [*dropped(ranges[block])])
-        for layer, some in layers.items()
-    )
-
-
-# -- scenes --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Design:
-    """Sizes of the study."""
-
-    captions: int = 96
-    selection: int = 24
-    seeds: int = 3
-    draws: int = 20  # of random orders
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
-
-
-def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
-    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
-    chosen = different(SETS["behind a wall"], design.captions + design.selection)
-    return chosen[: design.captions], chosen[design.captions :]
-
-
+# --- Scenes
 def different(
     kinds: Sequence[str], count: int, wanted: Callable[[Scene], bool] = lambda scene: True, among: int = 4
 ) -> NumberedScenes:
@@ -119,9 +67,16 @@ def different(
     return list(found.values())[:count]
 
 
-# -- trials --------------------------------------------------------------------------------------------------
+def unnamed_captions(count: int, without: Mapping[str, Any]) -> NumberedScenes:
+    """Return held-out scenes behind a wall whose captions do not name the colour, and are none of others."""
+
+    def wanted(scene: Scene) -> bool:
+        return scene.unnamed_color and scene.caption not in without
+
+    return different(SETS["behind a wall"], count, wanted, among=12)
 
 
+# --- Trials
 @dataclass(frozen=True)
 class Trial:
     """Runs, by their rows, under some edits."""
@@ -144,43 +99,28 @@ class Trials:
     session: LoadedModel
     folder: Path
     judges: int = 1  # processes that judge videos
-    pool: EvalPool | None = None  # of this process
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Travel to a worker without the pool, which forks."""
-        return {**self.__dict__, "pool": None}
-
-    @cached_property
-    def store(self) -> Results:
-        return Results(self.folder / "items")
+    def __post_init__(self) -> None:
+        model = self.session.model_config
+        self.heads: list[Head] = [*np.ndindex(model.num_layers, model.num_heads)]  # type: ignore[list-item]
+        self.everyone = tuple(range(len(self.scenes)))
+        self.store = Results(self.folder / "items")
 
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return all that trials depend on, but for prompts, seeds and edits."""
         return self.session.identity(replace(self.config, prompt="", seed=0), tracker=hashes()["tracker"])
 
-    @cached_property
-    def configs(self) -> list[RunConfig]:
-        return [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in self.scenes]
-
-    @property
-    def runs(self) -> Runs:
-        """Noise, text and unedited rollouts of all scenes."""
-        key = fingerprint(self.identity, runs=self.of(self.everyone))
-        return kept("runs", key, lambda: causal_atlas.begin(self.session, self.configs))
+    def runs(self, rows: Sequence[int]) -> Runs:
+        """Return noise, text and unedited rollouts of some scenes."""
+        scenes = [self.scenes[row] for row in rows]
+        configs = [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in scenes]
+        key = fingerprint(self.identity, runs=self.of(rows))
+        return kept("runs", key, lambda: Runs(self.session, configs))
 
     def of(self, rows: Iterable[int]) -> list[list[Any]]:
         """Return prompts and seeds of rows."""
-        return [[self.configs[row].prompt, self.configs[row].seed] for row in rows]
-
-    @cached_property
-    def heads(self) -> list[Head]:
-        model = self.session.model_config
-        return [(layer, head) for layer in range(model.num_layers) for head in range(model.num_heads)]
-
-    @property
-    def everyone(self) -> tuple[int, ...]:
-        return tuple(range(len(self.scenes)))
+        return [[self.scenes[row][1].caption, self.scenes[row][0]] for row in rows]
 
     def base(self, measured: bool = True) -> Trial:
         """Return the unedited runs."""
@@ -212,23 +152,21 @@ class Trials:
         watch.print(f"{stage}: {len(wanted)} trials are done")
 
     def is_done(self, name: str, trial: Trial) -> bool:
-        """Check that a trial's numbers are there."""
         return self.store.read(name) is not None
 
     def make(self, name: str, trial: Trial, watch: RunObserver) -> None:
-        """Measure a trial and write its numbers."""
         watch.log("rollout", trial=trial.name)
         self.store.write(name, self.measure(trial))
 
     def measure(self, trial: Trial) -> dict[str, Any]:
         """Roll out a trial -> by row: 0 or 1 for each question, the change of x0; of base runs more."""
-        runs = select_runs(self.runs, trial.rows)
+        runs = self.runs(trial.rows)
         with intervene(*trial.edits) if trial.edits else nullcontext():
-            latents = runs.inference() if trial.edits else runs.latents
-        change = causal_atlas.distance(latents, runs.latents) / runs.between_seeds
+            latents = runs.rollout() if trial.edits else runs.latents
+        change = distance(latents, runs.latents) / runs.between_seeds
         ckpt_dir, device = self.config.ckpt_dir, self.session.device
         vae = kept("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
-        pool = self.pool or kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
+        pool = kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
         videos = [v for part in latents.split(DECODED_AT_ONCE) for v in vae.decode(part).cpu()]
         scenes = [self.scenes[row][1] for row in trial.rows]
         answers = pool.judge_all(videos, scenes)
@@ -242,41 +180,11 @@ class Trials:
         return found
 
 
-def select_runs(runs: Runs, rows: Sequence[int]) -> Runs:
-    """Return some runs of a batch."""
-    if len(rows) == len(runs.configs):
-        return runs
-    at = torch.tensor(rows, device=runs.noise.device)
-    return replace(
-        runs,
-        configs=[runs.configs[row] for row in rows],
-        noise=runs.noise[at],
-        renoise=runs.renoise[:, at],
-        text=runs.text[at],
-        latents=runs.latents[at],
-        between_seeds=runs.between_seeds[list(rows)],
-    )
-
-
-def hidden_frames(video: np.ndarray, scene: Scene) -> list[bool]:
-    """Return which latent frames of a video [T, 3, H, W] in 0..1 show no shape where it could be seen."""
-    return cover_of(torch.from_numpy(video), scene, SIDE // 16, SIDE // 16).hidden.tolist()
-
-
-def return_block(hidden: Sequence[bool], block_sizes: Sequence[int]) -> int:
-    """Return the first block after hidden frames in which a frame is seen again; 0 where there is none."""
-    first = list(hidden).index(True) if any(hidden) else len(hidden)
-    seen = next((frame for frame in range(first, len(hidden)) if not hidden[frame]), None)
-    return next((block for block, own in enumerate(block_ranges(list(block_sizes))) if seen in own), 0)
-
-
-# -- what heads attend to ------------------------------------------------------------------------------------
-
-
+# --- What heads attend to
 def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Return mean logits and mass of a pass of unedited runs, float64 [R, layers, H, F, F]; NaN: not seen."""
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
-        runs.inference()
+        runs.rollout()
     model, frames = runs.session.model_config, runs.configs[0].num_frames
     shape = len(runs.configs), model.num_layers, model.num_heads, frames, frames
     logits, mass = (np.full(shape, np.nan) for _ in range(2))
@@ -308,9 +216,8 @@ def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
     Those of published rules are high for heads to which the rule would give more of the past.
     """
     sizes, clean = runs.configs[0].block_sizes, len(runs.configs[0].denoising_step_list)
-    ranges, frames = block_ranges(sizes), range(sum(sizes))
-    older = np.array([[key in PAST["older past"](own) for key in frames] for own in ranges for _ in own])
-    found, own = measures_of_pass(runs, 0), ranges[1]
+    frames, own, found = range(sum(sizes)), runs.ranges[1], measures_of_pass(runs, 0)
+    older = np.array([[key in PAST["older past"](b) for key in frames] for b in runs.ranges for _ in b])
     mass, clean_mass = (np.nan_to_num(frame_matrices(runs, step)[1]) for step in (0, clean))
     first, middle = (
         clean_mass[..., own.start : own.stop, keys].sum(-1).mean(-1)
@@ -326,7 +233,22 @@ def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
     }
 
 
-# -- more and more heads without a past ----------------------------------------------------------------------
+# --- More and more heads without a past
+@dataclass(frozen=True)
+class Design:
+    """Sizes of the study."""
+
+    captions: int = 96
+    selection: int = 24
+    seeds: int = 3
+    draws: int = 20  # of random orders
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
+
+
+def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
+    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
+    chosen = different(SETS["behind a wall"], design.captions + design.selection)
+    return chosen[: design.captions], chosen[design.captions :]
 
 
 @dataclass
@@ -370,24 +292,177 @@ class HiddenShapes:
 
         effect: fall of the share that comes back, ties broken by the change of x0.
         """
-        base = self.selection.base()
-        singles = dict(zip(self.selection.heads, self.selection.singles(), strict=True))
+        base, heads = self.selection.base(), self.selection.heads
 
         def mean(trial: Trial, question: str = BACK) -> float:
             return self.answers(self.selection, trial, question).mean().item()
 
+        singles = dict(zip(heads, self.selection.singles(), strict=True))
         change = {head: mean(one, "change") for head, one in singles.items()}
         effect = {head: mean(base) - mean(one) + 1e-6 * change[head] for head, one in singles.items()}
-        measures = {
-            name: {head: np.array(values)[:, head[0], head[1]].mean() for head in singles}
-            for name, values in self.selection.read(base)["measures"].items()
-        }
-        return {"effect": effect, "change": change} | measures
+        measures = {name: np.array(x).mean(0) for name, x in self.selection.read(base)["measures"].items()}
+        by_head = {name: {head: x[head] for head in heads} for name, x in measures.items()}
+        return {"effect": effect, "change": change} | by_head
 
 
-# -- frame 0 removed from a head's view, beside what that head attends to ----------------------------------
+# --- Which part of the past, and which heads keep it at equal bytes
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the study of memory."""
+
+    captions: int = 96
+    draws: int = 20  # of random heads, matched by layer
+    budget_draws: int = 3
+    samples: int = 32  # of random halves of all heads
+    budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
+    narrow: int = 6  # window of the heads that get no more
+    sink: int = 3
+    folds: int = HALVES  # halves on which budgets are judged; of 1, routes too
 
 
+@dataclass(kw_only=True)
+class HeadMemory(Trials):
+    """The study of one model. known: heads of largest effect, found on other captions."""
+
+    sizes: Sizes
+    known: Sequence[Head]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.scenes) % HALVES:
+            raise ConfigError(f"--captions {len(self.scenes)} cannot be halved; take an even number")
+
+    def half(self, number: int) -> tuple[int, ...]:
+        """Return the rows of a half of the captions."""
+        return self.everyone[number::HALVES]
+
+    def stages(self) -> Iterator[tuple[str, Callable[[], Iterable[Trial]]]]:
+        """Yield names and trials in their order; later ones need results of earlier ones."""
+        sizes = self.sizes
+        yield "first", self.first
+        yield "controls", self.controls
+        yield "singles", self.singles
+        yield "budgets", lambda: self.budgets(RULES, sizes.sink, sizes.budget_draws)
+        yield "routes", self.routes
+        yield "budgets without a sink", lambda: self.budgets(RULES[:3], 0, 1)
+        yield "samples", self.sampled
+        yield "budgets by interactions", lambda: self.budgets(("interactions",), sizes.sink)
+
+    def make_all(self, watch: Progress, crew: Crew | None = None) -> None:
+        """Make the trials that are missing. Raises what work_through raises."""
+        for stage, trials in self.stages():
+            self.run(stage, trials(), watch, crew)
+
+    def first(self) -> Iterator[Trial]:
+        """Yield the unedited runs, and all heads without a past, with windows, and with windows of a sink."""
+        yield self.base()
+        yield self.trial("no past", self.heads, PAST["past"])
+        for size in (self.sizes.narrow, *self.sizes.budgets):
+            yield self.trial(f"window {size}", self.heads, outside(size))
+            yield self.trial(f"window {size}, sink", self.heads, outside(size, self.sizes.sink))
+
+    def controls(self) -> Iterator[Trial]:
+        """Yield the known heads without a past, and as many others of the same layers, drawn at random."""
+        yield self.trial("known", self.known, PAST["past"])
+        for draw in range(self.sizes.draws):
+            yield self.trial(f"matched {draw}", self.matched(self.known, draw), PAST["past"])
+
+    def matched(self, heads: Sequence[Head], draw: int) -> list[Head]:
+        """Return random other heads, as many in each layer as there are among these, where it has as many."""
+        chosen, layers = random.Random(draw), [layer for layer, _ in heads]
+        found: list[Head] = []
+        for layer in sorted(set(layers)):
+            whole = [head for head in self.heads if head[0] == layer]
+            others = [head for head in whole if head not in heads]
+            count = layers.count(layer)
+            found += chosen.sample(others if len(others) >= count else whole, count)
+        return found
+
+    def routes(self) -> Iterator[Trial]:
+        """Yield the known heads, all at once and one by one, without parts of their past, in some passes."""
+        chosen = self.everyone if self.sizes.folds == HALVES else self.half(0)
+        for part, dropped in PAST.items():
+            for passes in ("all", "denoise", "clean"):
+                yield self.trial(f"known: {part}, {passes}", self.known, dropped, chosen, passes=passes)
+        blocks, returns = len(self.config.block_sizes), self.read(self.base())["returns"]
+        for back in sorted({returns[row] for row in chosen} - {0}):  # when the hidden shape is seen again
+            rows = tuple(row for row in chosen if returns[row] == back)
+            for part, dropped in PAST.items():
+                for when, some in (("before", range(back)), ("after", range(back, blocks))):
+                    name = f"known: {part}, {when} it returns, block {back}"
+                    yield self.trial(name, self.known, dropped, rows, blocks=some)
+        for head in self.known:
+            for part, passes in (*((part, "all") for part in PAST), ("past", "denoise"), ("past", "clean")):
+                yield self.trial(f"{head}: {part}, {passes}", [head], PAST[part], chosen, passes=passes)
+
+    def sampled(self) -> Iterator[Trial]:
+        """Yield random halves of all heads with narrow windows, the others with the whole past."""
+        for number, narrow in enumerate(self.random_halves()):
+            yield self.trial(f"sample {number}", narrow, outside(self.sizes.narrow))
+
+    def random_halves(self) -> list[list[Head]]:
+        """Return the heads of each sample that get narrow windows; every other sample is the complement."""
+        found, middle = [], len(self.heads) // 2
+        for number in range(self.sizes.samples):
+            order = random.Random(number // 2).sample(self.heads, len(self.heads))
+            found.append(sorted(order[:middle] if number % 2 else order[middle:]))
+        return found
+
+    def budgets(self, rules: Sequence[str], sink: int, draws: int = 0) -> Iterator[Trial]:
+        """Yield, for each rule and budget, heads with the whole past, chosen on the other half of captions.
+
+        The rest have narrow windows with a sink. draws: random heads, matched by layer with the effect's.
+        """
+        for half in range(self.sizes.folds):
+            scores = self.scores(1 - half)
+            for budget in self.sizes.budgets:
+                whole = {rule: self.chosen(scores[rule], budget) for rule in rules if rule in scores}
+                for draw in range(draws):
+                    whole[f"random {draw}"] = self.matched(self.chosen(scores["effect"], budget), draw)
+                for rule, heads in whole.items():
+                    rest = [head for head in self.heads if head not in heads]
+                    name = f"{rule}, {budget}, sink {sink}, half {half}"
+                    yield self.trial(name, rest, outside(self.sizes.narrow, sink), self.half(half))
+
+    def chosen(self, scores: np.ndarray, budget: int) -> list[Head]:
+        """Return the heads of highest score [layers, H] that can have the whole past within a budget."""
+        frames, narrow = self.config.num_frames, self.sizes.narrow
+        count = int(len(self.heads) * (budget - narrow) / (frames - narrow) + 1e-9)
+        return sorted(self.heads, key=lambda head: -scores[head])[:count]
+
+    def scores(self, half: int) -> dict[str, np.ndarray]:
+        """Return a score of every head [layers, H] by rule, from a half of the captions: high is kept."""
+        rows, base, model = list(self.half(half)), self.read(self.base()), self.session.model_config
+
+        def means(trials: Iterable[Mapping[str, Any]], name: str) -> np.ndarray:
+            return np.array([np.array(one[name])[rows].mean() for one in trials])
+
+        found = {name: np.array(values)[rows].mean(0) for name, values in base["measures"].items()}
+        singles = [self.read(one) for one in self.singles()]
+        found["change of x0"] = change = means(singles, "change")
+        found["effect"] = means([base], BACK) - means(singles, BACK) + 1e-6 * change  # ties by the change
+        if (self.folder / "paths.json").is_file():  # without pairs of the other half's captions
+            paths = read_json(self.folder / "paths.json")["paths"]
+            numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
+            used = [numbers.get(caption, half) % HALVES == half for caption in paths["captions"]]
+            readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)
+            found["path patching"] = np.array([shares[used].mean() for shares in readers])
+        if all(samples := [self.read(one) for one in self.sampled()]):
+            found["interactions"] = regressed(self.random_halves(), means(samples, BACK), self.heads)
+        return {name: x.reshape(model.num_layers, model.num_heads) for name, x in found.items()}
+
+
+def regressed(narrow: Sequence[Sequence[Head]], returns: np.ndarray, heads: Sequence[Head]) -> np.ndarray:
+    """Return what each head's past adds over random sets of others, by ridge regression, [heads].
+
+    With half of the heads in every set it estimates Banzhaf's value; narrow: the heads without, by sample.
+    """
+    whole = np.array([[head not in set(one) for head in heads] for one in narrow], float) - 0.5
+    centred = returns - returns.mean()
+    return np.linalg.solve(whole.T @ whole + RIDGE * np.eye(len(heads)), whole.T @ centred)
+
+
+# --- Frame 0 removed from a head's view, beside what that head attends to
 def captions(count: int) -> dict[str, int]:
     """Return the first held-out captions of all kinds, each with its number, which is its first seed."""
     return {scene.caption: number for number, scene in different(KINDS, count)}
@@ -402,8 +477,7 @@ def first_frame_study(
         for n in range(seeds)
         for caption, first in prompts.items()
     ]
-    knockout = Knockout(frames=("first",), passes="denoise")
-    return Study(folder, knockout, "head", configs, session)
+    return Study(folder, Knockout(frames=("first",), passes="denoise"), "head", configs, session)
 
 
 def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
@@ -412,15 +486,12 @@ def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
     effect and control (the same on a random earlier frame) in units of the distance between seeds, norm of z,
     and s and masses, of the first pass and as the mean over the denoising passes.
     """
-    atlas = merged(study)
-    found = {
-        "effect": np.nanmean(atlas["effects"].numpy(), -1),
-        "control": np.nanmean(atlas["frame_control"].numpy(), -1),
-        "norm": atlas["head_norms"].numpy(),
-        "floor": np.nanmean(atlas["floor"].numpy(), -1),
-    }
-    runs, steps = causal_atlas.begin(study.session, study.configs), study.configs[0].denoising_step_list
-    passes = [measures_of_pass(runs, step) for step in range(len(steps))]
+    atlas = {name: values.numpy() for name, values in merged(study).items()}
+    names = {"effect": "effects", "control": "frame_control", "floor": "floor"}
+    found = {name: np.nanmean(atlas[field], -1) for name, field in names.items()}
+    found["norm"] = atlas["head_norms"]
+    runs = Runs(study.session, study.configs)
+    passes = [measures_of_pass(runs, step) for step in range(len(study.configs[0].denoising_step_list))]
     for name in passes[0]:
         of_layers = np.stack([one[name] for one in passes])[:, :, [layer or 0 for layer in study.layers]]
         found |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}

@@ -21,7 +21,7 @@ from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, observed
-from experiments.studies.causal_atlas import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
+from experiments.studies.runs import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError

@@ -10,11 +10,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,12 @@ from experiments.extraction.provenance import environment, fingerprint, identity
 from experiments.extraction.rollout import capturing
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
-from experiments.miniature.tracking import SETS, held_out_scenes, judge_seconds
+from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
 from experiments.running.engine import Results, called, crew_of, kept, loaded_here, work_through
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, deterministic, memory, observed
-from experiments.running.ranks import exit_with_parent, workers_of
+from experiments.running.ranks import workers_of
 from experiments.studies.policy_findings import FULL, NAMED
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
@@ -54,6 +52,7 @@ DIGITS = 5  # that are kept of a number
 PROMPT_BYTES = 180  # of a prompt that names a file
 TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
+NO_WINDOW: dict[str, Any] = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
 
 
 def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -73,21 +72,20 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 def held_out(count: int) -> dict[str, Scene]:
     """Return caption -> held-out scene: one shape, two that cross, one behind a wall, in turn."""
     by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
-    in_turn = [scene for row in zip(*by_kind, strict=True) for scene in row]
-    scenes = {scene.caption: scene for scene in reversed(in_turn)}  # the first of each caption
-    captions = list(dict.fromkeys(scene.caption for scene in in_turn))[:count]
-    return {caption: scenes[caption] for caption in captions}
+    scenes: dict[str, Scene] = {}
+    for scene in (scene for row in zip(*by_kind, strict=True) for scene in row):
+        scenes.setdefault(scene.caption, scene)
+    return dict(list(scenes.items())[:count])
 
 
-# -- what is measured of one video -------------------------------------------------------------------------
+def measure(
+    pixels: np.ndarray, scene: Scene | None, about: Mapping[str, Any], folder: Path, mp4s: Mapping[Path, int]
+) -> None:
+    """Measure a video uint8 [T, H, W, 3] and write its numbers, after the mp4s that are asked for.
 
-
-def measure(pixels: np.ndarray, scene: Scene | None) -> dict[str, Any]:
-    """Measure a video uint8 [T, H, W, 3] -> "seconds", lists by measure; "whole"; "tracker", 0 or 1 a second.
-
-    The tracker needs the scene that the prompt describes. JSON has no NaN: None stands for it.
+    "seconds" has lists by measure; "whole" numbers; "tracker", of a video with a scene, 0 or 1 a second. JSON
+    has no NaN: None stands for it.
     """
-    torch.set_num_threads(1)  # processes beside each other measure one video each
 
     def short(value: float) -> float | None:
         return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
@@ -99,21 +97,12 @@ def measure(pixels: np.ndarray, scene: Scene | None) -> dict[str, Any]:
     if scene is not None:
         answers = judge_seconds(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, scene)
         found["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
-    return found
-
-
-def write_item(
-    pixels: np.ndarray, scene: Scene | None, about: Mapping[str, Any], folder: Path, mp4s: Mapping[Path, int]
-) -> None:
-    """Measure one video and write its numbers, after the mp4s that are asked for."""
     for file, shortest in mp4s.items():
         write_mp4(torch.from_numpy(pixels), file, shortest, about["name"])
-    Results(folder).write(about["name"], {**about, **measure(pixels, scene)})
+    Results(folder).write(about["name"], {**about, **found})
 
 
-# -- what is compared --------------------------------------------------------------------------------------
-
-
+# --- What is compared
 @dataclass(frozen=True)
 class Item:
     """One video: a policy or a control by its label, with its settings, and the run's prompt and seed."""
@@ -122,22 +111,22 @@ class Item:
     settings: Mapping[str, Any]
     config: RunConfig
     name: str
+    mp4s: Mapping[Path, int]  # where the video is written -> the least pixels of its shorter side there
 
 
 @dataclass(frozen=True)
 class Group:
     """Videos of one policy that are rolled out together."""
 
-    label: str
     items: Sequence[Item]
 
     def __str__(self) -> str:
-        return f"{self.label}: {len(self.items)} videos"
+        return f"{self.items[0].label}: {len(self.items)} videos"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policies, runs and the folder of the items."""
+    """Policies, runs and the folder of the items; makes them (the engine's Work)."""
 
     folder: Path
     policies: Mapping[str, Mapping[str, Any]]  # label -> settings
@@ -164,45 +153,40 @@ class Comparison:
         controls = {label: {"control": label} for label in self.controls} if self.scenes else {}
         paths = {str(one["file"]) for one in self.policies.values() if one.get("file")}
         classes = {path: describe_files([path]) for path in paths}  # CSVs of head classes
-        found: list[Item] = []
+        # Prompt -> its name in files, where VBench reads it; disks take names of 255 bytes.
+        names = unique_slugs({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
+        shown, found = list(names)[: self.videos], list[Item]()
         for label, settings in (*self.policies.items(), *controls.items()):
-            own: dict[str, Any] = {
-                "policy": dict(settings),
-                "classes": classes.get(str(settings.get("file"))),
-            }
+            own = {"policy": dict(settings), "classes": classes.get(str(settings.get("file")))}
+            file, seeds = label.replace("/", "_"), Counter[str]()
             for run in self.runs:
-                scene = self.scenes.get(run.prompt)
-                own |= {"prompt": run.prompt, "seed": run.seed, "scene": scene and asdict(scene)}
-                found.append(Item(label, settings, run, fingerprint(self.identity, **own)))
+                scene, index, mp4s = self.scenes.get(run.prompt), seeds[run.prompt], {}
+                seeds[run.prompt] += 1
+                if run.prompt in shown and index == 0:
+                    mp4s[self.folder / "videos" / f"{file}_{shown.index(run.prompt)}.mp4"] = 256
+                if self.vbench is not None:
+                    mp4s[self.vbench / file / f"{names[run.prompt]}-{index}.mp4"] = 1
+                about = {"prompt": run.prompt, "seed": run.seed, "scene": scene and asdict(scene)}
+                name = fingerprint(self.identity, **own, **about)
+                found.append(Item(label, settings, run, name, mp4s))
         return found
 
-    def groups(self) -> dict[str, "Group"]:
+    def groups(self) -> dict[str, Group]:
         """Return items of one policy that are made together, by the name of the group."""
         found: dict[str, Group] = {}
-        for label, of_label in groupby(self.items, key=lambda item: item.label):
+        for _, of_label in groupby(self.items, key=lambda item: item.label):
             items = list(of_label)
             for start in range(0, len(items), self.batch):
-                group = Group(label, items[start : start + self.batch])
-                found[fingerprint({"items": [item.name for item in group.items]})] = group
+                some = items[start : start + self.batch]
+                found[fingerprint({"items": [item.name for item in some]})] = Group(some)
         return found
 
-    def is_done(self, name: str, group: "Group") -> bool:
-        """Check that all videos of a group are done (the engine's Work)."""
+    def is_done(self, name: str, group: Group) -> bool:
         return all(map(self.has, group.items))
-
-    def make(self, name: str, group: "Group", watch: RunObserver) -> None:
-        """Make the videos of a group by the model, the VAE and the pool of this process."""
-        watch.log("rollout", videos=str(group))
-        assert self.session is not None
-        session = loaded_here(self.session)
-        with deterministic(self.deterministic):
-            maker = kept("maker", fingerprint(self.identity), lambda: Maker(self, session))
-            replace(maker, comparison=self).make(group.items)
 
     def has(self, item: Item) -> bool:
         """Return whether an item's numbers, and the videos and the attention asked for, are there."""
-        found = self.store.read(item.name)
-        if found is None or any(mp4_tag(path) != item.name for path in self.mp4s(item)):
+        if self.store.read(item.name) is None or any(mp4_tag(path) != item.name for path in item.mp4s):
             return False
         if self.capture.kind == "none" or "control" in item.settings:
             return True
@@ -211,87 +195,52 @@ class Comparison:
     def attention(self, item: Item) -> Path:
         return self.folder / "attention" / item.name
 
-    def mp4s(self, item: Item) -> dict[Path, int]:
-        """Return where an item's video is written -> the least pixels of its shorter side there."""
-        names = self._names_of_prompts
-        number = list(names).index(item.config.prompt)
-        index = [run.seed for run in self.runs if run.prompt == item.config.prompt].index(item.config.seed)
-        label, found = item.label.replace("/", "_"), {}
-        if number < self.videos and index == 0:
-            found[self.folder / "videos" / f"{label}_{number}.mp4"] = 256
-        if self.vbench is not None:
-            found[self.vbench / label / f"{names[item.config.prompt]}-{index}.mp4"] = 1
-        return found
-
-    @cached_property
-    def _names_of_prompts(self) -> dict[str, str]:
-        """Prompt -> its name in files, where VBench reads it; disks take names of 255 bytes."""
-        return unique_slugs({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
-
-
-# -- making videos ------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Maker:
-    """Makes the videos of a comparison by a session's model and the VAE; a pool measures them."""
-
-    comparison: Comparison
-    session: LoadedModel
-    vae: VAE = field(init=False)
-    pool: Executor | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        comparison, device = self.comparison, self.session.device
-        ckpt_dir, dtype = self.session.config.ckpt_dir, choose_dtype(comparison.vae_dtype, device)
-        self.vae = VAE.from_pretrained(ckpt_dir, dtype, device)
-        on_gpu = device.type == "cuda"
-        # the decoder's convolutions are always of one size
-        torch.backends.cudnn.benchmark = on_gpu and not comparison.deterministic
-        if judges := workers_of(comparison.judges if comparison.judges is not None or on_gpu else 0):
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
-            self.pool = ProcessPoolExecutor(
-                judges, get_context("spawn"), exit_with_parent, (os.getpid(),)
-            )  # without one, as on a CPU, this process measures videos itself
-
-    def make(self, items: Sequence[Item]) -> None:
+    def make(self, name: str, group: Group, watch: RunObserver) -> None:
         """Roll out and decode items of one policy, and measure those not done yet.
 
         All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
         """
-        comparison, control = self.comparison, items[0].settings.get("control")
-        pixels, cost = self._rolled_out(items) if control is None else (self._control(control, items), {})
-        measured: list[Future] = []
-        for item, video in zip(items, pixels, strict=True):
-            if comparison.has(item):
-                continue
-            about = {
-                "label": item.label,
-                "name": item.name,
-                "prompt": item.config.prompt,
-                "seed": item.config.seed,
-                "cost": cost,
-            }
-            scene = comparison.scenes.get(item.config.prompt)
-            arguments = (video, scene, about, comparison.store.folder, comparison.mp4s(item))
-            if self.pool is None:
-                write_item(*arguments)
+        watch.log("rollout", videos=str(group))
+        assert self.session is not None
+        session, items = loaded_here(self.session), group.items
+        on_gpu = session.device.type == "cuda"
+        judges = workers_of(self.judges if self.judges is not None or on_gpu else 0)
+
+        def load_vae() -> VAE:
+            # the decoder's convolutions are always of one size
+            torch.backends.cudnn.benchmark = on_gpu and not self.deterministic
+            dtype = choose_dtype(self.vae_dtype, session.device)
+            return VAE.from_pretrained(session.config.ckpt_dir, dtype, session.device)
+
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
+        pool = kept("judges", str(judges), lambda: EvalPool(judges, "spawn"))
+        with deterministic(self.deterministic):
+            vae = kept("vae", fingerprint(self.identity), load_vae)
+            if control := items[0].settings.get("control"):
+                pixels, cost = self._control(session, vae, control, items), {}
             else:
-                measured.append(self.pool.submit(write_item, *arguments))
+                pixels, cost = self._rolled_out(session, vae, items)
+        measured = []
+        for item, video in zip(items, pixels, strict=True):
+            if not self.has(item):
+                about = {"label": item.label, "name": item.name, "prompt": item.config.prompt}
+                about |= {"seed": item.config.seed, "cost": cost}
+                scene = self.scenes.get(item.config.prompt)
+                measured.append(pool.call(measure, video, scene, about, self.store.folder, item.mp4s))
         for future in measured:
             future.result()
 
     def _rolled_out(
-        self, items: Sequence[Item], num_frames: int | None = None
+        self, session: LoadedModel, vae: VAE, items: Sequence[Item], num_frames: int | None = None
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Make videos uint8 [T, H, W, 3] under the policy of items; return them and their cost."""
-        session, first = self.session, items[0].config
-        config = replace(first, cache_policy=dict(items[0].settings), local_attn_size=-1, sink_size=0)
+        first = items[0].config
+        config = replace(first, cache_policy=dict(items[0].settings), **NO_WINDOW)
         pipeline = pipeline_of(session.pipeline.model, config)
         configs = [item.config for item in items]
         noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
-        text = torch.cat([session.texts[item.config.prompt][0] for item in items])
-        capture = self.comparison.capture if num_frames is None else BlockCapture()
+        text = torch.cat([session.texts[one.prompt][0] for one in configs])
+        capture = self.capture if num_frames is None else BlockCapture()
         requests, seconds = capture.requests(capture.blocks(len(first.block_sizes))), list[float]()
         on_gpu = session.device.type == "cuda"
         if on_gpu:
@@ -303,19 +252,18 @@ class Maker:
 
             def blocks() -> Iterator[torch.Tensor]:
                 """Yield the latents of each block, timed without the decoder; save its attention."""
-                rollout = pipeline.blocks(noise, text, num_frames=num_frames)
                 start = time.monotonic()
-                for number, (_, latents) in enumerate(rollout):
+                for number, (_, latents) in enumerate(pipeline.blocks(noise, text, num_frames=num_frames)):
                     if on_gpu:
                         torch.cuda.synchronize(session.device)
                     seconds.append(time.monotonic() - start)
                     for row, item in enumerate(items if calls else ()):
-                        capture.save(self.comparison.attention(item), number, calls, item.name, row)
+                        capture.save(self.attention(item), number, calls, item.name, row)
                     calls.clear()
                     yield latents
                     start = time.monotonic()
 
-            pixels = torch.cat(list(decoded_blocks(self.vae, blocks())), 1).numpy()
+            pixels = torch.cat(list(decoded_blocks(vae, blocks())), 1).numpy()
         few = max(1, len(seconds) // 10)  # medians of a tenth of the blocks
         cost: dict[str, Any] = {
             "seconds": round(sum(seconds), 6),
@@ -327,31 +275,30 @@ class Maker:
         held = kv_cache(config, session.model_config, session.dtype)
         if config.policy.by_heads:  # how many heads are of which class shows in the rollout alone
             held = pipeline.cache_bytes // len(items)
-        cost |= {"batch": len(items), "cache_bytes": held}
-        return list(pixels), cost
+        return list(pixels), cost | {"batch": len(items), "cache_bytes": held}
 
-    def _control(self, control: str, items: Sequence[Item]) -> list[np.ndarray]:
+    def _control(
+        self, session: LoadedModel, vae: VAE, control: str, items: Sequence[Item]
+    ) -> list[np.ndarray]:
         """Return the first frame for ever, or the scenes as rendered, or those after the VAE."""
         first = items[0].config
         length = 1 + VIDEO_FRAMES_PER_LATENT * (first.num_frames - 1)
         if control == "frozen":
             whole = [replace(item, settings={"name": FULL}) for item in items]
-            videos, _ = self._rolled_out(whole, first.num_frame_per_block)
+            videos, _ = self._rolled_out(session, vae, whole, first.num_frame_per_block)
             return [np.repeat(video[:1], length, 0) for video in videos]
         found: dict[str, np.ndarray] = {}
         for prompt in dict.fromkeys(item.config.prompt for item in items):
-            video = render(self.comparison.scenes[prompt], length, 8 * first.height)[None] / 2 + 0.5
+            video = render(self.scenes[prompt], length, 8 * first.height)[None] / 2 + 0.5
             if control == "vae":
-                latents = self.vae.encode(video.to(self.session.device))
-                found[prompt] = torch.cat(list(decoded_blocks(self.vae, latents.split(3, 1))), 1)[0].numpy()
+                latents = vae.encode(video.to(session.device))
+                found[prompt] = torch.cat(list(decoded_blocks(vae, latents.split(3, 1))), 1)[0].numpy()
             else:
                 found[prompt] = to_pixels(video)[0].numpy()
         return [found[item.config.prompt] for item in items]
 
 
-# -- from flags to a table ---------------------------------------------------------------------------------
-
-
+# --- From flags to a table
 def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
     planned = plan(args, runs, scenes)
@@ -378,13 +325,12 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     Raises ConfigError or CacheError for what cannot be compared or written.
     """
     first, policies = runs[0], read_policies(args.policies)
+    folders = [Path(folder) for folder in (args.output_dir, args.vbench_dir) if folder]
     if first.prompt_schedule or first.interventions:
         raise ConfigError("policies are compared on one prompt each, without interventions")
     for settings in policies.values():
         read_policy(settings).check(first.block_sizes)
-        config = replace(first, cache_policy=dict(settings), local_attn_size=-1, sink_size=0)
-        check_outputs(args, config, [Path(args.output_dir) / TABLE])
-    folders = [Path(folder) for folder in (args.output_dir, args.vbench_dir) if folder]
+        check_outputs(args, replace(first, cache_policy=dict(settings), **NO_WINDOW), [folders[0] / TABLE])
     planned = Comparison(
         folders[0],
         policies,
@@ -398,13 +344,11 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
         vae_dtype=args.vae_dtype,
         deterministic=args.deterministic,
     )
-    for folder in folders:
-        require_writable(folder / TABLE)
-    videos = [path for item in planned.items for path in planned.mp4s(item)]
+    videos = [path for item in planned.items for path in item.mp4s]
     if twins := [path for path, count in Counter(videos).items() if count > 1]:
         raise ConfigError(f"two of --policies would write {twins[0]}; rename a file of one")
     longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
-    for path in longest.values():
+    for path in (*(folder / TABLE for folder in folders), *longest.values()):
         require_writable(path)
     return planned
 
@@ -413,8 +357,7 @@ def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None =
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     load = partial(causal.prepare, first, [], prompts, watch, decodes="the comparison")
-    session = kept("model", fingerprint(identity(first)), load)
-    return with_session(session, planned, batch)
+    return with_session(kept("model", fingerprint(identity(first)), load), planned, batch)
 
 
 def with_session(session: LoadedModel, planned: Comparison, batch: int | None) -> Comparison:

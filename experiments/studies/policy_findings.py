@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.drift import FPS
-from experiments.analysis.effects import bootstrap, holm, sign_flip_p
+from experiments.analysis.effects import bootstrap, holm, rounded, sign_flip_p
 from experiments.analysis.long_rollouts import CONTROLS
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.errors import ConfigError
@@ -64,18 +64,14 @@ OF_WHOLE = ("sharpness_change", "clipped_change", "flicker_change", "largest_dro
 SHOWN = (*FAMILY[:2], "window,window=12,sink=3", DEEP_SINK, PARTICIPATIVE)  # beside full, as curves
 MOST_SHOWN = 7  # as many colours as figures of curves have
 CURVES = {"right": "tracker", "hue_kept": "seconds", "motion": "seconds"}
-DRAWS = 2000
+WINDOWS, DEEP = ({size: spec(policy, *size) for size in GRID} for policy in ("window", "deep_sink"))
 QUESTIONS = {  # differences between the policies of each pair
-    "a sink of four blocks against one, window 21, moved along": [
-        (spec("deep_sink", 21, 12), spec("deep_sink", 21, 3))
-    ],
-    "a sink of four blocks against one, window 21, left where it was": [
-        (spec("window", 21, 12), spec("window", 21, 3))
-    ],
-    "a sink of one block against none, window 9": [(spec("window", 9, 3), spec("window", 9, 0))],
-    "a sink of one block against none, window 21": [(spec("window", 21, 3), spec("window", 21, 0))],
+    "a sink of four blocks against one, window 21, moved along": [(DEEP[21, 12], DEEP[21, 3])],
+    "a sink of four blocks against one, window 21, left where it was": [(WINDOWS[21, 12], WINDOWS[21, 3])],
+    "a sink of one block against none, window 9": [(WINDOWS[9, 3], WINDOWS[9, 0])],
+    "a sink of one block against none, window 21": [(WINDOWS[21, 3], WINDOWS[21, 0])],
     "the sink's RoPE moved along against left, all windows and sinks": [
-        (spec("deep_sink", window, sink), spec("window", window, sink)) for window, sink in GRID
+        (DEEP[size], WINDOWS[size]) for size in GRID
     ],
     "participative compression against the same deep sink": [(PARTICIPATIVE, DEEP_SINK)],
 }
@@ -112,14 +108,15 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
     }
     own = [label for label in videos if label not in (*NAMED["findings"], *CONTROLS)]
     short = [short_label(label) for label in videos]
+    counts = {str(kind): int((kinds == kind).sum()) for kind in dict.fromkeys(kinds)}
 
     def of_policy(label: str) -> dict[str, Any]:
-        """Every measure with its interval; what hid; cost."""
-        mine = values[label]
+        """Return every measure with its interval, the primary one by kind, and the cost."""
+        mine, name = values[label], short_label(label)
         found: dict[str, Any] = {
-            "name": short_label(label) if short.count(short_label(label)) == 1 else label,
+            "name": name if short.count(name) == 1 else label,
             "measures": {name: _interval(mine[name]) for name in mine},
-            "by_kind": {str(kind): _interval(mine[PRIMARY][kinds == kind]) for kind in dict.fromkeys(kinds)},
+            "by_kind": {kind: _interval(mine[PRIMARY][kinds == kind]) for kind in counts},
         }
         if unnamed.any():  # the colour of what hides is in the past alone
             found["unnamed_color"] = _interval(mine["color"][unnamed])
@@ -129,7 +126,7 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "primary": f"share of seconds {FROM} to {seconds} in which the tracker finds colour and shape right",
         "prompts": len(prompts),
-        "kinds": {str(kind): int((kinds == kind).sum()) for kind in dict.fromkeys(kinds)},
+        "kinds": counts,
         "seeds": len(videos[FULL][prompts[0]]),
         "num_frames": num_frames,
         "weights_sha256": comparison["weights_sha256"],
@@ -176,7 +173,7 @@ def against_full(values: Mapping[str, Mapping[str, np.ndarray]], own: Sequence[s
     family = [label for label in FAMILY if label in values]
     gains = {label: values[label][PRIMARY] - values[FULL][PRIMARY] for label in (*family, *own)}
     p_values = [sign_flip_p(gain) for gain in gains.values()]
-    adjusted = [*(round(float(q), 5) for q in holm(p_values[: len(family)])), *[None] * len(own)]
+    adjusted = [*rounded(holm(p_values[: len(family)]), 5), *[None] * len(own)]
     return {
         label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
         for (label, gain), p, q in zip(gains.items(), p_values, adjusted, strict=True)
@@ -200,17 +197,15 @@ def _curves(videos: Sequence[Sequence[Video]]) -> dict[str, Any]:
     """Return mean and interval over prompts of some measures at every second."""
     found = {}
     for name, source in CURVES.items():
-        per_prompt = np.array(
-            [np.mean([np.array(v[source][name], float) for v in of_prompt], 0) for of_prompt in videos]
-        )  # [prompts, seconds]
-        draws = np.random.default_rng(0).integers(len(per_prompt), size=(DRAWS, len(per_prompt)))
-        low, high = np.percentile(per_prompt[draws].mean(1), [2.5, 97.5], axis=0)
-        rows = {"mean": per_prompt.mean(0), "low": low, "high": high}
-        found[name] = {key: [round(float(x), 3) for x in row] for key, row in rows.items()}
+        rows = [np.mean([np.array(v[source][name], float) for v in of_prompt], 0) for of_prompt in videos]
+        each = zip(*(bootstrap(second) for second in np.transpose(rows)), strict=True)
+        found[name] = {
+            key: rounded(values) for key, values in zip(("mean", "low", "high"), each, strict=True)
+        }
     return found
 
 
 def _interval(values: np.ndarray) -> list[float | None]:
     """Return estimate, low and high of the values that are not NaN; None where there is none."""
     known = values[~np.isnan(values)]
-    return [round(float(x), 4) for x in bootstrap(known, DRAWS)] if len(known) else [None] * 3
+    return [*rounded(bootstrap(known), 4)] if len(known) else [None] * 3

@@ -19,7 +19,9 @@ from experiments.analysis.panels import HeadMap
 from experiments.extraction import causal
 from experiments.extraction.video import decode
 from experiments.miniature.moving_shapes import Scene
+from experiments.miniature.recipe import SIDE
 from experiments.miniature.tracking import DIFFERS, background, in_sight, track
+from wan.blocks import block_ranges
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.keys import key_frames, key_tokens
@@ -45,11 +47,7 @@ class Cover:
 
     def masks(self, frames: Tensor, tokens: Tensor, query_frame: int) -> Tensor:
         """Return MASKS, in their order, at keys of these frames and tokens, [keys, masks]."""
-        moving, here, first = (
-            self.shape[frames, tokens],
-            self.shape[query_frame, tokens],
-            self.shape[0, tokens],
-        )
+        moving, here, first = (self.shape[at, tokens] for at in (frames, query_frame, 0))
         shuffled = self.shape[torch.unique(frames)].mean(0)[tokens]  # the mean over all orders of the frames
         return torch.stack([moving, shuffled, here, first, self.wall[tokens]], 1)
 
@@ -66,6 +64,18 @@ def cover_of(video: Tensor, scene: Scene, rows: int, columns: int) -> Cover:
     wall = (~sight).float() if scene.wall else torch.zeros_like(mask[0])
     tokens = F.adaptive_avg_pool2d(torch.cat([latent, wall[None]])[:, None], (rows, columns)).flatten(1)
     return Cover(tokens[:-1], tokens[-1], hidden & bool(scene.wall))
+
+
+def hidden_frames(video: np.ndarray, scene: Scene) -> list[bool]:
+    """Return which latent frames of a video [T, 3, H, W] in 0..1 show no shape where it could be seen."""
+    return cover_of(torch.from_numpy(video), scene, SIDE // 16, SIDE // 16).hidden.tolist()
+
+
+def return_block(hidden: Sequence[bool], block_sizes: Sequence[int]) -> int:
+    """Return the first block after hidden frames in which a frame is seen again; 0 where there is none."""
+    first = list(hidden).index(True) if any(hidden) else len(hidden)
+    seen = next((frame for frame in range(first, len(hidden)) if not hidden[frame]), None)
+    return next((block for block, own in enumerate(block_ranges(list(block_sizes))) if seen in own), 0)
 
 
 def lifts_of(calls: Sequence[CapturedCall], cover: Cover, num_heads: int) -> Tensor:

@@ -17,6 +17,7 @@ from experiments.extraction import causal
 from experiments.extraction.observer import RunObserver
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import atlas_cache, make_atlas
+from experiments.studies.runs import ANOTHER_SEED, distance
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, intervene
@@ -74,11 +75,11 @@ def test_a_direct_effect_is_the_change_of_a_rollout_edited_in_that_block_alone(f
     with torch.no_grad():
         for row, config in enumerate(configs):
             base = session.rollout(config)
-            other = session.rollout(replace(config, seed=config.seed + causal_atlas.ANOTHER_SEED))
-            between = causal_atlas.distance(base, other)[0]
+            other = session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))
+            between = distance(base, other)[0]
             with intervene(replace(EDIT, layers=(3,), heads=(5,), blocks=(1,))):
                 edited = session.rollout(config)
-            expected = causal_atlas.distance(base, edited)[0] / between
+            expected = distance(base, edited)[0] / between
             torch.testing.assert_close(atlas["between_seeds"][row].double(), between, atol=2e-6, rtol=0)
             effects = atlas["effects"][row, 1, 1, 3:].double()
             torch.testing.assert_close(effects, expected[3:], atol=2e-6, rtol=0)
@@ -161,7 +162,7 @@ def test_attention_cross_attention_and_mlp_are_ablated_one_by_one(tmp_path, sess
         with intervene(replace(edit, site=site, blocks=(0,))):
             latents = session.rollout(configs[0])
         plain = session.rollout(configs[0])
-        expected = causal_atlas.distance(latents, plain)[0, :3] / atlas["between_seeds"][0, :3]
+        expected = distance(latents, plain)[0, :3] / atlas["between_seeds"][0, :3]
         torch.testing.assert_close(atlas["effects"][0, 0, unit, :3], expected.float(), atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="needs an ablate without heads"):
         study(tmp_path, session, configs, EDIT, "site")

@@ -4,8 +4,8 @@ import pytest
 from helpers.rollouts import TWO_STEPS
 
 from experiments.extraction import causal
-from experiments.studies.color_paths import PairedRuns, RecordedCalls, Tracer, pairs_of, trace
-from experiments.studies.head_memory import unnamed_captions
+from experiments.studies.hidden_shapes import unnamed_captions
+from experiments.studies.paired_prompts import PairedRuns, RecordedCalls, Tracer, pairs_of, trace
 from wan.config import load_config
 
 

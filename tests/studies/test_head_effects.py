@@ -9,7 +9,7 @@ from helpers.rollouts import TWO_STEPS
 
 from experiments import measure_head_effects as script
 from experiments.running.cli import config_from
-from experiments.studies.head_effects import HeadEffects, budget_rows, read_pairs
+from experiments.studies.paired_prompts import HeadEffects, budget_rows, read_pairs
 from wan.errors import ConfigError
 
 PAIRS = "pairs: [{prompts: [a red fox, a blue fox], then: a fox}, {prompts: [a cat, a dog], then: a pet}]"

@@ -10,8 +10,14 @@ from helpers.rollouts import TWO_STEPS
 from experiments.benchmarks.reproduce import head_memory as script
 from experiments.extraction import causal
 from experiments.running.progress import Progress
-from experiments.studies.head_memory import HeadMemory, Sizes, regressed, unnamed_captions
-from experiments.studies.hidden_shapes import QUESTIONS, attention_measures
+from experiments.studies.hidden_shapes import (
+    QUESTIONS,
+    HeadMemory,
+    Sizes,
+    attention_measures,
+    regressed,
+    unnamed_captions,
+)
 from wan.config import load_config
 
 SIZES = Sizes(captions=2, draws=2, budget_draws=1, samples=2, budgets=(5, 7), narrow=4, sink=1)
@@ -44,7 +50,7 @@ def test_budgets_cost_what_they_say(study):
 
 
 def test_what_heads_attend_to_is_a_share(study):
-    found = attention_measures(study.runs)
+    found = attention_measures(study.runs(study.everyone))
     assert {values.shape for values in found.values()} == {(2, 8, 12)}
     assert all(np.isfinite(x).all() and (x.min() >= 0 or name == "s") for name, x in found.items())
     assert (found["mass on the older past"] <= found["mass on the past"] + 1e-9).all()
@@ -64,7 +70,7 @@ def test_a_report_of_planted_answers(study, monkeypatch):
         found = {q: [rng.randint(0, 1) for _ in range(count)] for q in QUESTIONS}
         found |= {"trial": trial.name, "change": [rng.random() for _ in range(count)]}
         if trial.measured:
-            measures = {name: x.tolist() for name, x in attention_measures(self.runs).items()}
+            measures = {name: x.tolist() for name, x in attention_measures(self.runs(self.everyone)).items()}
             found |= {"returns": [2, 1], "measures": measures, "same": [1, 1]}
         return found
 

@@ -14,21 +14,17 @@ from experiments.analysis.effects import head_correlation
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.benchmarks.reproduce import hidden_shapes as script
 from experiments.extraction import causal
-from experiments.miniature.tracking import EvalPool
 from experiments.running.progress import Progress
 from experiments.studies import causal_atlas, hidden_shapes
 from experiments.studies.hidden_shapes import (
-    PAST,
     Design,
     HiddenShapes,
     Trials,
     captions_behind_a_wall,
-    knockouts,
     measures_of_pass,
-    outside,
-    return_block,
-    select_runs,
 )
+from experiments.studies.runs import PAST, Runs, knockouts, outside
+from experiments.studies.shape_attention import return_block
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.interventions import intervene
@@ -45,7 +41,7 @@ def study(tmp_path_factory):
     test, selection = captions_behind_a_wall(DESIGN)
     session = causal.prepare(config, [], [scene.caption for _, scene in (*test, *selection)])
     folder = tmp_path_factory.mktemp("shapes")
-    sets = (Trials(scenes, config, session, folder, pool=EvalPool(1)) for scenes in (selection, test))
+    sets = (Trials(scenes, config, session, folder) for scenes in (selection, test))
     one = HiddenShapes(DESIGN, *sets)
     one.selection.heads = one.test.heads = HEADS
     one.run(Progress(quiet=True))
@@ -55,17 +51,18 @@ def study(tmp_path_factory):
 @pytest.mark.beside
 @pytest.mark.parametrize(("window", "sink"), [(3, 0), (4, 1)])
 def test_knockouts_are_the_windows_of_a_policy(study, window, sink):
-    trials, runs = study.test, study.test.runs
+    trials = study.test
+    runs = trials.runs(trials.everyone)
     seen = {"local_attn_size": window, "sink_size": sink}
     policy = trials.session.with_weights(replace(trials.config, **seen))
-    expected = torch.cat([policy.rollout(replace(one, **seen)) for one in trials.configs])
+    expected = torch.cat([policy.rollout(replace(one, **seen)) for one in runs.configs])
     everyone = [(layer, head) for layer in range(8) for head in range(12)]
     with intervene(*knockouts(everyone, outside(window, sink), trials.config.block_sizes)):
-        found = runs.inference()
+        found = runs.rollout()
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
     assert (found - runs.latents)[:, 3:].abs().max() > 0.1
-    one = select_runs(runs, (1,))
-    torch.testing.assert_close(one.inference(), runs.latents[1:], atol=2e-4, rtol=0)
+    one = trials.runs((1,))
+    torch.testing.assert_close(one.latents, runs.latents[1:], atol=2e-4, rtol=0)
 
 
 def test_parts_of_the_past():
@@ -77,7 +74,7 @@ def test_parts_of_the_past():
 
 
 def test_measures_of_a_batch_are_those_of_each_run(study):
-    runs = study.test.runs
+    runs = study.test.runs(study.test.everyone)
     found = {name: values[1, 6, 4] for name, values in measures_of_pass(runs, 1).items()}
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[6], steps=[1]) as calls:
         study.test.session.rollout(runs.configs[1])
@@ -155,5 +152,5 @@ def test_frame_0_is_removed_from_the_view_of_each_head(study, tmp_path):
         found["effect"], np.nanmean(causal_atlas.merged(removed)["effects"].numpy(), -1)
     )
     assert {found[name].shape for name in ("effect", "control", "s, first pass")} == {(2, 1, 12)}
-    again = measures_of_pass(causal_atlas.begin(session, removed.configs), 0)
+    again = measures_of_pass(Runs(session, removed.configs), 0)
     np.testing.assert_allclose(found["s, first pass"][:, 0], again["s"][:, 6], atol=1e-5)

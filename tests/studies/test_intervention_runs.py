@@ -18,7 +18,7 @@ from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
 from experiments.extraction.observer import RunObserver
 from experiments.studies import intervention_job
-from experiments.studies.causal_atlas import distance
+from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
 from wan.config import load_config
 from wan.errors import ConfigError

@@ -113,7 +113,7 @@ def alike():
 
 
 def test_every_prompt_has_a_file_of_its_own_for_vbench(alike):
-    names = [path.name for item in alike.items for path in alike.mp4s(item)]
+    names = [path.name for item in alike.items for path in item.mp4s]
     assert len(set(names)) == len(names) == 12 and max(len(name.encode()) for name in names) < 200
     assert {"short-0.mp4", "short-1.mp4", "a b-0.mp4"} < set(names)
     for item, name in zip(alike.items, names, strict=True):
@@ -138,9 +138,9 @@ def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_r
 def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
     folder, table = made
     calls = []
-    kept = policy_comparison.Maker._rolled_out
+    kept = policy_comparison.Comparison._rolled_out
     monkeypatch.setattr(
-        policy_comparison.Maker, "_rolled_out", lambda *a, **k: calls.append(1) or kept(*a, **k)
+        policy_comparison.Comparison, "_rolled_out", lambda *a, **k: calls.append(1) or kept(*a, **k)
     )
     assert compare(folder)["videos"] == table["videos"] and not calls
     torn = folder / "items" / f"{table['videos'][0]['name']}.json"

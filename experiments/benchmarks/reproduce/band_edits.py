@@ -26,8 +26,8 @@ from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress
 from experiments.running.ranks import workers_of
-from experiments.studies import causal_atlas
 from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
+from experiments.studies.runs import Runs, distance
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
 from wan.capture import CapturedCall
@@ -56,21 +56,21 @@ def run(argv=None):
         session = causal.prepare(config, [], [scene.caption for _, scene in numbered], watch)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         configs = [replace(config, prompt=scene.caption, seed=number) for number, scene in numbered]
-        runs, scenes = causal_atlas.begin(session, configs), [scene for _, scene in numbered]
+        runs, scenes = Runs(session, configs), [scene for _, scene in numbered]
         head_dim, report = session.model_config.head_dim, {}
         base: dict[str, np.ndarray] = {}
         for name, edit in conditions(len(temporal_frequencies(head_dim))).items():
             # The mean logits of the first pass, and the means of queries and keys of all passes.
             capture = ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False, query_key_means=True)
             with intervene(edit) if edit else nullcontext(), capture as calls:
-                latents = runs.inference()
+                latents = runs.rollout()
             logits = of_frames(calls, "frame_logits", 0)  # [captions, layers, H, F, F]
             if not base:
                 report["predicted curves"] = predicted(calls, logits, config.block_sizes, head_dim)
             fit = fit_matrix(logits, config.block_sizes, temporal_frequencies(head_dim)[:FITTED])
             found = {"s": fit.s, "wave": fit.waves.cosine - 1j * fit.waves.sine}  # amplitude e^{i phase}
             base = base or found
-            change = causal_atlas.distance(latents, runs.latents) / runs.between_seeds
+            change = distance(latents, runs.latents) / runs.between_seeds
             videos = (video for part in latents.split(96) for video in vae.decode(part).cpu())
             answers = judges.judge_all(videos, scenes)
             report[name] = {

@@ -29,15 +29,17 @@ from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, count, main
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
-from experiments.studies.color_paths import pairs_of, trace
-from experiments.studies.head_memory import (
+from experiments.studies.hidden_shapes import (
     HALVES,
+    QUESTIONS,
     RULES,
+    Design,
     HeadMemory,
     Sizes,
+    captions_behind_a_wall,
     unnamed_captions,
 )
-from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
+from experiments.studies.paired_prompts import pairs_of, trace
 from wan.config import load_config
 from wan.files import read_json
 from wan.vae import VAE
@@ -92,11 +94,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     scenes = unnamed_captions(max(args.captions, args.pairs), ranked)
     pairs = pairs_of(scenes[: args.pairs])
     known = [(row["layer"], row["head"]) for row in read_json(args.ranking)["knockouts"]["ranking"][:KNOWN]]
+    judges = workers_of(args.judges)
     sizes = Sizes(args.captions, args.draws, samples=args.samples, folds=args.folds)
     with (
         Progress() as watch,
         stopping_when_asked(watch, "trial"),
-        EvalPool(workers_of(args.judges)) as pool,  # before a GPU is touched: it forks
+        EvalPool(judges) as pool,  # before a GPU is touched: it forks
     ):
         captions = [scene.caption for _, scene in scenes]
         session = causal.prepare(
@@ -105,7 +108,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         vae, paths = VAE.from_pretrained(config.ckpt_dir, device=session.device), args.folder / "paths.json"
         if not paths.is_file():
             save_report({"paths": trace(config, session, vae, pool, pairs)}, paths)
-        made_by = config, session, args.folder, 1, pool
+        made_by = config, session, args.folder, judges
         study = HeadMemory(scenes[: args.captions], *made_by, sizes=sizes, known=known)
         study.make_all(watch)
         about = {

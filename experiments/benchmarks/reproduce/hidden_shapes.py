@@ -29,7 +29,6 @@ from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.figures.style import save_svg
 from experiments.miniature.recipe import SHIPPED, SIDE
-from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import Parser, add_engine_flags, count, main
 from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked
@@ -93,14 +92,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with (
         Progress() as watch,
         stopping_when_asked(watch, "condition"),
-        EvalPool(1 if args.workers else judges) as pool,  # before a GPU is touched: it forks
         crew_of(args, config.device) as crew,
     ):
         of_frame_0 = hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
         sets = hidden_shapes.captions_behind_a_wall(design)
         walls = [scene.caption for scenes in sets for _, scene in scenes]
         session = called(crew, causal.prepare, config, [], [*walls, *of_frame_0])
-        made_by = config, session, args.folder, judges, None if crew else pool
+        made_by = config, session, args.folder, judges
         test, selection = (
             called(crew, identified, Trials(seeded(one, args.seeds), *made_by)) for one in sets
         )

@@ -1,28 +1,32 @@
-"""Trace by path patching which heads carry a hidden shape's colour to the block in which it returns.
+"""Pairs of prompts: trace by path patching which heads remember what differed, and measure heads' effects.
 
-Two runs of one noise differ in the colour that the caption names for block 0. After that both have the
-caption without a colour: what differs later is carried by cached keys and values. Those of one run are
-patched into the other, a head at a time, and x0 of the returning block is denoised again: 0 is no change, 1
-the other run's x0. Only pairs whose shape hides and returns in the same blocks are compared.
+Two runs of one noise differ in the caption of block 0, such as in a colour. After that both have the caption
+without it: what differs later is carried by cached keys and values. trace() takes those of one run into the
+other, a head at a time, where a hidden shape returns; HeadEffects needs no tracker, and takes a head's past.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import dist
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from experiments.extraction.causal import LoadedModel, draw_noise
-from experiments.extraction.devices import threads_for
+from experiments.extraction.causal import LoadedModel, pipeline_of
+from experiments.extraction.observer import RunObserver
+from experiments.extraction.provenance import fingerprint
 from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, MIN_CONTRAST, Scene
 from experiments.miniature.tracking import EvalPool
-from experiments.studies.hidden_shapes import Head, NumberedScenes, by_layer, hidden_frames, return_block
-from wan.blocks import block_ranges
+from experiments.running.engine import Results, loaded_here
+from experiments.studies.runs import Batch, Head, by_layer, knockouts, outside
+from experiments.studies.shape_attention import hidden_frames, return_block
 from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.files import read_yaml
 from wan.interventions import Edit, Patch, Source, intervene
 from wan.interventions import Frames as EditFrames
 from wan.policies import PromptSwitch
@@ -30,6 +34,7 @@ from wan.sites import Pass, Watcher, Where, watched
 from wan.vae import VAE
 
 OTHER = Source(prompt="the other colour")  # a name: its calls are given as data
+REGION = 0.1  # of the places of a latent frame
 Frames = tuple[int, ...]
 
 
@@ -66,7 +71,19 @@ class Pair:
         return (*self.captions, self.later)
 
 
-def pairs_of(scenes: NumberedScenes) -> list[Pair]:
+def read_pairs(path: str | Path) -> list[Pair]:
+    """Read pairs from a YAML: a list of {prompts: [A, B], then: C, seed: 0}. ConfigError for others."""
+    found = []
+    try:
+        for number, one in enumerate(read_yaml(path)["pairs"]):
+            first, second, *_ = map(str, one["prompts"])
+            found.append(Pair((first, second), str(one["then"]), int(one.get("seed", number))))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error!r}; write pairs: [{{prompts: [A, B], then: C}}, ...]") from None
+    return found
+
+
+def pairs_of(scenes: Sequence[tuple[int, Scene]]) -> list[Pair]:
     """Return, for every scene, the two colours that stand out most from background, wall and each other."""
     found = []
     for seed, scene in scenes:
@@ -89,48 +106,23 @@ class PairedRuns:
     pairs: Sequence[Pair]
 
     def __post_init__(self) -> None:
-        drawn = [
-            draw_noise(
-                replace(self.config, seed=pair.seed),
-                self.session.model_config,
-                self.session.dtype,
-                self.session.device,
-            )
-            for pair in self.pairs
-        ]
-        noise, renoise = zip(*drawn, strict=True)
-        self.noise, self.renoise = torch.cat(noise), torch.cat(renoise, 1)
-        self.texts = [self._text([pair.texts[n] for pair in self.pairs]) for n in range(3)]
-        self.ranges = block_ranges(self.config.block_sizes)
-
-    def _text(self, captions: Sequence[str]) -> Tensor:
-        return torch.cat([self.session.texts[caption][0] for caption in captions])
+        configs = [replace(self.config, prompt=pair.later, seed=pair.seed) for pair in self.pairs]
+        self.batch = Batch(self.session, configs)
+        self.first = [self.batch.encoded([pair.captions[n] for pair in self.pairs]) for n in range(2)]
+        self.ranges = self.batch.ranges
 
     def rollout(self, which: int, *records: RecordedCalls, **kwargs: Any) -> Tensor:
         """Roll out all pairs in their first or second colour -> latents [B, F, C, h, w]."""
-        switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.texts[2])
-        with watched(*records), threads_for(self.noise[:1], self.session.model_config):
-            return self.session.pipeline.inference(
-                self.noise,
-                prompt_embeds=self.texts[which],
-                renoise=self.renoise,
-                prompt_schedule=[switch],
-                **kwargs,
-            )[1]
-
-    def some(self, rows: Sequence[int]) -> "PairedRuns":
-        """Return the same of some pairs."""
-        return PairedRuns(self.config, self.session, [self.pairs[row] for row in rows])
+        switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.batch.text)
+        with watched(*records):
+            return self.batch.rollout(self.first[which], prompt_schedule=[switch], **kwargs)
 
     def blocks_of_hiding(self, vae: VAE, pool: EvalPool) -> list[tuple[int, int]]:
         """Return, by pair, the first block that shows no shape, and that of its return; 0, 0: not alike."""
         found = []
         for which in range(2):
-            videos = vae.decode(self.rollout(which)).cpu()
-            futures = [
-                pool.call(hidden_frames, video.numpy(), pair.scene)
-                for video, pair in zip(videos, self.pairs, strict=True)
-            ]
+            videos = zip(vae.decode(self.rollout(which)).cpu(), self.pairs, strict=True)
+            futures = [pool.call(hidden_frames, video.numpy(), pair.scene) for video, pair in videos]
             found.append([self._hiding(future.result()) for future in futures])
         return [one if one == other else (0, 0) for one, other in zip(*found, strict=True)]
 
@@ -140,6 +132,15 @@ class PairedRuns:
         return (gone[0], back) if gone else (0, 0)
 
 
+def patch(heads: Iterable[Head] | None, frames: EditFrames | None, **when: Any) -> list[Patch]:
+    """Return patches of cached keys and values, one a layer; heads None are all."""
+    if heads is None:
+        return [Patch("kv", OTHER, frames=frames, **when)]
+    of = by_layer(heads).items()
+    return [Patch("kv", OTHER, frames=frames, layers=(layer,), heads=some, **when) for layer, some in of]
+
+
+# --- Path patching: 0 is no change of x0 of the returning block, 1 the other run's x0
 @dataclass
 class Tracer:
     """Patches in pairs whose shape is hidden in blocks first_hidden..back - 1 and returns in block back."""
@@ -150,20 +151,19 @@ class Tracer:
 
     def __post_init__(self) -> None:
         ranges = self.paths.ranges
-        self.visible: Frames = tuple(range(ranges[self.first_hidden].start))
-        self.hidden: Frames = tuple(range(ranges[self.first_hidden].start, ranges[self.back].start))
+        own, start = ranges[self.back], ranges[self.first_hidden].start
+        self.visible: Frames = tuple(range(start))
+        self.hidden: Frames = tuple(range(start, own.start))
         self.other = RecordedCalls(0)
         self.clean = RecordedCalls(len(self.paths.config.denoising_step_list))
         one, other = self.paths.rollout(0), self.paths.rollout(1, self.other, self.clean)
-        own = ranges[self.back]
         self.one = one[:, own.start : own.stop]
-        self.toward = other[:, own.start : own.stop] - self.one
+        self.toward = (other[:, own.start : own.stop] - self.one).flatten(1).double()
 
     def share(self, x0: Tensor) -> list[float]:
         """Return how far x0 of the returning block is on the way to the other run's, by pair."""
         moved = (x0 - self.one).flatten(1).double()
-        toward = self.toward.flatten(1).double()
-        return ((moved * toward).sum(1) / toward.square().sum(1)).tolist()
+        return ((moved * self.toward).sum(1) / self.toward.square().sum(1)).tolist()
 
     def read(
         self, patches: Mapping[str, tuple[Iterable[Head] | None, Frames]], source: RecordedCalls | None = None
@@ -205,14 +205,6 @@ class Tracer:
         return record
 
 
-def patch(heads: Iterable[Head] | None, frames: EditFrames | None, **when: Any) -> list[Patch]:
-    """Return patches of cached keys and values, one a layer; heads None are all."""
-    if heads is None:
-        return [Patch("kv", OTHER, frames=frames, **when)]
-    of = by_layer(heads).items()
-    return [Patch("kv", OTHER, frames=frames, layers=(layer,), heads=some, **when) for layer, some in of]
-
-
 def trace(
     config: RunConfig, session: LoadedModel, vae: VAE, pool: EvalPool, pairs: Sequence[Pair], most: int = 6
 ) -> dict[str, Any]:
@@ -223,15 +215,14 @@ def trace(
     frames, and of a layer's. writers: z of a layer, or of a head of the strongest layer, in clean passes of
     visible blocks, as each of the strongest readers, all together and all heads see it.
     """
-    everyone = PairedRuns(config, session, pairs)
-    blocks = everyone.blocks_of_hiding(vae, pool)
+    blocks = PairedRuns(config, session, pairs).blocks_of_hiding(vae, pool)
     (hidden, back), _ = Counter(one for one in blocks if one[1]).most_common(1)[0]
-    tracer = Tracer(everyone.some([n for n, one in enumerate(blocks) if one == (hidden, back)]), hidden, back)
+    alike = [pair for pair, one in zip(pairs, blocks, strict=True) if one == (hidden, back)]
+    tracer = Tracer(PairedRuns(config, session, alike), hidden, back)
     model, visible = session.model_config, tracer.visible
     layers = [[(layer, head) for head in range(model.num_heads)] for layer in range(model.num_layers)]
     of_layers = {f"layer {layer[0][0]}": layer for layer in layers}
     of_heads = {f"layer {n} head {h}": [(n, h)] for layer in layers for n, h in layer}
-    everything = [head for layer in layers for head in layer]
 
     def strongest(shares: Mapping[str, Sequence[float]], names: Iterable[str], count: int) -> list[str]:
         return sorted(names, key=lambda name: -float(np.mean(shares[name])))[:count]
@@ -247,18 +238,99 @@ def trace(
     seen_by |= {"these readers": (together, visible), "all heads": (None, visible)}
     whole["strongest readers"] = tracer.read({"": (together, visible)})[""]
     writers = {name: tracer.read(seen_by, tracer.written(heads)) for name, heads in of_layers.items()}
-    writers["all layers"] = tracer.read(seen_by, tracer.written(everything))
-    first = strongest({name: one["all heads"] for name, one in writers.items()}, of_layers, 1)[0]
+    writers["all layers"] = tracer.read(seen_by, tracer.written([head for layer in layers for head in layer]))
+    [first] = strongest({name: one["all heads"] for name, one in writers.items()}, of_layers, 1)
     for name in (f"layer {n} head {h}" for n, h in of_layers[first]):
         writers[name] = tracer.read(seen_by, tracer.written(of_heads[name]))
     return {
-        "pairs": len(tracer.paths.pairs),
+        "pairs": len(alike),
         "of": len(pairs),
-        "captions": [pair.later for pair in tracer.paths.pairs],
-        "captions of block 0": [list(pair.captions) for pair in tracer.paths.pairs],
+        "captions": [pair.later for pair in alike],
+        "captions of block 0": [list(pair.captions) for pair in alike],
         "hidden from block": hidden,
         "returns in block": back,
         "whole": whole,
         "readers": readers,
         "writers": writers,
     }
+
+
+# --- Effects of heads, and the budget that they give
+@dataclass
+class HeadEffects:
+    """Effects of all heads in the last block of pairs (the engine's Work)."""
+
+    config: RunConfig
+    session: LoadedModel
+    folder: Path
+    window: int
+    sink: int
+    how: str  # knockout or patch
+
+    def name(self, pair: Pair) -> str:
+        how = {"window": self.window, "sink": self.sink, "how": self.how}
+        identity = self.session.identity(replace(self.config, prompt="", seed=0))
+        return fingerprint(identity, pair=[*pair.texts, pair.seed], **how)
+
+    @property
+    def results(self) -> Results:
+        return Results(self.folder / "pairs")
+
+    def is_done(self, name: str, pair: Pair) -> bool:
+        return self.results.read(name) is not None
+
+    def make(self, name: str, pair: Pair, watch: RunObserver) -> None:
+        """Measure every head in one pair -> effects [layers, H], and the seconds that took."""
+        watch.log("rollout", pair=pair.later)
+        start = time.monotonic()
+        runs, model = PairedRuns(self.config, self.session, [pair]), self.session.model_config
+        recorded, last = RecordedCalls(0), len(runs.ranges) - 1
+        own = runs.ranges[last]
+        other = runs.rollout(1, *([recorded] if self.how == "patch" else []))[:, own.start : own.stop]
+        effects = np.zeros((model.num_layers, model.num_heads))
+
+        def probe(block: int, denoise: Any) -> None:
+            if block < last:
+                return
+            one = denoise()
+            apart = (other - one).float().square().mean((0, 1, 2)).flatten()  # [h w]
+            region = apart.topk(max(1, round(REGION * len(apart)))).indices
+            for layer, head in np.ndindex(*effects.shape):
+                edits = self.edits((layer, head), last)
+                with intervene(*edits, data=dict.fromkeys(edits, recorded)):
+                    moved = (denoise() - one).float().square().mean((0, 1, 2)).flatten()
+                effects[layer, head] = (moved[region].mean() / apart[region].mean()).sqrt().item()
+                watch.log("head", layer=layer, head=head)
+
+        runs.rollout(0, probe=probe)
+        seconds = round(time.monotonic() - start, 1)
+        self.results.write(name, {"effects": effects.round(5).tolist(), "seconds": seconds})
+
+    def edits(self, head: Head, block: int) -> list[Edit]:
+        """Return what takes from a head, or exchanges, the past that a window would drop."""
+        dropped, sizes = outside(self.window, self.sink), self.config.block_sizes
+        [lost] = knockouts([head], dropped, sizes, passes="denoise", blocks=[block])
+        if self.how == "knockout":
+            return [lost]
+        return [*patch([head], lost.frames, passes="denoise", blocks=(block,))]
+
+
+def budget_rows(effects: np.ndarray, budget: float, window: int, sink: int, frames: int) -> list[list[int]]:
+    """Return layer, head, window and sink of every head: the largest effects keep all frames."""
+    whole = int(effects.size * (budget - window) / (frames - window) + 1e-9)
+    kept = {divmod(int(n), effects.shape[1]) for n in np.argsort(-effects, axis=None)[:whole]}
+    return [
+        [*head, *((frames, 0) if head in kept else (window, sink))] for head in np.ndindex(*effects.shape)
+    ]
+
+
+def tried(config: RunConfig, session: LoadedModel, pair: Pair, path: str) -> dict[str, float]:
+    """Roll out a pair's first run with the whole past and with the budget -> seconds, and their distance."""
+    session, found, latents = loaded_here(session), {}, []
+    for name, settings in {"without": None, "with budget": {"name": "head_budget", "file": path}}.items():
+        pipeline = pipeline_of(session.pipeline.model, replace(config, cache_policy=settings))
+        start = time.monotonic()
+        latents.append(PairedRuns(config, replace(session, pipeline=pipeline), [pair]).rollout(0).cpu())
+        found[f"seconds {name}"] = round(time.monotonic() - start, 2)
+    apart = (latents[0] - latents[1]).float().square().mean().sqrt() / latents[0].float().std()
+    return found | {"distance / standard deviation": round(apart.item(), 4)}
