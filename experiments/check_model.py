@@ -38,7 +38,6 @@ def run(argv=None):
     from experiments.caches import load_cache
     from experiments.caches.view import open_profiles
     from experiments.extraction import cache_builders, causal
-    from experiments.extraction.memory import fit
     from experiments.figures.agreement import HeadPair, heads_by_agreement
     from experiments.figures.style import save_svg
     from experiments.running.progress import observed
@@ -64,7 +63,7 @@ def run(argv=None):
         for cache in caches
     ]
     if args.fit:
-        config = fit(config, [], "").config
+        config = causal.fit(config, [], "").config
     configs = [replace(one, offload=config.offload, t5_cpu=config.t5_cpu) for one in configs]
     largest = max(configs, key=lambda one: one.num_frames)
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)

@@ -45,7 +45,7 @@ def run(argv=None):
     from experiments.extraction import base, project_files
     from experiments.extraction.cache_builders import Extraction
     from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-    from experiments.extraction.observer import RunObserver
+    from experiments.extraction.rollout import RunObserver
     from experiments.running.run import make_outputs
     from wan.capture import CaptureRequest
 

@@ -9,7 +9,7 @@ The scripts go the same way: experiments/extraction/causal.py loads and generate
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
@@ -27,8 +27,7 @@ from experiments.caches.activations import Activations, Place, joined, save_acti
 from experiments.caches.files import CacheError, RunError
 from experiments.caches.formats import AtlasCache
 from experiments.caches.view import Profiles, open_profiles
-from experiments.extraction import causal, project_files
-from experiments.extraction import memory as memory_estimate
+from experiments.extraction import causal, memory, project_files
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
 from experiments.extraction.video import decode, encoded, save_video, write_mp4
@@ -38,12 +37,12 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.cache import CachePolicy
 from wan.capture import CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
-from wan.config import ModelConfig, RunConfig
+from wan.config import RunConfig
 from wan.errors import ConfigError, did_you_mean, short_repr
 from wan.interventions import Steer, at, intervene
 from wan.pipeline import check_numerics, flow_to_x0
 from wan.policies import POLICIES
-from wan.sites import Activation, Reduce, SiteCapture, Where, check_indices, check_site, watched
+from wan.sites import Activation, SiteCapture, Where, check_indices, check_site, watched
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,30 +59,22 @@ UNITS = {
     "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
     "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
 }
-UNIONS = (UnionType, Union)
 _SEEN: ContextVar[Mapping[int, "Seen"] | None] = ContextVar("seen", default=None)  # by the pipe's id
 
 
-def load(
-    source: str | Path = "wan_mini",
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    offload: bool | None = None,
-    cache_policy: Any = None,
-    **settings: Any,
-) -> "Pipe":
-    """A pipeline that generates videos, from a config's name, its path, or a directory of weights.
+def load(source: str | Path = "wan_mini", *, cache_policy: Any = None, **settings: Any) -> "Pipe":
+    """Return a pipeline that generates videos, from a config's name, its path, or a directory of weights.
 
-    device is auto, cpu, cuda or cuda:N; offload streams the layers' weights from the host. cache_policy takes
-    the place of the config's: a policy (also of one's own class), settings, a file, one of configs/policies,
-    or a name with fields, such as "window,window=9,sink=3". settings are further fields of RunConfig, such as
-    num_frames. Weights are read by the first video, after its prompt is encoded. Raises ConfigError for what
-    is not there or does not fit.
+    settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
+    which streams the layers' weights from the host. cache_policy takes the place of the config's: a policy
+    (also of one's own class), settings, a file, one of configs/policies, or a name with fields, such as
+    "window,window=9,sink=3". Weights are read by the first video, after its prompt is encoded. Raises
+    ConfigError for what is not there or does not fit.
     """
-    given = {"device": device, "dtype": dtype, "offload": offload, **settings}
-    given = {name: value for name, value in given.items() if value is not None}
-    hints = get_type_hints(RunConfig)
+    given, hints = (
+        {name: value for name, value in settings.items() if value is not None},
+        get_type_hints(RunConfig),
+    )
     for name, value in given.items():
         if name not in hints:
             raise ConfigError(f"{name} is no setting of a run{did_you_mean(name, hints)}")
@@ -108,7 +99,8 @@ def settings_of(policy: CachePolicy) -> dict[str, Any]:
 
 def require_type(name: str, value: Any, hint: Any) -> None:
     """Raise ConfigError for a value of another type: True is no number, "21" neither."""
-    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if get_origin(hint) in UNIONS else [hint])]
+    is_union = get_origin(hint) in (UnionType, Union)
+    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if is_union else [hint])]
     if {list, dict, Any} & {*kinds}:
         return  # what they hold is checked with the config
     fits = type(value) in kinds or (float in kinds and type(value) is int)
@@ -153,7 +145,6 @@ class Pipe:
         cannot be right.
         """
         check_numerics()
-        require_type("quiet", quiet, bool)
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
         chosen = [seed] if seeds is None else list(seeds)
@@ -175,8 +166,7 @@ class Pipe:
             with self._loading:
                 if self._session is None:
                     self._session = causal.prepare(configs[0], requests, observer=observer)
-            watching: AbstractContextManager[list[Activation]] = nullcontext([])
-            with seen.watching(configs) if seen else watching as kept:
+            with seen.watching(configs) if seen else nullcontext([]) as kept:
                 made = causal.extract_batch(self._session, configs, requests, observer)
         is_reduced = bool(seen and seen.watcher and seen.watcher.reduce)
         runs = [Run(each, tables(kept, item, count, is_reduced)) for item, each in enumerate(made)]
@@ -187,17 +177,6 @@ class Pipe:
     @property
     def _seen(self) -> "Seen | None":
         return (_SEEN.get() or {}).get(id(self))
-
-    @contextmanager
-    def _capturing(self, seen: "Seen") -> Iterator["Seen"]:
-        if self._seen:
-            raise ConfigError("this pipe is captured already; ask one capture for all layers: layers=[0, 1]")
-        before = _SEEN.get()
-        _SEEN.set({**(before or {}), id(self): seen})
-        try:
-            yield seen
-        finally:
-            _SEEN.set(before)
 
     def __repr__(self) -> str:
         c, m = self.config, self.model_config
@@ -296,110 +275,104 @@ class Comparison:
         return f"Comparison: {names[0]} | {names[1]}: PSNR {mean:.1f} dB, at least {low:.1f}"
 
 
+# --- Capture
 @contextmanager
-def capture(
-    pipe: Pipe,
-    *sites: Any,
-    layers: int | Collection[int] | None = None,
-    blocks: int | Collection[int] | None = None,
-    steps: int | Collection[int] | None = None,
-    frames: int | Collection[int] | None = None,
-    heads: int | Collection[int] | None = None,
-    granularity: str = "frame",
-    to: str | None = "cpu",
-    dtype: torch.dtype | str | None = None,
-    reduce: Reduce | None = None,
-    stream_to: str | Path | None = None,
+def capture(pipe: Pipe, *sites: Any, stream_to: str | Path | None = None, **chosen: Any) -> Iterator["Seen"]:
+    """Capture what a pipe's videos have at some sites (wan.sites.SITES).
+
+    chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
+    where not given), dtype and to (a device, or None to stay), and reduce(x, where), which makes what is kept
+    of a tensor. stream_to is a folder that gets a file a block. Without a site it is attention, and chosen
+    are those of attention_requests. Raises ConfigError for what the model does not have, what does not fit in
+    memory, and inside another capture of the same pipe.
+    """
+    if sites and not isinstance(sites[0], str):  # capture(pipe, [1, 5]): the layers of an atlas
+        chosen["layers"], sites = sites[0], sites[1:]
+    for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
+        chosen[name] = as_numbers(name, chosen[name])
+    seen = Seen([], None, stream_to)
+    if sites:
+        if isinstance(chosen.get("dtype"), str):
+            chosen["dtype"] = getattr(torch, chosen["dtype"])
+        seen.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
+        check_capture(pipe, seen.watcher, stream_to is not None)
+    else:
+        seen.requests = attention_requests(pipe.config, **chosen)
+        memory.check_requests(pipe.config, pipe.model_config, seen.requests)
+    if pipe._seen:
+        raise ConfigError("this pipe is captured already; ask one capture for all layers: layers=[0, 1]")
+    before = _SEEN.get()
+    _SEEN.set({**(before or {}), id(pipe): seen})
+    try:
+        yield seen
+    finally:
+        _SEEN.set(before)
+
+
+def attention_requests(
+    config: RunConfig,
+    granularity: Any = "frame",
+    layers: list[int] | None = None,
+    blocks: list[int] | None = None,
+    steps: list[int] | None = None,
     mass: bool = True,
     key_curve: bool = False,
     cross: bool = False,
     rope_bands: bool = False,
     query_key_means: bool = False,
-) -> Iterator["Seen"]:
-    """Capture what a pipe's videos have at some sites (wan.sites.SITES); None is every layer, block, step.
+    **of_sites: Any,
+) -> list[CaptureRequest]:
+    """Ask for attention: of granularity "frame" for an atlas, or calls of granularity "key" or "token".
 
-    frames and heads choose of a tensor, dtype and to (a device, or None to stay) say how it is kept, and
-    reduce(x, where) makes what is kept of it. stream_to is a folder that gets a file a block. Without a site
-    it is attention: of granularity "frame" for an atlas, with mass, key_curve (the last block's), cross (of
-    every prompt token), rope_bands and query_key_means (before RoPE); or calls of granularity "key" or
-    "token". Raises ConfigError for what the model does not have, what does not fit in memory, and inside
-    another capture of the same pipe.
+    mass per frame, key_curve (the last block's), cross (of every prompt token), rope_bands, query_key_means
+    (before RoPE).
     """
-    flags = {"mass": mass, "key_curve": key_curve, "cross": cross, "rope_bands": rope_bands}
-    flags["query_key_means"] = query_key_means
-    for name, value in flags.items():
-        require_type(name, value, bool)
-    if sites and not isinstance(sites[0], str):  # capture(pipe, [1, 5]): the layers of an atlas
-        layers, sites = sites[0], sites[1:]
-    given = {"layers": layers, "blocks": blocks, "steps": steps, "frames": frames, "heads": heads}
-    choice: dict[str, Any] = {name: as_numbers(name, value) for name, value in given.items()}
-    watcher, requests = None, list[CaptureRequest]()
-    if sites:
-        names = tuple(check_site(name) for name in sites)
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype, None)
-        if dtype is not None:
-            require_type("dtype", dtype, torch.dtype)
-        watcher = SiteCapture(names, **choice, to=to, dtype=dtype, reduce=reduce)
-        check_capture(pipe.config, pipe.model_config, watcher, stream_to is not None)
-    elif frames is not None or heads is not None:
-        raise ConfigError("frames and heads are of sites: capture(pipe, 'z', heads=[0])")
-    elif granularity == "frame" and blocks is steps is None:
-        asked = mass, key_curve, cross, rope_bands, query_key_means
-        requests = atlas_requests(pipe.config, *asked, choice["layers"])
-    else:
-        chosen: dict[str, Any] = {name: choice[name] for name in ("layers", "blocks", "steps")}
-        chosen |= {"kinds": ("self", "cross") if cross else ("self",), "mass": mass, "rope_bands": rope_bands}
-        try:
-            requests = [CaptureRequest(**chosen, granularity=granularity)]  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    memory_estimate.check_requests(pipe.config, pipe.model_config, requests)
-    with pipe._capturing(Seen(requests, watcher, stream_to)) as seen:
-        yield seen
-
-
-def check_capture(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> None:
-    """Raise ConfigError for what a run does not have, or what does not fit in memory."""
+    if of_sites:
+        raise ConfigError(f"{' and '.join(of_sites)} are of sites: capture(pipe, 'z', heads=[0])")
+    if granularity == "frame" and blocks is steps is None:
+        return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
     try:
-        check_indices("layer", watcher.layers, model.num_layers)
-        check_indices("block", watcher.blocks, len(config.block_sizes))
-        check_indices("step", watcher.steps, config.num_passes)
-        check_indices("frame", watcher.frames, config.num_frames)
-        check_indices("head", watcher.heads, model.num_heads)
+        kinds: Any = ("self", "cross") if cross else ("self",)
+        calls = CaptureRequest(layers, kinds, blocks, steps, granularity, mass=mass, rope_bands=rope_bands)
     except ValueError as error:
-        raise ConfigError(f"{config.model}: {error}") from None
-    needed, free = memory_estimate.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory()
-    if watcher.reduce is None and watcher.to == "cpu" and needed > free.available:
-        needs, has = memory_estimate.amount(needed), memory_estimate.amount(free.available)
+        raise ConfigError(str(error)) from None
+    return [calls]
+
+
+def check_capture(pipe: Pipe, watcher: SiteCapture, streams: bool) -> None:
+    """Raise ConfigError for what a run does not have, or what does not fit in memory."""
+    config, model = pipe.config, pipe.model_config
+    there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
+    for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
+        try:
+            check_indices(name.removesuffix("s"), getattr(watcher, name), count)
+        except ValueError as error:
+            raise ConfigError(f"{config.model}: {error}") from None
+    needed, free = memory.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory().available
+    if watcher.reduce is None and watcher.to == "cpu" and needed > free:
         raise ConfigError(
-            f"capture of {', '.join(watcher.sites)} keeps {needs}, and {has} are free: choose layers, "
-            "blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
+            f"capture of {', '.join(watcher.sites)} keeps {memory.amount(needed)}, and {memory.amount(free)} "
+            "are free: choose layers, blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
         )
 
 
 def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) -> dict[str, Activations]:
     """Return what was kept as a table a site, of one item of a batch."""
-    found: dict[str, list[tuple[Place, Tensor]]] = {}
+    found: dict[str, tuple[list[Place], list[Tensor]]] = {}
     for one in kept:
         at, value = one.where, one.value if count == 1 else one.value[item : item + 1].clone()
         place = Place(at.layer, at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch)
-        found.setdefault(at.site, []).append((place, value))
-    made = {}
-    for site, rows in found.items():
-        places, values = zip(*rows, strict=True)
-        made[site] = Activations(site, places, values, is_reduced)
-    return made
+        places, values = found.setdefault(at.site, ([], []))
+        places.append(place)
+        values.append(value)
+    return {site: Activations(site, *map(tuple, rows), is_reduced) for site, rows in found.items()}
 
 
 class Seen:
     """What was captured: the runs made in the context, and calls, sites and atlas of the last one."""
 
     def __init__(
-        self,
-        requests: Sequence[CaptureRequest],
-        watcher: SiteCapture | None = None,
-        folder: str | Path | None = None,
+        self, requests: Sequence[CaptureRequest], watcher: SiteCapture | None, folder: str | Path | None
     ):
         self.requests, self.watcher = list(requests), watcher
         self.folder = None if folder is None else Path(folder)
@@ -411,16 +384,15 @@ class Seen:
         if self.watcher is None:
             yield []
             return
-        watcher = replace(self.watcher, kept=[])
+        watcher, folder = replace(self.watcher, kept=[]), self.folder
 
         def write(of_block: list[Activation]) -> None:
-            assert self.folder is not None
-            name = f"block_{of_block[0].where.block:03d}.safetensors"
+            assert folder is not None
             about = {"prompt": configs[0].prompt, "seed": configs[0].seed}
-            is_reduced = watcher.reduce is not None
-            save_activations(self.folder / name, tables(of_block, 0, 1, is_reduced), about)
+            path = folder / f"block_{of_block[0].where.block:03d}.safetensors"
+            save_activations(path, tables(of_block, 0, 1, watcher.reduce is not None), about)
 
-        if self.folder is not None:
+        if folder is not None:
             watcher.on_block = write
         with watched(watcher):
             yield watcher.kept
@@ -612,7 +584,7 @@ def x0_lens(
     """
     chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
     watcher = SiteCapture(("x_t", "resid_post"), chosen, rows, range(len(pipe.config.denoising_step_list)))
-    check_capture(pipe.config, pipe.model_config, watcher, streams=True)
+    check_capture(pipe, watcher, streams=True)
     found: dict[tuple[int, int, int], Tensor] = {}
 
     def read(x: Tensor, where: Where) -> Tensor:

@@ -38,7 +38,8 @@ IDENTITY, MACHINE = "extraction/test_provenance.py", "robustness/test_nothing_wr
 PROMPTS, LONG = "extraction/test_prompts.py", "extraction/test_long_rollout.py"
 MADE = "studies/test_policy_comparison.py::test_what_is_done_is_not_made_again_and_what_is_torn_is"
 USERS = {
-    "experiments/extraction/provenance.py": ("identity fingerprint code_version video_tag", IDENTITY),
+    "experiments/extraction/provenance.py": ("identity video_tag", IDENTITY),
+    "experiments/extraction/devices.py": ("fingerprint code_version", IDENTITY),
     "experiments/caches/files.py": (
         "require_same mp4_tag tag_in mp4_boxes",
         f"caches/test_mp4_files.py {IDENTITY} {LONG}::test_a_torn_video_is_cut_to_its_whole_pieces {MACHINE}",

@@ -28,8 +28,8 @@ import torch
 from distributed import get_worker
 
 from experiments.benchmarks.harness import save_report
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import environment
+from experiments.extraction.rollout import RunObserver
 from experiments.running.cli import Parser, count, finite_number, main
 from experiments.running.engine import Results, crew_of, work_through
 from experiments.running.progress import Progress

@@ -18,8 +18,8 @@ from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.causal import draw_noise, prepare
 from experiments.extraction.devices import threads_for
 from experiments.extraction.edits import edits_of, record_of
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint
+from experiments.extraction.rollout import RunObserver
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest

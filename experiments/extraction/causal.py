@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import CacheError, replacing, require_same
+from experiments.caches.files import replacing, require_same
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
 from experiments.extraction.edits import check_sources, edits_of, record_of, require_means, source_of
-from experiments.extraction.memory import Memory, check_memory, check_requests
-from experiments.extraction.observer import RunObserver
+from experiments.extraction.memory import NEED_A_USER, Memory, check_memory, check_requests
 from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
 from experiments.extraction.provenance import fingerprint, identity, provenance
-from experiments.extraction.rollout import out_of_memory, roll_out
+from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
 from wan import checkpoint, parallel
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
@@ -47,6 +46,7 @@ from wan.rolling_forcing import RollingForcingPipeline
 from wan.sites import watchers
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
+ROOM = 0.93  # of what is free: the allocator held up to 7 % more than was used (docs/benchmarks/cards.json)
 MEANS = Path("cache/reference_means")
 MEANS_SEEDS = (0, 1)
 OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
@@ -57,7 +57,10 @@ OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; o
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Shared by the rollouts of one config: the model, the embeddings of every prompt, the caches' fields."""
+    """Shared by the rollouts of one config: the model, the embeddings of every prompt, the caches' fields.
+
+    It is pickled without the model, which another process loads itself (engine.loaded_here).
+    """
 
     model_config: ModelConfig
     pipeline: CausalInferencePipeline
@@ -68,10 +71,12 @@ class LoadedModel:
     dtype: torch.dtype
     config: RunConfig  # a copy of that of the loading
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to another process without the model, which loads its own (engine.loaded_here)."""
-        of_all = self.common, self.sha256.result(), self.device, self.dtype, self.config
-        return _described, (self.model_config, *of_all)
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"pipeline": None, "texts": None, "sha256": self.sha256.result()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, sha256=Future())
+        self.sha256.set_result(state["sha256"])
 
     def require_loaded(self, config: RunConfig) -> None:
         """Raise ConfigError where a config asks for what only loading again can give."""
@@ -94,13 +99,14 @@ class LoadedModel:
         if shake:
             more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
             noise = noise + shake * more.to(noise)
+        inputs = {"prompt_schedule": self.switches(config), "renoise": renoise, **kwargs}
         with threads_for(noise, self.model_config):
-            inputs = {"prompt_schedule": self.switches(config), "renoise": renoise, **kwargs}
             return self.pipeline.inference(noise, prompt_embeds=self.texts[config.prompt][0], **inputs)[1]
 
-    def switches(self, config: RunConfig) -> list[PromptSwitch]:
-        """Return the prompts that follow the first one, with their embeddings."""
-        return [replace(s, prompt_embeds=self.texts[str(s.prompt)][0]) for s in config.switches]
+    def switches(self, config: RunConfig, batch: int = 1) -> list[PromptSwitch]:
+        """Return the prompts that follow the first one, with their embeddings [batch, text_len, text_dim]."""
+        texts = {str(s.prompt): self.texts[str(s.prompt)][0].expand(batch, -1, -1) for s in config.switches}
+        return [replace(s, prompt_embeds=texts[str(s.prompt)]) for s in config.switches]
 
     def with_weights(self, config: RunConfig) -> "LoadedModel":
         """Return the same with the weights, and the settings of the rollout, of another config."""
@@ -108,20 +114,31 @@ class LoadedModel:
         return replace(self, pipeline=pipeline, config=deepcopy(config))
 
 
-def _described(
-    sizes: ModelConfig,
-    common: dict[str, Any],
-    sha256: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: RunConfig,
-) -> LoadedModel:
-    hashed: Future = Future()
-    hashed.set_result(sha256)
-    return LoadedModel(sizes, None, None, common, hashed, device, dtype, config)  # type: ignore[arg-type]
-
-
 # --- Loading
+def memory_of(
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    prompts: Sequence[str] | None = None,
+    **settings: Any,
+) -> Memory:
+    """Estimate the memory of a run; settings are further fields of Memory. ConfigError for bad input."""
+    device = choose_device(config.device, config.offload)
+    dtype, sizes = choose_dtype(config.dtype, device), checkpoint.read_model_config(config.ckpt_dir)
+    encodes = needs_encoder(config, prompts or [config.prompt], sizes, dtype, device)
+    return Memory(config, sizes, requests, dtype, device, encodes, **settings)
+
+
+def fit(config: RunConfig, requests: Sequence[CaptureRequest], decodes: str) -> Memory:
+    """Choose flags of memory so that a run fits, and print them. ConfigError where none are enough."""
+    memory = memory_of(config, requests, decodes=decodes)
+    flags, fitting = memory.fitting({where: int(ROOM * size) for where, size in memory.free().items()})
+    if fitting is None or any(flag.startswith(NEED_A_USER) for flag in flags):
+        check_memory(memory, quiet=True)
+    assert fitting is not None
+    print(f"--fit chose {' '.join(flags) or 'nothing: all of it fits'}")
+    return replace(fitting, config=replace(fitting.config, dtype=str(fitting.dtype).removeprefix("torch.")))
+
+
 def prepare(
     config: RunConfig,
     requests: Sequence[CaptureRequest],
@@ -137,18 +154,17 @@ def prepare(
     are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
     load_base loads the base model in place of the causal one. decodes: what asks for a video.
     """
-    observer = observer or RunObserver()
-    prompts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
-    prompts = list(dict.fromkeys(prompts))
-    device = choose_device(config.device, config.offload)
-    dtype = choose_dtype(config.dtype, device)
-    model_config = checkpoint.read_model_config(config.ckpt_dir)
-    check_model(config, model_config)
+    quiet = observer is None or observer.quiet
+    texts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
+    prompts = list(dict.fromkeys(texts))
+    check_model(config)
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    check_requests(config, model_config, requests, config.base.num_steps if load_base else None)
-    encodes = needs_encoder(config, prompts, model_config, dtype, device)
-    memory = Memory(config, model_config, requests, dtype, device, encodes, bool(load_base), replays, decodes)
-    check_memory(memory, observer.quiet)
+    memory = memory_of(
+        config, requests, prompts, bidirectional=bool(load_base), replays=replays, decodes=decodes
+    )
+    sizes, dtype, device = memory.model_config, memory.dtype, memory.device
+    check_requests(config, sizes, requests, config.base.num_steps if load_base else None)
+    check_memory(memory, quiet)
     common = {
         "schema_version": 1,  # an atlas with slots says 2
         "read_by": READ_BY,
@@ -157,9 +173,9 @@ def prepare(
         "num_frames": config.num_frames,
         "num_frame_per_block": config.num_frame_per_block,
         "block_sizes": config.block_sizes,
-        "frame_seq_length": model_config.tokens_per_frame(config.height, config.width),
-        "num_heads": model_config.num_heads,
-        "head_dim": model_config.head_dim,
+        "frame_seq_length": sizes.tokens_per_frame(config.height, config.width),
+        "num_heads": sizes.num_heads,
+        "head_dim": sizes.head_dim,
         "model": config.model,
         "weights": "checkpoint" if config.checkpoint_path else "base",
         "weights_file": " + ".join(Path(path).name for path in (weights_file, config.lora_path) if path),
@@ -177,38 +193,35 @@ def prepare(
                 forget_cuda_graphs(loaded[0].model)  # they have the weights' addresses, and memory
                 loaded[0].model.to("cpu")
             try:
-                return encode_prompts(config, some, model_config, dtype, device)
+                return encode_prompts(config, some, sizes, dtype, device)
             finally:
                 if moves:
                     loaded[0].model.to(device)
 
-    texts = PromptTexts(prompts, encode)
-    texts[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
+    states = PromptTexts(prompts, encode)
+    states[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
     with out_of_memory("loading the model"):
-        pipeline = (load_base or load_pipeline)(config, model_config, dtype, device)
+        pipeline = (load_base or load_pipeline)(config, sizes, dtype, device)
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
     if pipeline.quantised:
         common["quantised"] = pipeline.quantised
-    if not observer.quiet and not load_base:
+    if not quiet and not load_base:
         print(pipeline.weights)
-    return LoadedModel(model_config, pipeline, texts, common, sha256, device, dtype, deepcopy(config))
+    return LoadedModel(sizes, pipeline, states, common, sha256, device, dtype, deepcopy(config))
 
 
-def check_model(config: RunConfig, model_config: ModelConfig) -> None:
+def check_model(config: RunConfig) -> None:
     """Raise ConfigError where a directory holds another model than the config, and so the cache, names."""
-    named = MODELS.get(config.model)
-    different = [
-        f"{name} {getattr(model_config, name)} instead of {getattr(named, name)}"
-        for name in ("num_layers", "num_heads", "dim", "ffn_dim")
-        if named and getattr(model_config, name) != getattr(named, name)
-    ]
-    if different:
-        raise ConfigError(
-            f"{config.ckpt_dir} is not {config.model}: {', '.join(different)}; "
-            "name a config with its settings by --config_path"
-        )
+    sizes = checkpoint.read_model_config(config.ckpt_dir)
+    for name in ("num_layers", "num_heads", "dim", "ffn_dim") if config.model in MODELS else ():
+        found, wanted = getattr(sizes, name), getattr(MODELS[config.model], name)
+        if found != wanted:
+            raise ConfigError(
+                f"{config.ckpt_dir} is not {config.model}: {name} {found} instead of {wanted}; "
+                "name a config with its settings by --config_path"
+            )
 
 
 def load_pipeline(
@@ -216,10 +229,9 @@ def load_pipeline(
 ) -> CausalInferencePipeline:
     """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model."""
     state, report = read_weights(config, model_config)
-    source = config.checkpoint_path or config.ckpt_dir
+    given = model_config, state, config.checkpoint_path or config.ckpt_dir, dtype, device, config.offload
     window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
-    placed = dtype, device, config.offload
-    model = checkpoint.build_model(CausalWanModel, model_config, state, source, *placed, **window)
+    model = checkpoint.build_model(CausalWanModel, *given, **window)
     if config.gpus > 1:
         group = parallel.joined()
         if group is None or group.size() != config.gpus:
@@ -304,49 +316,44 @@ def extract_batch(
     observer: RunObserver | None = None,
 ) -> list[Extraction]:
     """extract_next() of videos that differ in prompt and seed, made together."""
-    config = configs[0]
+    config, observer, sizes = configs[0], observer or RunObserver(), loaded.model_config
     for each in configs:
         loaded.require_loaded(each)
-    observer = observer or RunObserver()
     states, tokens = zip(*(loaded.texts[each.prompt] for each in configs), strict=True)
     requests = [  # maps of words are of the prompt's, unless it is said how many
         replace(r, num_words=max(map(len, tokens))) if r.granularity == "map" and r.num_words is None else r
         for r in requests
     ]
-    drawn = [draw_noise(each, loaded.model_config, loaded.dtype, loaded.device) for each in configs]
+    drawn = [draw_noise(each, sizes, loaded.dtype, loaded.device) for each in configs]
     noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
     if observer.video is not None:
         observer.video.ready()
     observer.log("rollout", prompt=config.prompt, seed=config.seed)
-    schedule = loaded.switches(config)
-    for number, switch in enumerate(schedule):
-        embeds = switch.prompt_embeds
-        shared = None if embeds is None else embeds.expand(len(configs), -1, -1)
-        schedule[number] = replace(switch, prompt_embeds=shared)
+    schedule = loaded.switches(config, len(configs))
     inputs = {"prompt_embeds": torch.cat(states), "renoise": renoise, "prompt_schedule": schedule}
     edits = edits_of(config.interventions, "config")
-    with threads_for(noise, loaded.model_config), edited(loaded, config, edits, len(configs)):
+    with threads_for(noise, sizes), edited(loaded, config, edits, len(configs)):
         edits = active_edits()  # also those of one's own intervene() around this
         latents, records = roll_out(loaded.pipeline, noise, config.block_sizes, requests, observer, **inputs)
+    more, stopped = dict[str, Any](), ""
+    if config.sampler == "rolling_forcing":
+        more |= {"schema_version": 2, "rolling_timesteps": loaded.pipeline.timesteps}
+    if edits:
+        more["interventions"] = record_of(edits)
+    if latents.shape[1] < config.num_frames:
+        done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
+        more |= {"partial": True, "blocks_done": done}
+        stopped = f"{done} of {len(config.block_sizes)} blocks"
     found = []
     for item, each in enumerate(configs):
-        common = loaded.common | {"prompt": each.prompt, "seed": each.seed}
+        settings = {k: v for k, v in loaded.common["config"].items() if k != "noise"}
         by_noise = {} if each.noise == "seeded" else {"noise": each.noise}
-        common["config"] = {k: v for k, v in common["config"].items() if k != "noise"} | by_noise
-        common["weights_sha256"], stopped = loaded.sha256.result(), ""
+        common = loaded.common | {"prompt": each.prompt, "seed": each.seed, "config": settings | by_noise}
+        common["weights_sha256"] = loaded.sha256.result()
         common["fingerprint"] = fingerprint(loaded.identity(each, edits))
-        if config.sampler == "rolling_forcing":
-            common |= {"schema_version": 2, "rolling_timesteps": loaded.pipeline.timesteps}
-        if edits:
-            common["interventions"] = record_of(edits)
-        if latents.shape[1] < config.num_frames:
-            done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
-            common |= {"partial": True, "blocks_done": done}
-            stopped = f"{done} of {len(config.block_sizes)} blocks"
-        layers, timesteps = loaded.model_config.num_layers, loaded.pipeline.pass_timesteps
         own = records if len(configs) == 1 else [call.of_item(item) for call in records]
-        mine = latents[item : item + 1]
-        found.append(Extraction(each, layers, own, mine, timesteps, tokens[item], common, stopped))
+        made = latents[item : item + 1], loaded.pipeline.pass_timesteps, tokens[item], common | more, stopped
+        found.append(Extraction(each, sizes.num_layers, own, *made))
     return found
 
 
@@ -415,27 +422,26 @@ def data_of(
     """Return what edits need beside the run itself, by edit; a stack stops the runs in step."""
     check_sources(edits, config)
     data: dict[Edit, object] = {}
-    runs: dict[Source, RunInStep] = {}
-    outputs: dict[tuple[str, ...], HeadOutputs] = {}
+    made: dict[Any, Any] = {}  # runs by source, unedited outputs by sites: several edits share them
     for edit in edits:
         source, how = source_of(edit), edit.how if isinstance(edit, Ablate) else None
         if isinstance(source, Source):
-            if source not in runs:
-                runs[source] = stack.enter_context(run_of(loaded, config, source))
-            data[edit] = runs[source]
+            if source not in made:
+                made[source] = stack.enter_context(run_of(loaded, config, source))
+            data[edit] = made[source]
         elif how == "mean":
             data[edit] = reference_means(loaded, config, source, edit.sites)
         elif how == "frame_mean":
-            if edit.sites not in outputs:
-                outputs[edit.sites] = _head_outputs(loaded, config, edit.sites)
-            data[edit] = outputs[edit.sites]
+            if edit.sites not in made:
+                made[edit.sites] = _head_outputs(loaded, config, edit.sites)
+            data[edit] = made[edit.sites]
     return data
 
 
 def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
     """Return the run in step that a source names."""
-    given: dict[str, Any] = {"prompt": source.prompt, "seed": source.seed}
-    other = replace(config, **{name: value for name, value in given.items() if value is not None})
+    given = {name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None}
+    other = replace(config, **given)
     if source.weights is not None:
         other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
         loaded = loaded.with_weights(other)
@@ -478,25 +484,21 @@ def reference_means(
 def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
     """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
     require_means(path)
+    wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
     try:
-        means: dict[Key, Tensor] = {}
-        content = load_tensors(path, False)
+        content = dict(load_tensors(path, False))
         found = content.pop("fingerprint", None)
-        if made_of:
-            require_same(path, found, made_of, "remove it")
         for name, values in content.items():
             kind, layer, step, branch = name.split("|")
+            if not values.is_floating_point() or (
+                kind in ("self", "cross") and [*values.shape[1:]] != wanted
+            ):
+                raise ValueError(
+                    f"it holds no means of this model's {wanted[0]} heads of {wanted[1]} numbers"
+                )
             means[kind, int(layer), int(step), branch] = values
-    except CacheError:
-        raise
     except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
-    wanted = [sizes.num_heads, sizes.head_dim]
-    for (kind, *_), x in means.items():
-        fits = isinstance(x, Tensor) and x.is_floating_point()
-        if not fits or (kind in ("self", "cross") and list(x.shape[1:]) != wanted):
-            raise ConfigError(
-                f"{path} holds no means of head outputs of this model's {wanted[0]} heads of {wanted[1]} "
-                "numbers; leave source out, or name another file"
-            )
+    if made_of:
+        require_same(path, found, made_of, "remove it")
     return means

@@ -1,14 +1,20 @@
-"""Choose a run's device, dtype and number of threads, and say what computes."""
+"""Choose a run's device, dtype and number of threads, and identify what computes."""
 
+import hashlib
+import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import wan
 from experiments.caches import frames
-from wan import backends as attention_backend
+from wan import backends
 from wan.config import DTYPES, ModelConfig, RunConfig, check_device
 from wan.errors import ConfigError
 
@@ -32,7 +38,7 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
         )
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches a kernel on the current GPU, wherever its tensors are
-    attention_backend.check(device)
+    backends.check(device)
     return device
 
 
@@ -75,3 +81,19 @@ def versions() -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     """Return cpu, or the name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def code_version() -> str:
+    """Return 16 hex digits that change with any source file of wan: the model and its samplers."""
+    digest, folder = hashlib.sha256(), Path(wan.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
+    """Return 32 hex digits that change with any of the values, such as identity's, and of those in more."""
+    said = json.dumps({**values, **more}, sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]

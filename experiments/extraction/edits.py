@@ -36,8 +36,7 @@ def read_edits(path: str | Path) -> list[Edit]:
         if set(values) != {"interventions"}:
             raise ConfigError(f"{path}: it may hold the key interventions and nothing else")
         values = values["interventions"]
-    edits = edits_of(values, str(path))
-    if not edits:
+    if not (edits := edits_of(values, str(path))):
         raise ConfigError(f"{path} holds no intervention; write - {{edit: knockout, frames: first, ...}}")
     return edits
 
@@ -51,15 +50,16 @@ def read_ablated_heads(
         rows = [[cell.strip() for cell in row] for row in lines if any(cell.strip() for cell in row)]
     except csv.Error as error:
         raise ConfigError(f"{path} is not a CSV of layers x heads: {error}") from None
-    widths = sorted({len(row) for row in rows})
-    if len(rows) != num_layers or widths != [num_heads]:
-        shape = f"{len(rows)} x {' or '.join(map(str, widths[:3])) or 0}"
-        raise ConfigError(f"{path} is {shape}; this model has {num_layers} layers x {num_heads} heads")
+    if len(rows) != num_layers or any(len(row) != num_heads for row in rows):
+        widths = " or ".join(map(str, sorted({len(row) for row in rows})[:3])) or "0"
+        raise ConfigError(
+            f"{path} is {len(rows)} x {widths}; this model has {num_layers} layers x {num_heads} heads"
+        )
     edits: list[Edit] = []
     for layer, row in enumerate(rows):
-        if others := [cell for cell in row if cell not in ("0", "1")]:
-            place = f"layer {layer}, head {row.index(others[0])}"
-            raise ConfigError(f"{path}: {place}: {others[0][:20]!r} is not 0 or 1")
+        for head, cell in enumerate(row):
+            if cell not in ("0", "1"):
+                raise ConfigError(f"{path}: layer {layer}, head {head}: {short_repr(cell)} is not 0 or 1")
         if heads := tuple(head for head, cell in enumerate(row) if cell == "1"):
             edits.append(Ablate(how, layers=(layer,), heads=heads, passes=passes))
     if not edits:
@@ -101,11 +101,8 @@ def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
             require_means(source)
         if not isinstance(source, Source):
             continue
-        if (
-            source.prompt in (None, config.prompt)
-            and source.seed in (None, config.seed)
-            and source.weights in (None, config.checkpoint_path or "base")
-        ):
+        own = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
+        if all(getattr(source, name) in (None, value) for name, value in own.items()):
             raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
         if config.offload and source.weights is None:
             raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {edit}")
@@ -119,6 +116,4 @@ def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
 def require_means(path: str | Path) -> None:
     """Raise ConfigError where a file of means is not there."""
     if not Path(path).is_file():
-        raise ConfigError(
-            f"{path} not found; leave source out, and the run makes the means of its reference_prompts"
-        )
+        raise ConfigError(f"{path} not found; leave source out: the run makes the means of reference_prompts")

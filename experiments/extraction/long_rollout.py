@@ -29,9 +29,8 @@ from experiments.caches.files import (
 from experiments.caches.formats import NO_KEY
 from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import video_tag
-from experiments.extraction.rollout import capturing, check_latents, check_values, out_of_memory
+from experiments.extraction.rollout import RunObserver, capturing, check_latents, check_values, out_of_memory
 from experiments.extraction.video import GrowingVideo, dtype_of, frames_at_once, stream_of, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest

@@ -4,7 +4,6 @@ Every output carries one fingerprint of all that its numbers depend on (identity
 what is done, pairs files or takes an older one compares it (require_same of experiments/caches/files.py).
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -12,22 +11,22 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import wan
 from experiments.extraction.devices import (
     choose_device,
     choose_dtype,
+    code_version,
     device_name,
     encoding_device,
     versions,
 )
+from experiments.extraction.devices import fingerprint as fingerprint
 from experiments.extraction.edits import check_sources, edits_of, sources_of
 from wan import checkpoint
 from wan.backends import kernel_name
@@ -42,16 +41,9 @@ SETTINGS = (
     *("denoising_step_list", "warp_denoising_step", "timestep_shift", "context_noise"),
 )
 # Only where they are given.
-OPTIONAL_SETTINGS = {
-    "cache_policy": None,
-    "prompt_schedule": None,
-    "first_block_steps": None,
-    "recompute_context": 0,
-    "sampler": "blocks",
-    "noise": "seeded",
-    "lora_rank": None,
-    "lora_alpha": None,
-}
+OPTIONAL_SETTINGS: dict[str, Any] = dict.fromkeys(("cache_policy", "prompt_schedule", "first_block_steps"))
+OPTIONAL_SETTINGS |= {"recompute_context": 0, "sampler": "blocks", "noise": "seeded"}
+OPTIONAL_SETTINGS |= dict.fromkeys(("lora_rank", "lora_alpha"))
 
 # Settings that change no number of a rollout, or that stand for something else: files for what they hold, a
 # device for its kind. Those of the base model's sampler count in its own runs alone.
@@ -92,22 +84,6 @@ def identity(
     return json.loads(json.dumps(found, default=str))
 
 
-def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
-    """Return 32 hex digits that change with any of the values, such as identity's, and of those in more."""
-    said = json.dumps({**values, **more}, sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
-
-
-@cache
-def code_version() -> str:
-    """Return 16 hex digits that change with any source file of wan: the model and its samplers."""
-    digest, folder = hashlib.sha256(), Path(wan.__file__).parent
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def video_tag(run: str, config: RunConfig, decoder: str = "auto") -> str:
     """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and its decoder.
 
@@ -124,10 +100,10 @@ def provenance(
 ) -> dict[str, Any]:
     """Return files, config, versions, device, dtype and a GPU's attention kernel, as caches have them."""
     settings = asdict(config)
+    chosen = [*SETTINGS, *(name for name, usual in OPTIONAL_SETTINGS.items() if settings[name] != usual)]
     return {
         "files": files_of(config, weights_file),
-        "config": {name: settings[name] for name in SETTINGS}
-        | {name: settings[name] for name, usual in OPTIONAL_SETTINGS.items() if settings[name] != usual},
+        "config": {name: settings[name] for name in chosen},
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -145,20 +121,17 @@ def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
 def named_files(config: RunConfig) -> list[str]:
     """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
     classes = (config.cache_policy or {}).get("file")
-    sources = [
-        str(checkpoint.transformer_file(config.ckpt_dir)) if file == "base" else file
-        for file in sources_of(edits_of(config.interventions, "config"))
-    ]
-    return [str(file) for file in (config.lora_path, classes, *sources) if file]
+    sources = sources_of(edits_of(config.interventions, "config"))
+    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in sources]
+    return [str(file) for file in (config.lora_path, classes, *named) if file]
 
 
 def vae_files(config: RunConfig) -> list[dict[str, Any]]:
     """Describe what a video's pixels depend on beside its latents."""
     folder = Path(config.ckpt_dir)
-    if checkpoint.is_native(folder):
-        return checkpoint.describe_files([folder / VAE_FILE])
-    names = ("config.json", "diffusion_pytorch_model.safetensors")
-    return checkpoint.describe_files(folder / "vae" / name for name in names)
+    in_parts = ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"]
+    names = [VAE_FILE] if checkpoint.is_native(folder) else in_parts
+    return checkpoint.describe_files(folder / name for name in names)
 
 
 def environment(device: torch.device) -> dict:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
-from experiments.extraction.observer import RunObserver
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
@@ -20,6 +19,27 @@ from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
 REMEDY = "try --device cpu or another dtype in the config"
+
+
+class RunObserver:
+    """Is told how a rollout goes on, and may ask it to stop after the current block or step."""
+
+    stopping = False
+    generating = False  # from the first rollout on: before, nothing is lost by stopping at once
+    quiet = True
+    video: Any = None  # a LiveVideo that is made of the blocks of a rollout
+
+    def block(self, block: int, frames: range, num_blocks: int) -> None:
+        """A block is finished."""
+
+    def step(self, step: int, timestep: float, num_steps: int) -> None:
+        """A step of the base model's sampler is finished."""
+
+    def log(self, event: str, **values: object) -> None:
+        """Something worth a line in the log."""
+
+    def print(self, line: str) -> None:
+        """Something worth a line on the screen."""
 
 
 class _StoppedError(Exception):
@@ -47,10 +67,10 @@ def roll_out(
             observer.video.add(finished[-1])
         observer.block(block, frames[block], len(frames))
 
-    def doing() -> str:
-        return f"rolling out block {len(finished)} of {len(frames)}"
-
-    with _watched(pipeline.model, "block", len(frames), doing, keep, requests, observer) as (done, records):
+    with _watched(pipeline.model, "rolling out block", len(frames), keep, requests, observer) as (
+        done,
+        records,
+    ):
         pipeline.inference(noise, on_block=done, **inputs)
     records = [record for record in records if record["block"] < len(finished)]  # a window began others
     return torch.cat(finished, 1), gather_calls(pipeline.model, records)
@@ -65,48 +85,48 @@ def sample(
 ) -> tuple[Tensor, list[CapturedCall], int]:
     """Run the base model's steps -> latents [1, F, C, h, w], captured calls, the number of steps done.
 
-    texts are those of guidance's two branches. Not all steps are done where the observer asked to stop.
-    Raises RunError as roll_out does.
+    texts are those of guidance's two branches. Stops and raises as roll_out does.
     """
-    timesteps, reached, last = pipeline.pass_timesteps, 0, noise
+    timesteps, latest = pipeline.pass_timesteps, (0, noise)
 
     def keep(step: int, latents: Tensor) -> None:
-        nonlocal reached, last
-        reached, last = step + 1, latents
+        nonlocal latest
+        latest = step + 1, latents
         observer.step(step, timesteps[step], len(timesteps))
 
-    def doing() -> str:
-        return f"sampling step {reached} of {len(timesteps)}"
-
-    with _watched(pipeline.model, "step", len(timesteps), doing, keep, requests, observer) as (done, records):
+    with _watched(pipeline.model, "sampling step", len(timesteps), keep, requests, observer) as (
+        done,
+        records,
+    ):
         pipeline.inference(noise, *texts, on_step=done)
-    return last, records, reached
+    steps, latents = latest
+    return latents, records, steps
 
 
 @contextmanager
 def _watched(
     model: WanModel,
-    unit: str,
+    doing: str,
     count: int,
-    doing: Callable[[], str],
     keep: Callable[[int, Tensor], None],
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
 ) -> Iterator[tuple[Callable[[int, Tensor], None], list[CapturedCall]]]:
-    """Yield what a sampler calls after each of count units, and the captured calls; stop when asked to."""
-    checked = 0
+    """Yield what a sampler calls after each of count blocks or steps, and the captured calls."""
+    checked = reached = 0
 
     def done(number: int, latents: Tensor) -> None:
-        nonlocal checked
-        check_latents(model, latents, f"{unit} {number}")
+        nonlocal checked, reached
+        check_latents(model, latents, f"{doing.split()[-1]} {number}")
         move_to_cpu(records[checked:])
         check_values(records[checked:])
-        checked = len(records)
+        checked, reached = len(records), number + 1
         keep(number, latents)
-        if any_process(model, observer.stopping) and number + 1 < count:
+        if any_process(model, observer.stopping) and reached < count:
             raise _StoppedError
 
-    with out_of_memory(doing, requests), capturing(requests) as records, suppress(_StoppedError):
+    said = out_of_memory(lambda: f"{doing} {reached} of {count}", requests)
+    with said, capturing(requests) as records, suppress(_StoppedError):
         yield done, records
 
 

@@ -14,7 +14,7 @@ from experiments.caches.files import RunError
 from experiments.extraction import causal
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.devices import choose_device
-from experiments.extraction.observer import RunObserver
+from experiments.extraction.rollout import RunObserver
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank
 from wan import parallel
 from wan.capture import CaptureRequest

@@ -20,8 +20,8 @@ from typing import Self, TextIO
 import torch
 
 from experiments.caches.files import CacheError
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import named_files
+from experiments.extraction.rollout import RunObserver
 from experiments.running.locks import require_distinct
 from wan import parallel
 from wan.config import RunConfig

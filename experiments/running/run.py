@@ -19,8 +19,8 @@ from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.formats import Cache
 from experiments.extraction import causal, devices
 from experiments.extraction.cache_builders import Extraction
-from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes, fit
-from experiments.extraction.observer import RunObserver
+from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
+from experiments.extraction.rollout import RunObserver
 from experiments.extraction.video import LiveVideo
 from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed
@@ -47,7 +47,7 @@ def make_caches(
     """
     config, decodes = join_processes(args, config), "" if args.save_video is None else SAVE_VIDEO
     if getattr(args, "fit", None):
-        fitting = fit(config, requests, decodes)
+        fitting = causal.fit(config, requests, decodes)
         config, requests = fitting.config, fitting.requests
     nbytes = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"

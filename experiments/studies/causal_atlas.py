@@ -24,8 +24,8 @@ from experiments.caches.files import replacing
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, reference_means
 from experiments.extraction.edits import check_sources, read_edits, record_of
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint, identity
+from experiments.extraction.rollout import RunObserver
 from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed
 from experiments.running.progress import Progress, check_outputs, memory, observed

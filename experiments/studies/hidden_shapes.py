@@ -23,8 +23,8 @@ from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.causal import LoadedModel
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint
+from experiments.extraction.rollout import RunObserver
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Crew, Results, kept, work_through

@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from experiments.extraction.causal import LoadedModel, pipeline_of
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import fingerprint
+from experiments.extraction.rollout import RunObserver
 from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, MIN_CONTRAST, Scene
 from experiments.miniature.tracking import EvalPool
 from experiments.running.engine import Results, loaded_here

@@ -28,9 +28,8 @@ from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
 from experiments.extraction.devices import choose_dtype, threads_for
 from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
-from experiments.extraction.observer import RunObserver
 from experiments.extraction.provenance import environment, fingerprint, identity, vae_files
-from experiments.extraction.rollout import capturing
+from experiments.extraction.rollout import RunObserver, capturing
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds

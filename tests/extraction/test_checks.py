@@ -1,6 +1,7 @@
 """Numbers that cannot be right stop a run, and the message says where."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import ROOT
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches.files import RunError
 from experiments.extraction import causal, rollout
+from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE
 from experiments.running import cli
 from wan.capture import CapturedCall, CaptureRequest, Pass, Site
 from wan.config import load_config
@@ -113,3 +115,23 @@ def test_looking_changes_no_bit_of_the_latents():
     config = replace(load_config("configs/wan_mini.yaml"), num_frames=6)
     loaded = causal.prepare(config, ALL)
     assert torch.equal(causal.extract_next(loaded, config, ALL).latents, loaded.rollout(config))
+
+
+def test_graphs_are_forgotten_before_weights_leave_for_the_encoder(monkeypatch):
+    """A graph that knows where weights were would compute with whatever lies there now."""
+    config, done = load_config("configs/wan_mini.yaml", {"num_frames": 6, "device": "cpu"}), []
+    model = SimpleNamespace(to=lambda device: done.append(str(device)))
+    pipeline = SimpleNamespace(model=model, weights="", quantised="")
+
+    def encode(config, prompts, *given):
+        done.append(f"encoded {len(prompts)}")
+        return dict.fromkeys(prompts)
+
+    monkeypatch.setattr(causal, "choose_device", lambda *given: torch.device("meta"))
+    monkeypatch.setattr(causal, "forget_cuda_graphs", lambda model: done.append("forgotten"))
+    monkeypatch.setattr(causal, "load_pipeline", lambda *given: pipeline)
+    monkeypatch.setattr(causal, "encode_prompts", encode)
+    prompts = [str(i) for i in range(PROMPTS_AT_ONCE + 1)]
+    loaded = causal.prepare(config, [], prompts)
+    loaded.texts[prompts[-1]]
+    assert done == [f"encoded {PROMPTS_AT_ONCE}", "forgotten", "cpu", "encoded 1", "meta"]

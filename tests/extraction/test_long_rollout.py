@@ -25,7 +25,7 @@ from experiments.extraction.long_rollout import (
     path_of,
     read_blocks,
 )
-from experiments.extraction.observer import RunObserver
+from experiments.extraction.rollout import RunObserver
 from wan.blocks import block_ranges
 from wan.config import load_config
 from wan.vae import VAE

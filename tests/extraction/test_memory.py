@@ -8,7 +8,7 @@ import torch
 from conftest import ROOT
 
 from experiments import run_extraction_figure4
-from experiments.extraction import cache_builders, causal, devices, memory
+from experiments.extraction import cache_builders, causal, memory
 from experiments.extraction.memory import GB, Memory, check_memory
 from experiments.running import cli
 from wan.capture import CaptureRequest
@@ -19,7 +19,6 @@ from wan.model import CausalWanModel
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
 MODELS_MEASURED = json.loads((ROOT / "docs/benchmarks/models_h200.json").read_text())["rows"]
-PARALLEL = json.loads((ROOT / "docs/benchmarks/parallel_2xh200.json").read_text())
 GPU = torch.device("cuda")  # a name: nothing here touches one
 FRAME = CaptureRequest(granularity="frame")
 TOKENS = [CaptureRequest(layers=[1], blocks=[6], steps=[0], granularity="token", token_dtype=torch.float16)]
@@ -60,14 +59,6 @@ def test_predictions_of_other_models_are_within_4_percent(row):
     assert abs(sum(parts(run).values()) / row["peak_bytes"] - 1) < 0.04
 
 
-@pytest.mark.parametrize(("way", "gpus"), [("alone", 1), ("graphs", PARALLEL["gpus"])])
-def test_predictions_of_a_rollout_over_gpus_are_within_2_percent(tmp_path, way, gpus):
-    rows = PARALLEL["rollouts"]["Wan2.1-T2V-1.3B"]["rows"]
-    for row, requests in (("nothing", []), ("mean logits + mass", [FRAME])):
-        needed = sum(parts(on_gpu(tmp_path, requests, gpus=gpus)).values())
-        assert abs(needed / (1e9 * rows[row][way]["peak_gb"]) - 1) < 0.02
-
-
 def test_encoding_is_predicted_too(tmp_path):
     measured = MEASURED["Wan2.1-T2V-1.3B"]["extract"]["resident"]["prepare"]["gpu_peak_bytes"]
     run = on_gpu(tmp_path, encodes=True)
@@ -87,8 +78,6 @@ def test_decoding_is_predicted_too(tmp_path, monkeypatch):
     in_float32 = memory.decoder(run.config, torch.float32)
     assert 8.5 < sum(in_float32.values()) / 2**30 < 9.2
     assert 2 * found["its layers"] == in_float32["its layers"]
-    small = replace(run, config=replace(run.config, height=8, width=8))  # 16 frames in a call
-    assert parts(small, "decoding the video")["its layers"] * 6240 == found["its layers"] * 64 * 504 // 54
     monkeypatch.setattr(Memory, "free", lambda self: {"GPU": 7 * GB, "host": 64 * GB})
     with pytest.raises(ConfigError, match=r"while decoding the video .*fits with no --save_video$"):
         check_memory(replace(run, config=replace(run.config, num_frames=3)), quiet=True)
@@ -103,32 +92,14 @@ def test_the_parts_follow_from_the_sizes(tmp_path):
     assert plain["weights"] == MEASURED["Wan2.1-T2V-1.3B"]["load"]["shards"]["parameter_bytes"]
     assert plain["KV cache"] == 2 * 30 * 21 * 1560 * 1536 * 2 and long["KV cache"] == 2 * plain["KV cache"]
     assert parts(on_gpu(tmp_path, local_attn_size=9))["KV cache"] * 21 == plain["KV cache"] * 9
+    assert parts(on_gpu(tmp_path, gpus=2))["KV cache"] == plain["KV cache"] // 2
     offloaded = on_gpu(tmp_path, offload=True)
     assert parts(offloaded)["weights"] < plain["weights"] / 8
     assert parts(offloaded, where="host")["weights"] > 0.9 * plain["weights"]
-    lora = on_gpu(tmp_path, lora_path="lora.pt", lora_alpha=1.0)
-    merged = 4 * 30 * (8 * 1536**2 + 2 * 1536 * 8960)
-    assert parts(lora, "merging the LoRA", "host") == {"merged layers": merged}
     steps = [1000, 800, 600, 400, 200]
     rolling = parts(on_gpu(tmp_path, sampler="rolling_forcing", denoising_step_list=steps))
     assert rolling["KV cache"] == plain["KV cache"] // 21 * 24  # the anchor beside 21 frames
     assert rolling["activations"] == 5 * plain["activations"]
-    in_float32 = replace(on_gpu(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
-    on_host = parts(in_float32, where="host")
-    assert on_host["weights"] == 2 * plain["weights"] and on_host["KV cache"] == 2 * plain["KV cache"]
-
-
-def test_places_of_an_exchange_are_planned(tmp_path):
-    cross = CaptureRequest(granularity="frame", kinds=("self", "cross"))
-    moving = {"cache_policy": {"name": "relative", "window": 9, "sink": 3}}
-    runs = (
-        on_gpu(tmp_path),
-        on_gpu(tmp_path, gpus=2),
-        on_gpu(tmp_path, gpus=3, **moving),
-        on_gpu(tmp_path, [cross], gpus=2),
-    )
-    each = 3 * 1560 * 1536 * 2  # a block of 3 frames, in bfloat16
-    assert [parts(run)["exchange"] for run in runs] == [0, 4 * each // 2, 8 * each // 3, 5 * each // 2]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +128,7 @@ def test_what_fits_is_printed_and_not_refused(monkeypatch, capsys):
     run = Memory(config, sizes, [FRAME], torch.float32, torch.device("cpu"), encodes=False)
     check_memory(run)
     said = capsys.readouterr().out
-    assert said.startswith("reads 9 MB of files\nneeds ") and said.endswith("; 10.0 GB are free\n")
+    assert said.startswith("needs ") and said.endswith("; 10.0 GB are free\n")
     check_memory(run, quiet=True)
     assert not capsys.readouterr().out
 
@@ -181,15 +152,6 @@ def test_a_control_group_limits_what_is_free(tmp_path):
     assert memory.free_host_bytes(tmp_path) == 550
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_host_bytes(tmp_path) > 10**8 and memory.free_host_bytes(tmp_path / "none") > 10**8
-
-
-def test_devices_and_dtypes():
-    with pytest.raises(ConfigError, match="the device is cpu; leave it out"):
-        devices.choose_device("cpu", offload=True)
-    assert devices.choose_dtype("auto", GPU) == torch.bfloat16
-    assert devices.choose_dtype("auto", torch.device("cpu")) == torch.float32
-    with pytest.raises(ConfigError, match="dtype 'int8' is not one of auto, bfloat16, float16, float32"):
-        devices.choose_dtype("int8", GPU)
 
 
 # --- KV caches of the policies: as large as said, however long the rollout

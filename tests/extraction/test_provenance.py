@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from experiments.caches.files import CacheError, require_same
-from experiments.extraction import causal, provenance
+from experiments.extraction import causal, devices, provenance
 from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
@@ -117,8 +117,8 @@ def test_the_code_of_the_sampler_counts_by_what_its_files_hold(tmp_path, monkeyp
             old.unlink()
         for name, text in files.items():
             (tmp_path / name).write_text(text)
-        monkeypatch.setattr(provenance.wan, "__file__", str(tmp_path / "__init__.py"))
-        found.append(provenance.code_version.__wrapped__())
+        monkeypatch.setattr(devices.wan, "__file__", str(tmp_path / "__init__.py"))
+        found.append(devices.code_version.__wrapped__())
     assert len(set(found)) == len(found)
 
 

@@ -161,13 +161,10 @@ def test_a_first_frame_alone_a_long_prompt_and_the_video(tmp_path):
 
 @pytest.mark.beside
 def test_scripts_run_from_a_shell_without_pythonpath(tmp_path):
-    path = ["--output_path", f"{tmp_path}/l.pt"]
-    command = [sys.executable, "experiments/run_extraction_each.py", *SHORT, *path]
+    path = ["--num_frames", "3", "--output_path", f"{tmp_path}/l.pt"]
+    command = [sys.executable, "experiments/run_extraction_each.py", *MINI, *path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 0 and "layer cache of wan-mini (checkpoint weights)" in done.stdout, done.stderr
-    script = ["bash", "experiments/extract_all_layers.sh", "configs/wan_mini.yaml", str(tmp_path / "all")]
-    done = subprocess.run([*script, "--num_frames", "6"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and len(list((tmp_path / "all").iterdir())) == 8, done.stderr
 
 
 FIGURE4, EACH, ALL, CALLS = run_extraction_figure4, run_extraction_each, run_extraction_all, run_extraction

@@ -147,13 +147,11 @@ def test_policies_are_given_as_objects(pipe):
 
 REFUSED = {
     "layers must be a number or several": lambda pipe: capture(pipe, layers=True).__enter__(),
-    "mass must be bool, not 'no'": lambda pipe: capture(pipe, mass="no").__enter__(),
     "'resid_past' is no site; did you mean resid_post": lambda pipe: capture(pipe, "resid_past").__enter__(),
     "head 12 is not in": lambda pipe: capture(pipe, "z", heads=[12]).__enter__(),
-    "frames and heads are of sites": lambda pipe: capture(pipe, heads=[1]).__enter__(),
+    "heads are of sites": lambda pipe: capture(pipe, heads=[1]).__enter__(),
     "granularity 'pixel' is not one of": lambda pipe: capture(pipe, granularity="pixel").__enter__(),
     "seed must be int or None, not '3'": lambda pipe: pipe.generate(seed="3"),
-    "quiet must be bool": lambda pipe: pipe.generate(quiet="yes"),
     "2 prompts and 3 seeds": lambda pipe: pipe.generate(["a", "b"], seeds=[1, 2, 3]),
     "is the run itself": lambda pipe: edited(pipe, Patch("z", Source(seed=3), passes="all")),
     "take no edit that needs": lambda pipe: edited(

@@ -14,7 +14,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
-from experiments.extraction.observer import RunObserver
+from experiments.extraction.rollout import RunObserver
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import atlas_cache, make_atlas
 from experiments.studies.runs import ANOTHER_SEED, distance

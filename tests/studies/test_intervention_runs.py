@@ -16,7 +16,7 @@ from experiments.extraction import base as bidirectional
 from experiments.extraction import causal
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
-from experiments.extraction.observer import RunObserver
+from experiments.extraction.rollout import RunObserver
 from experiments.studies import intervention_job
 from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
