@@ -14,7 +14,7 @@ from helpers.pretended_gpu import pretended_gpu
 
 from wan.model import CausalWanModel, WanModel
 
-pytest_plugins = ["helpers.page_fixtures"]
+pytest_plugins = ["helpers.page_fixtures", "helpers.tiny_model"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -42,7 +42,7 @@ SLOW_FILES = (
         "test_policy_comparison",
     ),
     *("test_hidden_shapes", "test_parallel", "test_policy_keys", "test_golden_policies"),
-    *("test_sweeps", "test_policy_findings", "test_recipes"),
+    "test_sweeps",
 )
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")

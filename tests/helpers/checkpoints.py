@@ -46,9 +46,9 @@ def native_config() -> dict:
     return {"_class_name": "WanModel", "model_type": "t2v"} | sizes
 
 
-def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffusers") -> None:
+def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffusers", sizes=GOLDEN_MODEL):
     """Write weights of native names as diffusers or the original release does."""
-    c, folder, config, state = GOLDEN_MODEL, ckpt_dir, native_config(), native
+    c, folder, config, state = sizes, ckpt_dir, native_config(), native
     if layout == "diffusers":
         folder, state = ckpt_dir / "transformer", to_diffusers_names(native)
         folder.mkdir()

@@ -1,11 +1,10 @@
-"""Edited runs end to end on the miniature: caches and subtitles say it, effects are what they are called."""
+"""Edited runs end to end: caches and subtitles say it, effects are what they are called."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.rollouts import TWO_STEPS
 
 from experiments import run_intervention
 from experiments.analysis import published
@@ -20,34 +19,25 @@ from experiments.extraction.rollout import RunObserver
 from experiments.studies import intervention_job
 from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
-from wan.config import load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Patch, Source, intervene
 
-EDIT = Knockout(frames="first", layers=[2], heads=[0, 3], passes="denoise")
+EDIT = Knockout(frames="first", layers=[1], heads=[0], passes="denoise")
+ANOTHER = "a cyan square moving up over a gray background"
 
 
-@pytest.fixture(scope="module")
-def config():
-    return load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
-
-
-@pytest.fixture(scope="module")
-def session(config):
-    return causal.prepare(config, [])
-
-
-def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(session, config, tmp_path):
+def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(tiny, tmp_path):
+    config, session = tiny.config, tiny.session
     requests = atlas_requests(config, mass=True, key_curve=False, cross=False)
-    edited = replace(config, interventions=[EDIT.to_dict()])
-    run = causal.extract_next(session, edited, requests)
+    run = causal.extract_next(session, replace(config, interventions=[EDIT.to_dict()]), requests)
     save_cache(tmp_path / "atlas.pt", atlas_cache(run))
     cache = load_cache(tmp_path / "atlas.pt")
     assert cache["interventions"]["edits"] == [EDIT.to_dict()] and len(cache["interventions"]["hash"]) == 16
-    left_out = ~cache["attended"][2, 0, [0, 3], 3:, 0]
-    assert left_out.all() and cache["attended"][2, 2, 0, 3:, 0].all()  # the clean pass was not edited
-    assert (cache["frame_mass"][2, 0, [0, 3], 3:, 0] == 0).all()
-    assert cache["frame_logits"][2, 0, 0, 3:, 0].isnan().all()
+    assert not cache["attended"][1, 0, 0, 3:, 0].any()
+    assert cache["attended"][1, 2, 0, 3:, 0].all()  # the clean pass was not edited
+    assert (cache["frame_mass"][1, 0, 0, 3:, 0] == 0).all() and cache["frame_logits"][
+        1, 0, 0, 3:, 0
+    ].isnan().all()
     view = open_profiles(cache)
     assert view.caption.subtitle.endswith(f"edited: {EDIT} ({cache['interventions']['hash']})")
     assert "this run was edited" in published.curves_for(view, published.FOLDER / published.FIGURE4_CSV)[1]
@@ -59,7 +49,8 @@ def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(session, config,
     assert "interventions" not in plain and "attended" not in plain
 
 
-def test_effects_are_what_they_are_called(session, config):
+def test_effects_are_what_they_are_called(tiny):
+    config, session = tiny.config, tiny.session
     base, other = intervention_job.base_runs(None, session, config)
     found = intervention_job.measure(session, config, [EDIT], base, other)
     total, own, direct = (found[name] for name in ("total", "own_block", "direct"))
@@ -82,77 +73,60 @@ def test_effects_are_what_they_are_called(session, config):
     assert "direct" not in intervention_job.measure(session, config, [source], base, other)
 
 
-CAUSAL = "checkpoints/wan-mini/self_forcing_mini.pt"
-ANOTHER = "a cyan square moving up over a gray background"
-
-
 @pytest.mark.parametrize(
-    "source, loaded",
-    [
-        (Source(seed=9), []),
-        (Source(prompt=ANOTHER, seed=9), []),
-        (Source(weights="base"), [None]),
-        (Source(seed=9, weights=CAUSAL), [CAUSAL]),
-    ],
-    ids=["seed", "prompt and seed", "base weights", "seed and a file"],
+    "given", [{"seed": 9}, {"prompt": ANOTHER, "seed": 9}, {"weights": "a file", "seed": 9}]
 )
-def test_a_source_is_the_run_that_it_names(source, loaded, session, config, monkeypatch):
-    """Its weights are those of the session, the base ones, or a file's."""
-    config, ran, weights = replace(config, num_frames=3), [], []
-    rollout, with_weights = causal.LoadedModel.rollout, causal.LoadedModel.with_weights
+def test_a_source_is_the_run_that_it_names(given, tiny, tmp_path, monkeypatch):
+    """Its weights are those of the session or a file's."""
+    if "weights" in given:
+        given = given | {"weights": str(tmp_path / "weights.pt")}
+        torch.save({"generator_ema": tiny.session.pipeline.model.state_dict()}, given["weights"])
+    config, session, source, ran = replace(tiny.config, num_frames=3), tiny.session, Source(**given), []
+    rollout = causal.LoadedModel.rollout
 
     def seen(self, one, **kwargs):
-        ran.append((one.prompt, one.seed, self.pipeline is session.pipeline))
+        ran.append((one.prompt, one.seed, one.checkpoint_path, self.pipeline is session.pipeline))
         return rollout(self, one, **kwargs)
 
-    def loads(self, one):
-        weights.append(one.checkpoint_path)
-        return with_weights(self, one)
-
     monkeypatch.setattr(causal.LoadedModel, "rollout", seen)
-    monkeypatch.setattr(causal.LoadedModel, "with_weights", loads)
     with edited(session, config, [Patch("z", source, layers=[1], steps=[0], passes="denoise")]):
         latents = session.rollout(config)
-    prompt = source.prompt or config.prompt
-    seed = config.seed if source.seed is None else source.seed
-    assert ran == [(config.prompt, config.seed, True), (prompt, seed, source.weights is None)]
-    assert weights == loaded
+    other = source.prompt or config.prompt, source.seed, source.weights, source.weights is None
+    assert ran == [(config.prompt, config.seed, None, True), other]
     assert not torch.equal(latents, rollout(session, config))
 
 
-def test_every_ablation_runs_with_what_it_needs(session, config, monkeypatch, tmp_path):
+def test_every_ablation_runs_with_what_it_needs(tiny, monkeypatch, tmp_path):
     monkeypatch.setattr("experiments.extraction.causal.MEANS", tmp_path / "means")
-    few = replace(config, reference_prompts=config.reference_prompts[:1])
-    plain, latents = session.rollout(few), []
+    session, few = tiny.session, replace(tiny.config, reference_prompts=tiny.config.reference_prompts[:1])
+    plain = session.rollout(few)
+
+    def latents(edit, config=few):
+        config = replace(config, interventions=[edit.to_dict()])
+        return causal.extract_next(replace(session, config=config), config, []).latents
+
+    made, where = [], {"layers": [1], "heads": [1], "passes": "denoise"}
     for how, source in (("zero", None), ("mean", None), ("frame_mean", None), ("resample", Source(seed=3))):
-        edit = Ablate(how, source, layers=[4], heads=[1, 2], passes="denoise")
-        latents.append(causal.extract_next(session, replace(few, interventions=[edit.to_dict()]), []).latents)
-        assert not torch.equal(latents[-1], plain)
-    assert len(list((tmp_path / "means").glob("*.pt"))) == 1
-    kept = Ablate(
-        "mean", str(next((tmp_path / "means").iterdir())), layers=[4], heads=[1, 2], passes="denoise"
-    )
-    named = causal.extract_next(session, replace(few, interventions=[kept.to_dict()]), [])
-    assert torch.equal(named.latents, latents[1])
-    lost = Patch("z", Source(weights="no/weights.pt"), passes="denoise")
+        made.append(latents(Ablate(how, source, **where)))
+        assert not torch.equal(made[-1], plain)
+    [means] = (tmp_path / "means").glob("*.pt")
+    assert torch.equal(latents(Ablate("mean", str(means), **where)), made[1])
+    lost, gone = Source(weights="no/weights.pt"), "no/means.pt"
     with pytest.raises(ConfigError, match=r"no/weights.pt not found; bash experiments/download_weights.sh"):
-        causal.extract_next(session, replace(few, interventions=[lost.to_dict()]), [])
-    streamed = replace(few, offload=True, interventions=[Patch("z", Source(seed=3), passes="all").to_dict()])
+        latents(Patch("z", lost, passes="denoise"))
     with pytest.raises(ConfigError, match=r"cannot serve two runs in step; leave offload out for "):
-        causal.extract_next(replace(session, config=streamed), streamed, [])
-    gone = Ablate("mean", "no/means.pt", passes="denoise")
+        latents(Patch("z", Source(seed=3), passes="all"), replace(few, offload=True))
     with pytest.raises(ConfigError, match=r"no/means.pt not found; leave source out"):
-        causal.extract_next(session, replace(few, interventions=[gone.to_dict()]), [])
+        latents(Ablate("mean", gone, passes="denoise"))
 
 
-def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, capsys):
+def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "edits.yaml").write_text(json.dumps([EDIT.to_dict()]))
     files = {"--interventions": "edits.yaml", "--output_path": "effects.pt", "--save_base": "base.pt"}
-    flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
+    flags = ["--config_path", tiny.path, "--num_frames", "6"]
     flags += [word for flag, name in files.items() for word in (flag, str(tmp_path / name))]
     run_intervention.run([*flags, "--dry_run"])
-    assert "4 calls" in capsys.readouterr().err
-    assert not (tmp_path / "effects.pt").exists()
+    assert "2 calls" in capsys.readouterr().err and not (tmp_path / "effects.pt").exists()
     run_intervention.run([*flags, "--quiet"])
     cache, base = (
         load_cache(tmp_path / "effects.pt", expect=("effects",)),
@@ -161,25 +135,25 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tmp_path, 
     assert cache["interventions"]["words"] == str(EDIT) and len(cache["psnr"]) == 21
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
     assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
-    assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,) and cache["answers_base"][0]
-    run_intervention.run([*flags, "--quiet"])
-    assert (tmp_path / "base.pt").read_bytes() == base
+    assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,)
+    monkeypatch.setattr(causal.LoadedModel, "rollout", lambda *_: pytest.fail("rolled out again"))
+    kept = intervention_job.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
+    assert torch.equal(kept[0][0], cache["latents_base"]) and (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(CacheError, match=r"base.pt is of another run .*; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
 
 
-def test_the_base_model_is_edited_by_its_config_too():
-    settings = {"interventions": [Ablate("zero", heads=[1], layers=[3], passes="denoise").to_dict()]}
-    config = load_config("configs/wan_mini.yaml", settings)
-    small = replace(config, checkpoint_path=None, base=replace(config.base, num_video_frames=5, num_steps=2))
+def test_the_base_model_is_edited_by_its_config_too(tiny):
+    edits = [Ablate("zero", heads=[1], layers=[1], passes="denoise").to_dict()]
+    small = replace(tiny.config, base=replace(tiny.config.base, num_video_frames=5, num_steps=2))
     request = CaptureRequest(layers=[0], steps=[0], granularity="frame")
-    runs = [
-        bidirectional.sample(bidirectional.as_one_block(one), request, RunObserver())
-        for one in (small, replace(small, interventions=[]))
-    ]
-    assert not torch.equal(runs[0].latents, runs[1].latents)
-    assert runs[0].common["interventions"]["edits"] == small.interventions
-    assert "interventions" not in runs[1].common
-    mean = replace(small, interventions=[Ablate("mean", passes="denoise").to_dict()])
+
+    def sample(some):
+        one = bidirectional.as_one_block(replace(small, interventions=some))
+        return bidirectional.sample(one, request, RunObserver())
+
+    changed, plain = sample(edits), sample([])
+    assert not torch.equal(changed.latents, plain.latents)
+    assert changed.common["interventions"]["edits"] == edits and "interventions" not in plain.common
     with pytest.raises(ConfigError, match="runs of the base model cannot make this edit, which needs means"):
-        bidirectional.sample(bidirectional.as_one_block(mean), request, RunObserver())
+        sample([Ablate("mean", passes="denoise").to_dict()])

@@ -1,4 +1,4 @@
-"""Videos of policies, made in pieces and measured."""
+"""Videos of policies, made in pieces and measured; findings from tables whose answers are known."""
 
 import json
 from argparse import Namespace
@@ -7,86 +7,73 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.rollouts import TWO_STEPS
+from helpers.long_findings import KINDS, comparison
 
+from experiments.analysis.long_rollouts import LongRollouts
+from experiments.benchmarks.reproduce import long_rollouts
 from experiments.caches.files import CacheError
 from experiments.extraction.long_rollout import read_blocks
 from experiments.studies import policy_comparison
-from experiments.studies.policy_comparison import Comparison
-from wan.config import load_config
+from experiments.studies.policy_comparison import Comparison, held_out
+from experiments.studies.policy_findings import findings
 from wan.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-FRAMES = 6
 POLICIES = ["full", "window,window=3"]
+SINK, PLAIN = "window,window=9,sink=3", "window,window=9"
 
 
-def compare(folder, prompts=2, **flags):
-    defaults = {
-        "policies": POLICIES,
-        "output_dir": str(folder),
-        "vbench_dir": None,
-        "videos": 0,
-        "vae_dtype": "float32",
-        "controls": list(policy_comparison.CONTROLS),
-        "capture": "last:1",
-        "batch": 4,
-        "judges": 0,
-        **dict.fromkeys(("workers", "scheduler", "slurm")),
-        "quiet": True,
-        "log_file": None,
-        "deterministic": False,
-        "inputs": [],
-    }
-    config = load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
-    scenes = policy_comparison.held_out(prompts)
+def compare(tiny, folder, **flags):
+    given = {"policies": POLICIES, "output_dir": str(folder), "vbench_dir": None, "videos": 0, "judges": 0}
+    given |= {"vae_dtype": "float32", "controls": list(policy_comparison.CONTROLS), "capture": "last:1"}
+    given |= {"batch": 4, "quiet": True, "log_file": None, "deterministic": False, "inputs": []}
+    given |= dict.fromkeys(("workers", "scheduler", "slurm"))
+    config, scenes = replace(tiny.config, num_frames=6), held_out(2)
     runs = [replace(config, prompt=prompt, seed=seed) for prompt in scenes for seed in (0, 1)]
-    policy_comparison.compare(Namespace(**(defaults | flags)), runs, scenes)
+    policy_comparison.compare(Namespace(**(given | flags)), runs, scenes)
     return json.loads((folder / "comparison.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tiny, tmp_path_factory):
     """Two prompts, two seeds."""
     folder = tmp_path_factory.mktemp("policies")
-    return folder, compare(folder, vbench_dir=str(folder / "vbench"), videos=1)
+    return folder, compare(tiny, folder, vbench_dir=str(folder / "vbench"), videos=1)
 
 
 def test_every_policy_and_control_has_every_video(made):
-    _, table = made
+    folder, table = made
     labels = [*POLICIES, *policy_comparison.CONTROLS]
     rows = [(video["label"], video["prompt"], video["seed"]) for video in table["videos"]]
     assert rows == [
         (label, prompt, seed) for label in labels for prompt in table["prompts"] for seed in (0, 1)
     ]
-    assert all(
-        len(video["seconds"]["motion"]) == len(video["tracker"]["right"]) == 1 for video in table["videos"]
-    )
-    frozen, rendered = (
-        [video for video in table["videos"] if video["label"] == name] for name in ("frozen", "rendered")
-    )
-    assert all(video["seconds"]["motion"] == video["seconds"]["flicker"] == [0.0] for video in frozen)
-    assert all(
-        video["tracker"]["right"] == [1] and video["seconds"]["motion"][0] > 0.05 for video in rendered
-    )
+    of = {label: [video for video in table["videos"] if video["label"] == label] for label in labels}
+    assert all(len(one["seconds"]["motion"]) == len(one["tracker"]["right"]) == 1 for one in table["videos"])
+    assert all(one["seconds"]["motion"] == one["seconds"]["flicker"] == [0.0] for one in of["frozen"])
+    rendered = of["rendered"]
+    assert all(one["tracker"]["right"] == [1] and one["seconds"]["motion"][0] > 0.05 for one in rendered)
     full, window = (table["costs"][label] for label in POLICIES)
     assert full["cache_bytes"] == 2 * window["cache_bytes"] > 0 and full["batch"] == 4
     assert rendered[0]["seconds"] == rendered[1]["seconds"] and table["missing"] == 0
-
-
-def test_attention_of_every_video(made):
-    folder, table = made
-    for video in table["videos"]:
-        kept = folder / "attention" / video["name"]
-        assert kept.exists() == (video["label"] in POLICIES)
-    one, other, *_ = (video for video in table["videos"] if video["label"] == "window,window=3")
-    one, other = (read_blocks(folder / "attention" / video["name"]) for video in (one, other))
+    for video in table["videos"]:  # attention is of policies
+        assert (folder / "attention" / video["name"]).exists() == (video["label"] in POLICIES)
+    one, other = (read_blocks(folder / "attention" / video["name"]) for video in of[POLICIES[1]][:2])
     assert [block["block"] for block in one] == [1] and one[0]["key_frames"][0].tolist() == [3, 4, 5]
-    assert one[0]["logits"].shape == (8, 12, 3, 3) and not torch.equal(one[0]["logits"], other[0]["logits"])
+    assert one[0]["logits"].shape == (2, 2, 3, 3) and not torch.equal(one[0]["logits"], other[0]["logits"])
+
+
+def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, tiny, monkeypatch):
+    (folder, table), calls = made, []
+    rolled_out = Comparison._rolled_out
+    monkeypatch.setattr(Comparison, "_rolled_out", lambda *a, **k: calls.append(1) or rolled_out(*a, **k))
+    assert compare(tiny, folder)["videos"] == table["videos"] and not calls
+    torn = folder / "items" / f"{table['videos'][0]['name']}.json"
+    torn.write_text(torn.read_text()[:100])
+    assert compare(tiny, folder)["videos"] == table["videos"] and len(calls) == 1
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_is_what_it_says(deterministic, tmp_path, monkeypatch):
+def test_deterministic_is_what_it_says(deterministic, tiny, tmp_path, monkeypatch):
     found = []
 
     def prepare(*given, **more):
@@ -95,54 +82,103 @@ def test_deterministic_is_what_it_says(deterministic, tmp_path, monkeypatch):
 
     monkeypatch.setattr(policy_comparison.causal, "prepare", prepare)
     with pytest.raises(ConfigError, match="this far"):
-        compare(tmp_path, deterministic=deterministic)
+        compare(tiny, tmp_path, deterministic=deterministic)
     assert found == [deterministic] and not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.fixture
-def alike():
-    """A comparison of prompts that begin alike, in letters of one byte and of three."""
-    config = load_config("configs/wan_mini.yaml", {"device": "cpu"})
-    long, prompts = "a red ball " * 20, ("short", "a/b", "a b", "红" * 120)
-    runs = [
-        replace(config, prompt=prompt, seed=seed)
-        for prompt in (*prompts, long + "one", long + "two")
-        for seed in (7, 8)
-    ]
-    return Comparison(Path("out"), {"full": {"name": "full"}}, runs, {}, vbench=Path("vbench"))
-
-
-def test_every_prompt_has_a_file_of_its_own_for_vbench(alike):
-    names = [path.name for item in alike.items for path in item.mp4s]
+def test_every_prompt_has_a_file_of_its_own_for_vbench(tiny):
+    """Also prompts that begin alike, in letters of one byte and of three."""
+    long = "a red ball " * 20
+    prompts = ("short", "a/b", "a b", "红" * 120, long + "one", long + "two")
+    runs = [replace(tiny.config, prompt=prompt, seed=seed) for prompt in prompts for seed in (7, 8)]
+    items = Comparison(Path("out"), {"full": {"name": "full"}}, runs, {}, vbench=Path("vbench")).items
+    names = [path.name for item in items for path in item.mp4s]
     assert len(set(names)) == len(names) == 12 and max(len(name.encode()) for name in names) < 200
     assert {"short-0.mp4", "short-1.mp4", "a b-0.mp4"} < set(names)
-    for item, name in zip(alike.items, names, strict=True):
+    for item, name in zip(items, names, strict=True):
         assert name.startswith(item.config.prompt.replace("/", " ")[: 180 // 3].strip())
 
 
-def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_read(tmp_path, monkeypatch):
+def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_read(
+    tiny, tmp_path, monkeypatch
+):
     monkeypatch.setattr(policy_comparison.causal, "prepare", lambda *given: pytest.fail("was loaded"))
     folder = tmp_path / ("x" * 200)
-    folder.mkdir()
-    for name in ("a/b", "a_b", "c" * 60):
-        path = folder / f"{name}.yaml"
-        path.parent.mkdir(exist_ok=True)
+    paths = [folder / f"{name}.yaml" for name in ("a/b", "a_b", "c" * 60)]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text("name: full\n")
-    twins = [str(folder / "a/b.yaml"), str(folder / "a_b.yaml")]
     with pytest.raises(ConfigError, match=r"two of --policies would write .*rename a file"):
-        compare(tmp_path / "out", policies=twins, videos=1)
+        compare(tiny, tmp_path / "out", policies=[*map(str, paths[:2])], videos=1)
     with pytest.raises(CacheError, match="cannot be written: File name too long"):
-        compare(tmp_path / "out", policies=[str(folder / f"{'c' * 60}.yaml")], videos=1)
+        compare(tiny, tmp_path / "out", policies=[str(paths[2])], videos=1)
 
 
-def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, monkeypatch):
-    folder, table = made
-    calls = []
-    kept = policy_comparison.Comparison._rolled_out
-    monkeypatch.setattr(
-        policy_comparison.Comparison, "_rolled_out", lambda *a, **k: calls.append(1) or kept(*a, **k)
-    )
-    assert compare(folder)["videos"] == table["videos"] and not calls
-    torn = folder / "items" / f"{table['videos'][0]['name']}.json"
-    torn.write_text(torn.read_text()[:100])
-    assert compare(folder)["videos"] == table["videos"] and len(calls) == 1
+# --- Findings
+def test_findings_find_what_was_put_in():
+    found = findings(comparison({"full": 0.0, SINK: 0.3, PLAIN: 0.0, "frozen": 0.6}))
+    gain, none = found["against_full"][SINK], found["against_full"][PLAIN]
+    low, high = gain["difference"][1:]
+    assert 0.2 < low < high < 0.4 and gain["p_holm"] < 0.001
+    assert gain["p_holm"] == pytest.approx(2 * gain["p"], abs=1e-4)
+    assert none["difference"] == [0, 0, 0] and none["p_holm"] == 1
+    assert set(found["against_full"]) == {SINK, PLAIN}  # a control is not compared
+    [asked] = found["questions"].values()
+    assert asked["pairs"] == 1 and asked["right"]["difference"] == gain["difference"]
+    assert asked["motion"]["difference"] == [0, 0, 0]
+    assert [(row["window"], row["sink"]) for row in found["sink_map"]["window"]] == [(9, 0), (9, 3)]
+    full = found["policies"]["full"]
+    assert full["cost"]["seconds"] == 1.0 and full["measures"]["non_repetition"] == [None, None, None]
+    assert 0.3 < full["measures"]["right"][0] < 0.5 and set(full["by_kind"]) == set(KINDS)
+    assert found["curves"]["frozen"]["motion"]["mean"] == [0.1] * 59
+
+
+def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
+    own, twin = "deep_sink", "window,window=9,sink=3,other=1"
+    gains = {"full": 0.0, SINK: 0.3, "window,window=9,sink=6": 0.1}
+    plain = findings(comparison(gains))
+    found = findings(comparison(gains | {own: 0.2, twin: 0.3, "frozen": 0.6}))
+    assert list(found["against_full"]) == [SINK, own, twin]  # what the map of sinks shows is no one's own
+    assert found["against_full"][SINK] == plain["against_full"][SINK]
+    assert found["against_full"][own]["p_holm"] is None and found["against_full"][own]["p"] < 0.05
+    assert list(found["curves"]) == ["full", SINK, own, twin, "frozen"]
+    seen = LongRollouts(found)
+    assert [*seen.intervals()] == ["full", SINK, own, twin, "frozen"]  # two are window 9/3: said in full
+    rows = {row["policy"]: row for row in seen.rows()}
+    assert rows[own]["right"].startswith("0.6") and rows[own]["adjusted"] == "no"
+
+
+@pytest.mark.parametrize("second, counts", [(4, False), (5, True), (59, True), (60, False)])
+def test_the_seconds_from_5_to_60_count_and_no_others(second, counts):
+    """Before them every policy sees all there is; what is longer is compared up to there."""
+    table = comparison({"full": 0.0}, prompts=3, seconds=70)
+    before = findings(table)["policies"]["full"]["measures"]
+    for video in table["videos"]:
+        video["tracker"]["right"][second] ^= 1
+        video["seconds"]["motion"][second] = 9.0
+    after = findings(table)["policies"]["full"]["measures"]
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed >= {"right", "motion"} if counts else not changed
+
+
+def test_more_seeds_that_say_the_same_narrow_no_interval():
+    """Seeds of a prompt are averaged first, the unit is the prompt."""
+    table = comparison({"full": 0.0, SINK: 0.1, PLAIN: 0.05})
+    one = table | {"videos": [video for video in table["videos"] if video["seed"] == 0]}
+    thrice = table | {"videos": [video | {"seed": seed} for video in one["videos"] for seed in range(3)]}
+    one, thrice = findings(one), findings(thrice)
+    assert (one.pop("seeds"), thrice.pop("seeds")) == (1, 3) and thrice == one
+    low, high = one["against_full"][SINK]["difference"][1:]
+    assert low < high and one["against_full"][SINK]["p"] < 1
+
+
+def test_prompts_whose_videos_are_all_there_count(tmp_path):
+    """Of two policies and two seeds; the second prompt lacks one video."""
+    (tmp_path / "items").mkdir()
+    videos = comparison({"full": 0.0, "own": 0.1}, prompts=2)["videos"]
+    prompts = dict(zip(dict.fromkeys(video["prompt"] for video in videos), held_out(2), strict=True))
+    for number, video in enumerate(videos[:-1]):
+        video |= {"prompt": prompts[video["prompt"]], "cost": {"seconds": 1.0}}
+        (tmp_path / f"items/{number}.json").write_text(json.dumps(video))
+    found = long_rollouts.whole(tmp_path, 2, 240)
+    assert found["prompts"] == [*held_out(2)][:1] and {v["label"] for v in found["videos"]} == {"full", "own"}

@@ -5,47 +5,43 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis.effects import sign_flip_p
 from experiments.benchmarks.reproduce.shape_attention import chosen_heads, report_of
+from experiments.miniature.evaluation import rendered
 from experiments.miniature.tracking import SETS, held_out_scenes
-from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, cover_of, followers, lifts_of
+from experiments.studies.shape_attention import (
+    MASKS,
+    Cover,
+    ShapeAttention,
+    cover_of,
+    followers,
+    lifts_of,
+    measure,
+)
 from wan.capture import CapturedCall, Pass, Site
+from wan.config import load_config
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
 
 S = 9
 
 
-def moving_cover() -> Cover:
-    """A shape on one token that moves a token a frame, over a wall of the last two; frame 5 hides it."""
-    shape = torch.zeros(6, S)
-    shape[torch.arange(5), torch.arange(5)] = 1
-    wall = (torch.arange(S) >= S - 2).float()
-    return Cover(shape, wall, torch.tensor([False] * 5 + [True]))
-
-
-def call_of(rows: torch.Tensor) -> CapturedCall:
-    """One call of the second block of three frames: rows [H, 3 S, 6 S]."""
-    at = Pass(query_frames=(3, 4, 5), block=1)
-    layout = KeyLayout.of_frames(range(6), 6 * S)
-    return CapturedCall(Site(0, "self"), at, {"token_probabilities": rows[None]}, (), (), layout)
-
-
 def test_lifts_of_attention_that_is_known():
-    cover = moving_cover()
-    on_shape = cover.shape.flatten()[: 3 * S]  # of the past
-    at_query = torch.eye(S).repeat(1, 3).repeat(3, 1)  # every query at its own place
-    on_wall = cover.wall.repeat(3)
-    rows = torch.zeros(4, 3 * S, 6 * S)
+    """A shape on one token moves a token a frame, over a wall of the last two; frame 5 hides it."""
+    shape, wall = torch.zeros(6, S), (torch.arange(S) >= S - 2).float()
+    shape[torch.arange(5), torch.arange(5)] = 1
+    cover = Cover(shape, wall, torch.tensor([False] * 5 + [True]))
+    rows = torch.zeros(4, 3 * S, 6 * S)  # of the second block of three frames
     rows[0, :, : 3 * S] = 1
-    rows[1, :, : 3 * S] = on_shape
-    rows[2, :, : 3 * S] = at_query
-    rows[3, :, : 3 * S] = on_wall
+    rows[1, :, : 3 * S] = cover.shape.flatten()[: 3 * S]
+    rows[2, :, : 3 * S] = torch.eye(S).repeat(1, 3).repeat(3, 1)  # every query at its own place
+    rows[3, :, : 3 * S] = cover.wall.repeat(3)
     rows[:, :, 3 * S :] = 5  # the own block does not count
-    (lifts,) = lifts_of([call_of(rows / rows.sum(-1, keepdim=True))], cover, 4)
+    at, layout = Pass(query_frames=(3, 4, 5), block=1), KeyLayout.of_frames(range(6), 6 * S)
+    values = {"token_probabilities": (rows / rows.sum(-1, keepdim=True))[None]}
+    (lifts,) = lifts_of([CapturedCall(Site(0, "self"), at, values, (), (), layout)], cover, 4)
     found = dict(zip(MASKS, lifts.T.T, strict=True))
     assert torch.allclose(lifts[:, 0], torch.ones(5))
     assert found["moving"][1] == pytest.approx(S) and found["shuffled"][1] == pytest.approx(S / 3)
@@ -54,19 +50,16 @@ def test_lifts_of_attention_that_is_known():
     assert found["wall"][3] == pytest.approx(S / 2) and found["moving"][3] == 0
 
 
-def test_the_cover_of_rendered_videos():
-    from experiments.miniature.evaluation import rendered
-
-    (scene,) = held_out_scenes(SETS["one shape"], 1)
-    (video,) = rendered([scene], 81)
-    cover = cover_of(video, scene, 4, 4)
-    assert cover.shape.shape == (21, 16) and not cover.wall.any() and not cover.hidden.any()
-    assert 0.02 < cover.shape.mean() < 0.3 and (cover.shape.sum(1) > 0.3).all()
-    (scene,) = held_out_scenes(SETS["behind a wall"], 1)
-    (video,) = rendered([scene], 81)
-    cover = cover_of(video, scene, 4, 4)
-    assert cover.hidden.any() and not cover.hidden[0] and 0.3 < cover.wall.mean() < 0.6
-    assert not cover.shape[cover.hidden].any() and cover.shape[0].sum() > 0.3
+@pytest.mark.parametrize("kind", ["one shape", "behind a wall"])
+def test_the_cover_of_rendered_videos(kind):
+    (scene,) = held_out_scenes(SETS[kind], 1)
+    cover = cover_of(*rendered([scene], 81), scene, 4, 4)
+    assert cover.shape.shape == (21, 16) and not cover.hidden[0] and cover.shape[0].sum() > 0.3
+    if kind == "one shape":
+        assert not cover.wall.any() and not cover.hidden.any()
+        assert 0.02 < cover.shape.mean() < 0.3 and (cover.shape.sum(1) > 0.3).all()
+    else:
+        assert cover.hidden.any() and 0.3 < cover.wall.mean() < 0.6 and not cover.shape[cover.hidden].any()
 
 
 def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
@@ -81,20 +74,18 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     assert follows[1, 2] and not follows[2, 3] and follows.sum() <= 2
     assert not followers(ShapeAttention(found.captions, [0], lifts[1:4], "0"), 0).follows.any()
     assert found.maps(4)[0].values.shape == (3, 4) and "follows" in {m.name for m in found.maps(4)}
-    report = report_of(found, "wan-mini")
+    report, path = report_of(found, "wan-mini"), tmp_path / "report.json"
     best = report["passes"]["pass 0"]["top"][0]
     assert (best["layer"], best["head"], best["lifts"][0]) == (1, 2, 5.0)
-    (tmp_path / "report.json").write_text(json.dumps(report))
     top = report["passes"]["clean pass"]["top"]
     top += [top[0] | {"head": 3}, top[0] | {"head": 0}]
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    assert chosen_heads(tmp_path / "report.json") == [(1, 2), (1, 3), (1, 0)]
-    report["passes"]["clean pass"]["top"] = []  # no head follows
-    (tmp_path / "report.json").write_text(json.dumps(report))
+    path.write_text(json.dumps(report))
+    assert chosen_heads(path) == [(1, 2), (1, 3), (1, 0)]
+    path.write_text("{}")
     with pytest.raises(
         ConfigError, match=r"run: python experiments/benchmarks/reproduce/shape_attention\.py"
     ):
-        chosen_heads(tmp_path / "report.json")
+        chosen_heads(path)
 
 
 def test_heads_that_follow_are_adjusted_for_all_of_them():
@@ -110,12 +101,7 @@ def test_heads_that_follow_are_adjusted_for_all_of_them():
     assert max(by_hand) <= each.p[5, 2] <= 1
 
 
-@pytest.mark.slow
-def test_heads_of_the_miniature_are_measured(monkeypatch):
-    from experiments.studies.shape_attention import measure
-    from wan.config import load_config
-
-    monkeypatch.chdir(ROOT)
+def test_heads_of_the_miniature_are_measured():
     config = load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
     found = measure(config, held_out_scenes(SETS["behind a wall"], 1), [2])
     assert found.lifts.shape == (1, 1, 8, 5, 12) and np.isfinite(found.lifts[:, :, :, :4]).all()
