@@ -40,7 +40,7 @@ def run(argv=None):
     from experiments.caches.store import select_passes
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
-    from experiments.miniature.checkpoint_analysis import kept_weights, measure, read_report
+    from experiments.miniature.evaluation import kept_weights, measure, read_report
     from experiments.miniature.moving_shapes import KINDS
     from experiments.miniature.tracking import held_out_scenes
     from wan.config import load_config

@@ -17,12 +17,11 @@ no state is kept. On a CPU, `--steps 2 --batch 1 --clips 4` rehearses a stage in
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from experiments.miniature.recipe import HARD_KINDS, LOG, OPTIMIZERS, RECIPES, StageRun
-from experiments.running.cli import Parser, main
+from experiments.running.cli import Parser, count, finite_number, main
 from experiments.running.ranks import this_rank
 from wan.config import DTYPES
 from wan.errors import ConfigError
@@ -32,34 +31,36 @@ STARTS = {  # what --start_from goes on from
     "base": "transformer/diffusion_pytorch_model.safetensors",
     "causal": "self_forcing_mini.pt",  # which is shipped, while causal.pt, of this stage, is not
 }
-LIMITS = {"steps": 10**7, "batch": 4096, "clips": 10**6, "minutes": 10**5, "lr": 1.0}
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--stage", required=True, choices=RECIPES)
-    add("--steps", type=int, help="of the stage; the recipe's where left out")
-    add("--minutes", type=float, help="at most, of all runs of the stage together; the data is not counted")
+    add("--steps", type=count, help="of the stage; the recipe's where left out")
+    add(
+        "--minutes",
+        type=finite_number,
+        help="at most, of all runs of the stage together; the data is not counted",
+    )
     add("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
     add("--device", default="auto")
     add("--dtype", choices=DTYPES, default="auto", help="of the working weights")
     add("--seed", type=int, default=0)
     add("--log", type=Path, help=f"JSON with the numbers of every stage (OUTPUT_DIR/{LOG})")
-    add("--lr", type=float, help="peak learning rate")
-    add("--batch", type=int, help="clips of 81 frames per step")
+    add("--lr", type=finite_number, help="peak learning rate")
+    add("--batch", type=count, help="clips of 81 frames per step")
     add("--optimizer", choices=OPTIMIZERS, help="of matrices and kernels; AdamW has the other parameters")
-    add("--clips", type=int, help="different clips to train on")
+    add("--clips", type=count, help="different clips to train on")
     add("--kinds", nargs="+", choices=sorted(set(HARD_KINDS)), help="of scenes; twice: drawn twice as often")
     add("--training_checkpoints", type=Path, metavar="DIR", help="keep the causal weights of some steps")
     add("--start_from", type=Path, metavar="DIR", help="vae, base, causal: go on from the weights in DIR")
     add("--resume", action="store_true", help="go on where this stage was stopped")
     add("--compile", action=argparse.BooleanOptionalAction, help="fuse each layer; on a GPU the default")
     args = parser.parse_args(argv)
-    for name, most in LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not (0 < value <= most and math.isfinite(value)):
-            raise ConfigError(f"--{name} must be above 0 and at most {most:g}, not {value:g}")
+    for name in ("minutes", "lr"):
+        if (value := getattr(args, name)) is not None and value <= 0:
+            raise ConfigError(f"--{name} must be above 0, not {value:g}")
     if not 0 <= args.seed < 2**31:
         raise ConfigError(f"--seed must be in 0..{2**31 - 1}, not {args.seed}")
     given = {name: getattr(args, name) for name in ("steps", "lr", "batch", "clips", "optimizer")}
@@ -67,8 +68,7 @@ def run(argv=None):
     recipe = replace(RECIPES[args.stage], **{name: v for name, v in given.items() if v is not None})
     start = args.start_from and args.start_from / STARTS.get(args.stage, "none")
     if start and not start.is_file():
-        stages = ", ".join(STARTS)
-        raise ConfigError(f"--start_from is of the stages {stages}, and names a folder of earlier weights")
+        raise ConfigError(f"--start_from is of the stages {', '.join(STARTS)}; {start} was not found")
     if missing := [path for path in recipe.needs if not (args.output_dir / path).exists()]:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
     rank = this_rank()
@@ -92,9 +92,9 @@ def run(argv=None):
     device = choose_device(args.device)
     on_gpu, dtype = device.type == "cuda", choose_dtype(args.dtype, device)
     compiles = on_gpu if args.compile is None else args.compile
-    places = args.training_checkpoints, args.start_from
-    about_run = args.seed, args.minutes, args.resume, compiles, *places, rank
-    stage = StageRun(args.stage, recipe, args.output_dir, device, dtype, *about_run)
+    folders = args.training_checkpoints, args.start_from
+    limits = args.seed, args.minutes, args.resume, compiles
+    stage = StageRun(args.stage, recipe, args.output_dir, device, dtype, *limits, *folders, rank)
     log = args.log or args.output_dir / LOG
     for path in (stage.state_file, log):
         require_writable(path)

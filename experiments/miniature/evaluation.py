@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.caches.files import replacing
+from experiments.analysis.measures import measure_heads, open_quantity
+from experiments.caches.files import CacheError, replacing
 from experiments.caches.frames import one_thread
-from experiments.extraction import devices
+from experiments.extraction import cache_builders, causal, devices
 from experiments.extraction.base import as_one_block
 from experiments.extraction.causal import draw_noise, load_pipeline
 from experiments.miniature.moving_shapes import FPS, Scene, render
 from experiments.miniature.recipe import FRAMES, SIDE, Counts
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
+from experiments.miniature.training import kept_steps
 from experiments.miniature.vae_training import psnr, receptive_field, vae_quality
 from wan import checkpoint
 from wan.config import RunConfig
@@ -48,9 +50,6 @@ def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
     """Render videos [frames, 3, H, W] in 0..1."""
     with one_thread():
         return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]
-
-
-# -- videos of the miniature -------------------------------------------------------------------------------
 
 
 class Miniature:
@@ -105,21 +104,14 @@ class Miniature:
                 yield prompts, torch.cat(noise), torch.cat(renoise, 1)
 
 
-# -- the evaluation ----------------------------------------------------------------------------------------
-
-
 class Parts:
     """Finished measurements in a file beside the result, from which a killed evaluation goes on."""
 
     def __init__(self, path: Path, settings: dict):
         self.path = path
         self.key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        self.done: dict[str, Any] = {}
-        try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            self.done = kept["done"] if kept["key"] == self.key else {}
-        except (OSError, ValueError, KeyError, TypeError):  # none, or of another evaluation
-            pass
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.done: dict[str, Any] = kept["done"] if kept.get("key") == self.key else {}
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return what was measured under this name before, or measure it now."""
@@ -185,12 +177,6 @@ def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float
     return found
 
 
-def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
-    """Return PSNR on held-out clips, and how many frames the decoder sees back."""
-    sizes = {"clips": clips, "receptive_field": receptive_field(mini.vae.vae.config)}
-    return sizes | vae_quality(mini.vae.vae, mini.device, clips)
-
-
 def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: EvalPool) -> dict:
     """Return the shares of one set: rendered, through the VAE, causal, base."""
     chosen = held_out_scenes(SETS[name], counts.captions)
@@ -229,6 +215,14 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
     return rows
 
 
+def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
+    """Return PSNR on held-out clips, and how many frames the decoder sees back."""
+    vae = mini.vae.vae
+    return {"clips": clips, "receptive_field": receptive_field(vae.config)} | vae_quality(
+        vae, mini.device, clips
+    )
+
+
 def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
     """Put a minute of rendered scenes through the VAE -> PSNR, and the tracker's shares before and after."""
     chosen = held_out_scenes(SETS[name], count)
@@ -245,6 +239,57 @@ def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> lis
     for scene, video, out in zip(scenes, videos, mini.reconstructed(videos), strict=True):
         squared = (out - video).square().mean((1, 2, 3))[None]
         ends = {"first_second": squared[:, :FPS], "last_second": squared[:, -FPS:]}
-        judged = [pool.call(long_shares, one.numpy(), scene) for one in (video, out)]
-        rows.append(({end: psnr(errors).item() for end, errors in ends.items()}, judged))
+        judged = [pool.submit(long_shares, one.numpy(), scene) for one in (video, out)]
+        rows.append(({end: psnr(errors) for end, errors in ends.items()}, judged))
     return [{"psnr": db, "rendered": a.result(), "vae": b.result()} for db, (a, b) in rows]
+
+
+# -- first-frame effects of the weights that a causal training kept on its way --
+
+MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
+
+
+def kept_weights(folder: Path) -> dict[int, Path]:
+    """Return step -> file, of the step_*.pt in a folder. Raises CacheError where there are none."""
+    files = kept_steps(folder)
+    if not files:
+        made_with = "python experiments/train_mini.py --stage causal --training_checkpoints"
+        raise CacheError(f"{folder} has no step_*.pt; make them with: {made_with} {folder}")
+    return files
+
+
+def measure(
+    config: RunConfig, files: dict[int, Path], captions: Sequence[str]
+) -> Iterator[tuple[dict, dict]]:
+    """Yield, for each step, means over captions [layers, heads] of two passes, and an atlas.
+
+    The number of a caption is its seed; the atlas is the first caption's.
+    """
+    for step, path in files.items():
+        config = replace(config, checkpoint_path=str(path))
+        requests = cache_builders.atlas_requests(config, mass=True, key_curve=False, cross=False)
+        loaded, atlases = causal.prepare(config, requests, captions), []
+        for seed, caption in enumerate(captions):
+            run = causal.extract_next(loaded, replace(config, prompt=caption, seed=seed), requests)
+            atlases.append(cache_builders.atlas_cache(run))
+        found: dict[str, Any] = {"step": step}
+        for name, index in (("first pass", 0), ("clean pass", len(atlases[0]["pass_timesteps"]) - 1)):
+            quantities = [[open_quantity(a, index, q) for q in ("mean_logit", "mass")] for a in atlases]
+            by_caption = [
+                {m.name: m.values for m in measure_heads(*both) if m.values is not None}
+                for both in quantities
+            ]
+            found[name] = {m: np.mean([one[m] for one in by_caption], 0).round(4).tolist() for m in MEASURES}
+        yield found, atlases[0]
+
+
+def read_report(path: Path) -> dict:
+    """Read what measure_checkpoints.py wrote. Raises CacheError where it is something else."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        steps = report["training_checkpoints"] if "training_checkpoints" in report else report["moments"]
+        return {**report, "training_checkpoints": steps}  # `moments` was their name
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheError(
+            f"{path} was not written by measure_checkpoints.py ({type(error).__name__})"
+        ) from error

@@ -37,7 +37,6 @@ SHIFT = 5.0
 SAMPLER_STEPS = (1000, 750, 500, 250)  # of the few-step sampler, before warping
 OPTIMIZERS = ("muon", "adamw")
 CAPTION_DROPOUT = 0.1
-KL_WEIGHT = 1e-4
 SHORT_CLIPS, LONG_CLIPS = (5, 17), (17, 33, FRAMES, 129)  # video frames; the VAE must see beyond its past
 HELD_OUT_SEED = 1_000_003
 SEEDS_APART = 10_007  # between the seeds of neighbouring processes

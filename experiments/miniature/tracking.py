@@ -77,22 +77,18 @@ class Track:
         return nearest(colors.median(0).values, COLORS) if len(colors) else None
 
     def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
-        """The outline that fits best over these frames."""
-        chosen = torch.zeros_like(self.seen)
-        chosen[frames] = self.seen[frames]
-        return SHAPES[int(self.likeness(chosen).mean(0).argmax())] if chosen.any() else None
-
-    def likeness(self, frames: Tensor) -> Tensor:
-        """Return soft intersections over union with outlines at the shape's place and area [n, shapes]."""
-        alpha, centre, area, likeness = self.alpha[frames], self.centre[frames], self.area[frames], []
-        for number in range(len(SHAPES)):
+        """The outline at the shape's place and area that fits best over these frames: soft IoU."""
+        shown = self.seen[frames]
+        alpha, centre, area = (x[frames][shown] for x in (self.alpha, self.centre, self.area))
+        likeness = []
+        for number in range(len(SHAPES) if shown.any() else 0):
             unit_area, drop = _outline(number)
             radius = (area / unit_area).sqrt()
             place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
             template = coverage(place, radius, number, alpha.shape[-1])
             union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
-            likeness.append(torch.minimum(alpha, template).sum((1, 2)) / union)
-        return torch.stack(likeness, 1)
+            likeness.append((torch.minimum(alpha, template).sum((1, 2)) / union).mean())
+        return SHAPES[int(torch.stack(likeness).argmax())] if likeness else None
 
     @property
     def direction(self) -> str | None:
@@ -105,11 +101,8 @@ class Track:
         velocity = (t[:, None] * self.centre[early]).sum(0) / t.square().sum()
         if velocity.norm() < SLOWEST:
             return None
-        cosines = {
-            name: (velocity[0] * x + velocity[1] * y).item() / math.hypot(x, y)
-            for name, (x, y) in DIRECTIONS.items()
-        }
-        return max(cosines, key=lambda name: cosines[name])
+        ways = F.normalize(torch.tensor([*DIRECTIONS.values()], dtype=torch.float32))
+        return [*DIRECTIONS][int((ways @ velocity).argmax())]
 
 
 def nearest(rgb: Tensor, names: Mapping[str, tuple[float, ...]]) -> str:
@@ -305,30 +298,32 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
 # -- captions ----------------------------------------------------------------------------------------------
 
 
+def _one_of(name: str, words: Iterable[str]) -> str:
+    return f"(?P<{name}>{'|'.join(words)})"
+
+
+MOVER = f"an? (?:{_one_of('color', COLORS)} )?{_one_of('shape', SHAPES)} moving {_one_of('way', DIRECTIONS)}"
+REST = (
+    f"(?: behind an? {_one_of('wall', COLORS)} wall)? over a {_one_of('ground', BACKGROUNDS)} background"
+    f"(?: with a small {_one_of('color', COLORS)} {_one_of('shape', SHAPES)} at the"
+    f" {_one_of('corner', CORNERS)})?"
+)
+
+
 def scene_of(caption: str) -> Scene | None:
     """Return the scene of a caption, without places and sizes; None for another text."""
-    text, _, mark = caption.partition(" with a small ")
-    text, _, ground = text.partition(" over a ")
-    text, _, wall = text.partition(" behind ")
-    outline = mark.split(" at the ")[0].split()
-    landmark = Landmark(outline[-1], outline[0], mark.partition(" at the ")[2]) if outline else None
-    movers = []
-    for mover in re.split(" and (?=an? )", text):
-        noun, _, direction = mover.partition(" moving ")
-        color, shape = ["", "", *noun.split()[1:]][-2:]
-        movers.append(Mover(shape, color, direction, 0, 0, 0, 0))
+    movers = [*re.finditer(rf"{MOVER}(?= and an? | behind | over )", caption)]
+    rest = re.fullmatch(REST, caption[movers[-1].end() :]) if movers else None
+    if rest is None:
+        return None
     scene = Scene(
-        tuple(movers),
-        ground.removesuffix(" background"),
-        landmark,
-        wall.removesuffix(" wall").partition(" ")[2] or None,
-        unnamed_color=not movers[0].color,
+        tuple(Mover(m["shape"], m["color"] or "", m["way"], 0, 0, 0, 0) for m in movers),
+        rest["ground"],
+        Landmark(rest["shape"], rest["color"], rest["corner"]) if rest["corner"] else None,
+        rest["wall"],
+        unnamed_color=not movers[0]["color"],
     )
-    known = all(m.shape in SHAPES and m.color in ("", *COLORS) and m.direction in DIRECTIONS for m in movers)
-    known &= scene.background in BACKGROUNDS and scene.wall in (None, *COLORS)
-    if landmark:
-        known &= landmark.shape in SHAPES and landmark.color in COLORS and landmark.corner in CORNERS
-    return scene if known and len(movers) <= 2 and scene.caption == caption else None
+    return scene if len(movers) <= 2 and scene.caption == caption else None
 
 
 def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
@@ -346,39 +341,33 @@ def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
 # -- many videos, and what must not change between a training and its evaluation ---------------------------
 
 
-class EvalPool:
+class EvalPool(ProcessPoolExecutor):
     """Processes that judge videos while the next ones are made; with one worker, this process does it.
 
-    Workers are forked: make them before a GPU is touched, or spawn them.
+    Workers are forked where the platform forks: make them before a GPU is touched, or spawn them.
     """
 
-    def __init__(self, workers: int, method: str = "fork"):
-        self._pool = None
-        if workers > 1:
-            self._pool = ProcessPoolExecutor(workers, get_context(method), _start_worker, (os.getpid(),))
-            self._pool.submit(os.getpid).result()  # all are forked here and now
+    def __init__(self, workers: int, method: str | None = None):
+        super().__init__(max(workers, 1), get_context(method), _start_worker, (os.getpid(),))
+        self.workers = workers
+        self.submit(os.getpid).result()  # all are forked here and now
 
-    def call(self, function: Callable[..., Any], *given: Any) -> Future[Any]:
-        """Compute function(*given) on one thread; both are pickled, so arrays are numpy's."""
-        if self._pool is not None:
-            return self._pool.submit(function, *given)
+    def submit(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+        if self.workers > 1:
+            return super().submit(function, *given, **named)
         future: Future[Any] = Future()
         with one_thread():
-            future.set_result(function(*given))
+            future.set_result(function(*given, **named))
         return future
 
     def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> list[dict[str, bool]]:
-        """Judge videos [frames, 3, H, W] in 0..1 while the next ones are made."""
+        """Judge videos [frames, 3, H, W] in 0..1; they travel as arrays."""
         pairs = zip(videos, scenes, strict=True)
-        judged = [self.call(_judge_array, video.numpy(), scene) for video, scene in pairs]
+        judged = [self.submit(_judge_array, video.numpy(), scene) for video, scene in pairs]
         return [future.result() for future in judged]
 
-    def __enter__(self) -> "EvalPool":
-        return self
-
     def __exit__(self, *error: object) -> None:
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
+        self.shutdown(cancel_futures=True)
 
 
 def _start_worker(parent: int) -> None:

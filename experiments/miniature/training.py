@@ -1,4 +1,4 @@
-"""Train a stage: Muon and AdamW, float32 masters, a moving average, CUDA graphs, exact resume; its files."""
+"""Train a stage: Muon and AdamW on float32 masters, a moving average, CUDA graphs, resume; its files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -20,64 +20,53 @@ from torch import Tensor, nn
 from experiments.caches.files import CacheError, StoppedError, replacing
 from experiments.miniature.recipe import SHIPPED, StageRun
 from wan.checkpoint import to_diffusers_names
+from wan.errors import library_reads
 
 ADAM_BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
 WEIGHT_DECAY = 0.01
-# Makes an update's RMS that of AdamW's, so both take the same learning rate (arXiv 2502.16982, eq. 4).
-UPDATE_RMS = 0.2
+UPDATE_RMS = 0.2  # AdamW's, so that both take one learning rate (arXiv 2502.16982, eq. 4)
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
+FAST = {"cuda": torch.bfloat16, "cpu": torch.float32}  # dtype of its products; bfloat16 is exact enough
 
 GRAPH_WARM_UP = 3  # eager calls before a CUDA graph is captured, as PyTorch asks
 LR_WARM_UP = 200  # steps
 SAVE_SECONDS = 60.0
 AVERAGE_DECAY = 0.999
-CLOCK_EVERY = 20  # steps between two broadcasts of the first process's clock
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, of parameters [out, in, ...] that count as matrices of `out` rows.
+    """torch.optim.Muon for parameters [out, in, ...], all of one shape at once, with a tensor as lr.
 
-    torch.optim.Muon computes the same (a test compares them) for parameters of two dimensions, one after the
-    other: 51 ms a step for the miniature's 80 matrices on an H100, where a whole training step takes 15.
-    Batches of one shape can be captured in a CUDA graph and take 1 or 2. lr is a tensor, so that a graph sees
-    it change.
+    PyTorch's takes matrices one after the other and fits into no CUDA graph: 51 ms a step for the miniature's
+    80 matrices on an H100, where a whole training step takes 15.
     """
-
-    def __init__(self, params: Iterable[Tensor], lr: Tensor):
-        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch's may return a loss
         [group] = self.param_groups
-        by_shape: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
         for p in group["params"]:
-            by_shape[tuple(sorted(p.flatten(1).shape))].append(p)
-        for (_, longer), params in by_shape.items():
-            updates = []
-            for p in params:
-                assert p.grad is not None
-                if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum"].lerp_(p.grad, 1 - MOMENTUM)
-                update = p.grad.lerp(momentum, MOMENTUM).flatten(1)  # Nesterov's
-                updates.append(update.T if is_tall(p) else update)
-            step = orthogonal(torch.stack(updates)) * (group["lr"] * UPDATE_RMS * longer**0.5)
-            for p, update in zip(params, step, strict=True):
-                p.mul_(1 - WEIGHT_DECAY * group["lr"])
-                p.sub_((update.T if is_tall(p) else update).reshape(p.shape))
-
-
-def is_tall(p: Tensor) -> bool:
-    """Compare the rows of a parameter [out, in, ...] with its columns as a matrix."""
-    return p.shape[0] > p[0].numel()
+            by_shape[p.flatten(1).shape].append(p)
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        for shape, params in by_shape.items():
+            gradients, momenta = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+            torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+            nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
+            updates = orthogonal(torch.stack([update.flatten(1) for update in nesterov]))
+            updates *= group["lr"] * UPDATE_RMS * max(shape) ** 0.5
+            torch._foreach_mul_(params, 1 - WEIGHT_DECAY * group["lr"])
+            torch._foreach_sub_(params, [u.view_as(p) for p, u in zip(params, updates, strict=True)])
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Bring all singular values of matrices [n, rows, columns], rows <= columns, near 1; float32."""
+    """Bring all singular values of matrices [n, rows, columns] near 1; float32."""
+    if x.shape[1] > x.shape[2]:
+        return orthogonal(x.mT).mT.contiguous()
     a, b, c = NEWTON_SCHULZ
-    x = x.to(fast_dtype(x.device))
+    x = x.to(FAST[x.device.type])
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
@@ -85,17 +74,11 @@ def orthogonal(x: Tensor) -> Tensor:
     return x.float()
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of fast products. bfloat16 is exact enough here, and slow on most CPUs."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 class Trainer:
-    """Train modules in run.dtype by float32 masters; keep the masters' moving average as modules.
+    """Train modules in run.dtype by float32 masters; keep the masters' moving average.
 
     A GPU would wait for Python with models this small: the causal stage's backward pass takes 14 ms as a CUDA
-    graph and 49 without. So each kind of step is captured after its first calls. Parameters that do not
-    require gradients stay as they are.
+    graph and 49 without. So each kind of step is captured after its first calls.
     """
 
     def __init__(
@@ -105,37 +88,25 @@ class Trainer:
         is_matrix: Callable[[str, Tensor], bool] = lambda name, p: False,
     ):
         """is_matrix says by name which parameters are Muon's; AdamW has the others."""
-        self.run = run
-        self.averaged_modules = [deepcopy(m).float().requires_grad_(False) for m in modules]
-        trained = [
-            (name, p, average)
-            for module, copy in zip(modules, self.averaged_modules, strict=True)
-            for (name, p), average in zip(module.named_parameters(), copy.parameters(), strict=True)
-            if p.requires_grad
-        ]
-        self.params: list[Tensor] = [p for _, p, _ in trained]
-        self.averages: list[Tensor] = [average for _, _, average in trained]
-        self.masters = [p.detach().float().clone() for p in self.params]
-        sizes = [m.numel() for m in self.masters]
-        self.gradients = torch.zeros(sum(sizes), device=run.device)  # of all masters: averaged at once
-        self.gradient_views = [
-            part.as_strided(master.size(), master.stride(), part.storage_offset())
-            for master, part in zip(self.masters, self.gradients.split(sizes), strict=True)
-        ]
-        for master, view in zip(self.masters, self.gradient_views, strict=True):
-            master.grad = view
+        self.run, self.modules, self.on_gpu = run, modules, run.device.type == "cuda"
+        named = [(name, p) for m in modules for name, p in m.named_parameters() if p.requires_grad]
+        self.params: list[Tensor] = [p for _, p in named]
+        self.masters = [p.detach().float().clone(memory_format=torch.contiguous_format) for p in self.params]
+        self.averages = [master.clone() for master in self.masters]
+        sizes = [master.numel() for master in self.masters]
+        self.gradients = torch.zeros(sum(sizes), device=run.device)  # of all masters: shared by ranks at once
+        for master, part in zip(self.masters, self.gradients.split(sizes), strict=True):
+            master.grad = part.view_as(master)
         self.lr = torch.zeros((), device=run.device)  # a tensor, so that graphs see it change
-        self.on_gpu = run.device.type == "cuda"
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
-        for (name, p, _), master in zip(trained, self.masters, strict=True):
-            groups[is_matrix(name, p)].append(master)
+        matrices = {id(m) for m, (name, p) in zip(self.masters, named, strict=True) if is_matrix(name, p)}
+        others = [m for m in self.masters if id(m) not in matrices]
+        options: dict[str, Any] = {"betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
+        options |= {"fused": self.on_gpu, "capturable": self.on_gpu}
         self.optimizers: list[torch.optim.Optimizer] = []
-        if groups[True]:
-            self.optimizers.append(Muon(groups[True], self.lr))
-        if groups[False]:
-            options: dict[str, Any] = {"fused": self.on_gpu, "capturable": self.on_gpu}
-            options |= {"betas": ADAM_BETAS, "weight_decay": WEIGHT_DECAY}
-            self.optimizers.append(torch.optim.AdamW(groups[False], self.lr, **options))
+        if matrices:
+            self.optimizers.append(Muon([m for m in self.masters if id(m) in matrices], {"lr": self.lr}))
+        if others:
+            self.optimizers.append(torch.optim.AdamW(others, self.lr, **options))
         for module in modules:
             module.to(run.dtype)
         self.step, self.seconds = 0, 0.0  # of all runs of the stage
@@ -153,8 +124,7 @@ class Trainer:
     def update(self, kind: str, loss: Callable[[], Tensor]) -> None:
         """Take one step along the gradient of loss(), which draws its own data.
 
-        Steps of one kind have the same shapes. The learning rate warms up over 200 steps and falls to zero by
-        a cosine.
+        Steps of one kind have the same shapes. The learning rate warms up and falls to zero by a cosine.
         """
         decayed = self.run.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.progress))
         self.lr.fill_(decayed * min(1, (self.step + 1) / LR_WARM_UP))
@@ -164,8 +134,7 @@ class Trainer:
             self.gradients /= self.run.rank.count
         self._graphed("update", self._optimize)
         decay = min(AVERAGE_DECAY, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            torch._foreach_lerp_(self.averages, self.masters, 1 - decay)
+        torch._foreach_lerp_(self.averages, self.masters, 1 - decay)
         if self.step % 100 == 0:
             self.curve.append([self.step, round(self.seconds, 1), round(value.item(), 5)])
         self.step += 1
@@ -176,11 +145,11 @@ class Trainer:
         if not self.on_gpu:
             return call()
         if self.calls[kind] <= GRAPH_WARM_UP:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
+            side, now = torch.cuda.Stream(), torch.cuda.current_stream()
+            side.wait_stream(now)
             with torch.cuda.stream(side):
                 value = call()
-            torch.cuda.current_stream().wait_stream(side)
+            now.wait_stream(side)
             return value
         if kind not in self.graphs:
             graph = torch.cuda.CUDAGraph()
@@ -195,7 +164,8 @@ class Trainer:
     def _backward(self, loss: Callable[[], Tensor]) -> Tensor:
         """Copy the gradients of loss() to the masters -> the loss."""
         value = loss()
-        torch._foreach_copy_(self.gradient_views, torch.autograd.grad(value, self.params))
+        gradients = [master.grad for master in self.masters]
+        torch._foreach_copy_(gradients, torch.autograd.grad(value, self.params))
         return value.detach()
 
     @torch.no_grad()
@@ -208,10 +178,10 @@ class Trainer:
         return norm
 
     def train(self, one_step: Callable[[int], None], save_weights: Callable[[], None]) -> None:
-        """Call one_step(step) to the stage's end, at least once, then save_weights().
+        """Call one_step(step) to the stage's end, at least once, then save_weights() in the first process.
 
-        The state of a process alone is saved every minute and on Ctrl-C, and removed at the end. Of several
-        processes the first one saves the weights every minute, and no state. Raises StoppedError on Ctrl-C.
+        The state of a process alone is saved every minute and on Ctrl-C, and removed at the end. Raises
+        StoppedError on Ctrl-C.
         """
         run, alone = self.run, self.run.rank.count == 1
         if not alone:  # weights were drawn alike, clips must not be
@@ -222,42 +192,30 @@ class Trainer:
         try:
             while self.progress < 1 or not self.step:
                 one_step(self.step)
-                if alone or self.step % CLOCK_EVERY == 0:
-                    now = torch.tensor([time.monotonic() - begin], dtype=torch.float64)
-                    if not alone:
-                        dist.broadcast(now, src=0)
-                    self.seconds = now.item()
-                if run.rank.is_first and self.seconds - saved > SAVE_SECONDS:
+                now = torch.tensor(time.monotonic() - begin, dtype=torch.float64)
+                if not alone:  # all end at once
+                    dist.broadcast(now, src=0)
+                self.seconds = now.item()
+                if alone and self.seconds - saved > SAVE_SECONDS:
                     saved = self.seconds
-                    if alone:
-                        self.save_state(run.state_file)
-                    else:
-                        save_weights()
+                    self.save_state(run.state_file)
         except KeyboardInterrupt:
             if not alone:
                 raise
             self.save_state(run.state_file)
-            raise StoppedError(
-                f"stopped at step {self.step}; the same command with --resume goes on from there"
-            ) from None
+            message = f"stopped at step {self.step}; the same command with --resume goes on from there"
+            raise StoppedError(message) from None
         if run.rank.is_first:
             save_weights()
             run.state_file.unlink(missing_ok=True)
 
     def save_state(self, path: Path) -> None:
         """Save everything that later steps depend on: weights, moments, the random numbers to come."""
-        state = {
-            "step": self.step,
-            "total_steps": self.run.recipe.steps,
-            "seconds": self.seconds,
-            "curve": self.curve,
-            "notes": self.notes,
-            "masters": self.masters,
-            "averages": self.averages,
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "random": torch.get_rng_state(),
-            "gpu_random": torch.cuda.get_rng_state(self.lr.device) if self.on_gpu else None,
-        }
+        state = {name: getattr(self, name) for name in ("step", "seconds", "curve", "notes")}
+        state |= {"total_steps": self.run.recipe.steps, "masters": self.masters, "averages": self.averages}
+        state["optimizers"] = [optimizer.state_dict() for optimizer in self.optimizers]
+        state["random"] = torch.get_rng_state()
+        state["gpu_random"] = torch.cuda.get_rng_state(self.lr.device) if self.on_gpu else None
         with replacing(path) as file:
             torch.save(state, file)
 
@@ -265,7 +223,7 @@ class Trainer:
         """Go on where save_state was called. Raises CacheError where the file is of another training."""
         if not path.is_file():
             raise CacheError(f"{path} not found, so nothing can be resumed; leave --resume out")
-        try:
+        with library_reads(f"{path}, a stage's state,", CacheError, "remove it"):
             state = torch.load(path, weights_only=True, map_location=self.lr.device)
             steps, wanted = state["total_steps"], self.run.recipe.steps
             if steps != wanted:
@@ -280,18 +238,16 @@ class Trainer:
             torch.set_rng_state(state["random"].cpu())
             if self.on_gpu:
                 torch.cuda.set_rng_state(state["gpu_random"].cpu(), self.lr.device)
-            self.step, self.seconds = state["step"], state["seconds"]
-            self.curve, self.notes = state["curve"], state["notes"]
-        except CacheError:
-            raise
-        except Exception as error:  # whatever a damaged file makes torch raise
-            raise CacheError(
-                f"{path} is no state of this stage ({type(error).__name__}); remove it"
-            ) from error
+            for name in ("step", "seconds", "curve", "notes"):
+                setattr(self, name, state[name])
 
     def averaged(self) -> list[Any]:
         """Return copies of the modules with averaged weights in bf16, as they are written."""
-        return [deepcopy(m).to(torch.bfloat16) for m in self.averaged_modules]
+        copies = deepcopy(list(self.modules))
+        trained = (p for module in copies for p in module.parameters() if p.requires_grad)
+        for p, average in zip(trained, self.averages, strict=True):
+            p.data = average.clone()
+        return [module.to(torch.bfloat16).requires_grad_(False) for module in copies]
 
     def numbers(self) -> dict:
         """Return what a log says of the training; the curve holds [step, seconds, loss]."""
@@ -307,7 +263,6 @@ class Trainer:
 
 
 # --- The files of checkpoints/wan-mini
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 CAUSAL = "self_forcing_mini.pt"
 TEACHER = "causal.pt"  # of the causal stage: the few-step stage starts from it; not shipped
 
@@ -322,7 +277,7 @@ def save_base(native: dict[str, Tensor], folder: Path) -> None:
     """Save a transformer under diffusers' names, and what else of a WanPipeline no training changes."""
     (folder / "transformer").mkdir(parents=True, exist_ok=True)
     weights = {k: v.cpu().contiguous() for k, v in to_diffusers_names(native).items()}
-    save_file(weights, folder / "transformer" / WEIGHTS)
+    save_file(weights, folder / "transformer/diffusion_pytorch_model.safetensors")
     if folder.resolve() != SHIPPED.resolve():
         for name in ("scheduler", "tokenizer"):
             shutil.copytree(SHIPPED / name, folder / name, dirs_exist_ok=True)
@@ -330,19 +285,15 @@ def save_base(native: dict[str, Tensor], folder: Path) -> None:
             shutil.copy(SHIPPED / name, folder / name)
 
 
-def save_causal(native: dict[str, Tensor], path: Path) -> None:
-    """Save a Self-Forcing style checkpoint: generator_ema, with the prefix model."""
-    weights = {f"model.{name}": tensor.cpu() for name, tensor in native.items()}
-    with replacing(path) as file:
-        torch.save({"generator_ema": weights}, file)
+def generator_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return a Self-Forcing style checkpoint: generator_ema, with the prefix model."""
+    return {"generator_ema": {f"model.{name}": x.cpu() for name, x in model.state_dict().items()}}
 
 
 def log_stage(path: Path, stage: str, entry: dict) -> None:
     """Set one stage's entry of the log. Raises CacheError where the file is no log."""
-    try:
+    with library_reads(f"{path}, the log of a training,", CacheError, "remove it"):
         log = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         text = json.dumps(log | {stage: entry}, indent=1)
-    except (ValueError, TypeError) as error:
-        raise CacheError(f"{path} is no log of a training ({type(error).__name__}); remove it") from error
     with replacing(path) as file:
         file.write(text.encode() + b"\n")

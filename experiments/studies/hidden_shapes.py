@@ -174,7 +174,7 @@ class Trials:
         found |= {question: [int(one[question]) for one in answers] for question in QUESTIONS}
         if trial.measured:
             pairs = zip(videos, scenes, strict=True)
-            hidden = [pool.call(hidden_frames, video.numpy(), scene) for video, scene in pairs]
+            hidden = [pool.submit(hidden_frames, video.numpy(), scene) for video, scene in pairs]
             found["returns"] = [return_block(one.result(), self.config.block_sizes) for one in hidden]
             found["measures"] = {name: x.round(4).tolist() for name, x in attention_measures(runs).items()}
         return found

@@ -122,7 +122,7 @@ class PairedRuns:
         found = []
         for which in range(2):
             videos = zip(vae.decode(self.rollout(which)).cpu(), self.pairs, strict=True)
-            futures = [pool.call(hidden_frames, video.numpy(), pair.scene) for video, pair in videos]
+            futures = [pool.submit(hidden_frames, video.numpy(), pair.scene) for video, pair in videos]
             found.append([self._hiding(future.result()) for future in futures])
         return [one if one == other else (0, 0) for one, other in zip(*found, strict=True)]
 

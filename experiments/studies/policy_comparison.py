@@ -225,7 +225,7 @@ class Comparison:
                 about = {"label": item.label, "name": item.name, "prompt": item.config.prompt}
                 about |= {"seed": item.config.seed, "cost": cost}
                 scene = self.scenes.get(item.config.prompt)
-                measured.append(pool.call(measure, video, scene, about, self.store.folder, item.mp4s))
+                measured.append(pool.submit(measure, video, scene, about, self.store.folder, item.mp4s))
         for future in measured:
             future.result()
 

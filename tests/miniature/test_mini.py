@@ -13,9 +13,8 @@ from helpers.rollouts import TWO_STEPS
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.miniature import checkpoint_analysis, evaluation
-from experiments.miniature.checkpoint_analysis import read_report
-from experiments.miniature.evaluation import Miniature
+from experiments.miniature import evaluation
+from experiments.miniature.evaluation import Miniature, read_report
 from experiments.miniature.moving_shapes import sample_scenes
 from experiments.miniature.recipe import MODEL
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes
@@ -122,7 +121,7 @@ def test_a_report_is_extended_by_other_steps(tmp_path, monkeypatch):
     shutil.copy("cache/wan-mini-training/moments.json", tmp_path / "out.json")
     (tmp_path / "step_00007.pt").write_bytes(b"")
     made = {"step": 7, "first pass": {"equal_distance_excess": [[1.0]]}}
-    monkeypatch.setattr(checkpoint_analysis, "measure", lambda *_: iter([(made, {})]))
+    monkeypatch.setattr(evaluation, "measure", lambda *_: iter([(made, {})]))
     flags = [str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out.json"), "--extend"]
     measure_checkpoints.run(flags)
     rows = read_report(tmp_path / "out.json")["training_checkpoints"]

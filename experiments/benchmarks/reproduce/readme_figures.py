@@ -21,8 +21,7 @@ from experiments.caches.view import Profiles, open_profiles
 from experiments.figures import atlas, heads
 from experiments.figures.style import save_svg
 from experiments.figures.training import training_checkpoints, training_curves, video_strips
-from experiments.miniature.checkpoint_analysis import read_report
-from experiments.miniature.evaluation import Miniature, rendered
+from experiments.miniature.evaluation import Miniature, read_report, rendered
 from experiments.miniature.recipe import FRAMES
 from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.running.cli import Parser, main
