@@ -23,7 +23,6 @@ DEFAULT_ATLAS = "self_forcing_dmd_eagle_21f.pt"  # what a notebook shows before 
 DEFAULT_CACHE = "cache/attention_cache_figure4.pt"
 HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
-MAKE = "python experiments/benchmarks/reproduce/published.py FOLDER"
 
 
 class Curve(NamedTuple):
@@ -137,7 +136,7 @@ def read_labels(path: str | Path) -> np.ndarray:
 
 def _existing(path: str | Path) -> Path:
     if not Path(path).is_file():
-        raise CacheError(f"{path} not found; git has it in {FOLDER}, or make it with: {MAKE}")
+        raise CacheError(f"{path} not found; run: git checkout -- {FOLDER}")
     return Path(path)
 
 

@@ -1,30 +1,65 @@
-"""Time rows in turn, and keep the numbers as JSON with command, machine, date and commit."""
+"""Roll out one model again and again, time rows in turn, and keep the numbers as JSON."""
 
 import argparse
+import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import replacing
+import torch
+from torch import Tensor
+
+from experiments.caches.files import replacing, require_writable
+from experiments.extraction import causal
+from experiments.extraction.devices import choose_device, choose_dtype
+from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, count, run_parser
+from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.backends import kernel_name
+from wan.capture import CapturedCall, CaptureRequest
+from wan.checkpoint import read_model_config
+from wan.config import MODELS, ModelConfig, RunConfig
+from wan.errors import ConfigError
+from wan.model import CausalWanModel
 
+MIB = 2**20
 Rows = dict[str, dict[str, Any]]
+Timed = dict[str, Callable[[], float]]
+Active = Callable[[], AbstractContextManager]  # makes what is on while a model generates: a capture, an edit
 
 
-def benchmark_parser(description: str, repeats: int) -> Parser:
+def benchmark_parser(description: str) -> Parser:
     """Return the flags of a run with --random_weights and --repeats."""
     parser = run_parser(description, None)
-    parser.add_argument(
-        "--random_weights",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="the shapes of the config's model with random weights: no files needed",
-    )
-    parser.add_argument("--repeats", type=count, default=repeats, help="timed rounds, of all rows in turn")
+    flag = parser.add_argument
+    flag("--random_weights", action="store_true", help="the shapes of the config's model, without any file")
+    flag("--repeats", type=count, default=5, help="timed rounds, of all rows in turn")
     return parser
+
+
+def new_report(config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the head of a report: what is rolled out, and on what. CacheError where it cannot be written."""
+    if args.output_path:
+        require_writable(args.output_path)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    return {
+        "model": config.model,
+        "random_weights": args.random_weights,
+        "num_frames": config.num_frames,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention": kernel_name(device, dtype),
+        "graphs": getattr(args, "graphs", False),
+        "environment": environment(device),
+        "rows": {},
+    }
 
 
 def save_report(report: Mapping[str, Any], path: str | Path | None) -> None:
@@ -35,7 +70,7 @@ def save_report(report: Mapping[str, Any], path: str | Path | None) -> None:
 
 
 def in_turn(
-    rows: Mapping[str, Callable[[], float]],
+    rows: Timed,
     repeats: int,
     about: Mapping[str, dict[str, Any]] | None = None,
     beside: Mapping[str, str] | None = None,
@@ -43,10 +78,8 @@ def in_turn(
 ) -> Rows:
     """Call every row once a round; return its seconds, their median, and its ratio to another row.
 
-    A row returns its own seconds. Its ratio is the median over rounds of its seconds over those of
-    beside[row] (the first row where not given) in the same round: a machine that slows down slows both.
-    Fields of about[row] stand before the numbers. keep gets the results after every round, so that a run
-    that is stopped leaves what it measured.
+    A ratio is the median over rounds of a row's seconds over those of beside[row] (default: the first row) in
+    the same round. Fields of about[row] stand before the numbers. keep gets the results after every round.
     """
     first = next(iter(rows))
     seconds: dict[str, list[float]] = {name: [] for name in rows}
@@ -85,3 +118,127 @@ def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
         more = "".join(f", {field} {value}" for field, value in row.items() if field not in numbers)
         ratio = f"{row['ratio']:.3f} ({low:.3f}-{high:.3f}) x {row['beside']}"
         print(f"{row['median_seconds']:10.5f} s  {name}: {ratio}{more}", flush=True)
+
+
+def wait() -> None:
+    """Wait for the GPU, where one is used."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Call once and return the seconds until the GPU is done."""
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+# --- What is timed
+def sizes_of(config: RunConfig, random_weights: bool) -> ModelConfig:
+    """Return the sizes of a config's model; of one with random weights without any file."""
+    if not random_weights:
+        return read_model_config(config.ckpt_dir)
+    if config.model not in MODELS:
+        raise ConfigError(f"--random_weights knows the sizes of {', '.join(MODELS)}, not of {config.model}")
+    return MODELS[config.model]
+
+
+def capture_requests(config: RunConfig, num_layers: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the arguments of `capture` of every row."""
+    last, everything = len(config.block_sizes) - 1, {"granularity": "frame"}
+    half = {"granularity": "token", "token_dtype": torch.float16}
+    return {
+        "plain": [],
+        "logits": [everything | {"mass": False}],
+        "mass": [everything],
+        "key_curve": [everything, {"granularity": "key", "blocks": [last]}],
+        "tokens": [half | {"layers": [num_layers // 2], "blocks": [last], "steps": [0]}],
+    }
+
+
+def capturing(requests: list[dict[str, Any]]) -> Active:
+    """Return what captures these requests; nothing is active without any."""
+    asked = [CaptureRequest(**fields) for fields in requests]
+    return (lambda: ATTENTION_WEIGHT_CAPTURE.capture(*asked)) if asked else nullcontext
+
+
+def fill_(values: Tensor, name: str) -> Tensor:
+    """Fill a parameter with normal noise of std 0.02 (a norm's weights around 1), which its name decides."""
+    generator = torch.Generator(values.device).manual_seed(zlib.crc32(name.encode()))
+    values.normal_(0, 0.02, generator=generator)
+    return values.add_(1) if "norm" in name and name.endswith("weight") else values
+
+
+class Rollout:
+    """A model on its device, with noise and random prompt states.
+
+    latents [1, F, C, h, w] and kept, which the active context gave, are those of the last rollout.
+    """
+
+    latents: Tensor
+    kept: Any = None
+
+    def __init__(self, config: RunConfig, random_weights: bool, model: Any = None):
+        self.config, self.sizes = config, sizes_of(config, random_weights)
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.device)
+        torch.set_num_threads(1)  # rollouts on a CPU are small ones, and others use its cores
+        self.model = model or self.build_model(random_weights)
+        self.pipeline = causal.pipeline_of(self.model, config)
+        shape = (1, config.num_frames, self.sizes.in_dim, config.height, config.width)
+        self.noise = self.randn(shape, config.seed)
+        steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
+        self.renoise = self.randn((steps - 1, *shape), config.seed + 1)
+        self.text = self.randn((1, self.sizes.text_len, self.sizes.text_dim), config.seed + 2)
+        self.switches = [replace(switch, prompt_embeds=self.text.flip(1)) for switch in config.switches]
+
+    def randn(self, shape: tuple[int, ...], seed: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
+
+    def build_model(self, random_weights: bool) -> Any:
+        """Return the model with the config's weights, or with random ones made on its device in its dtype."""
+        if not random_weights:
+            return causal.load_pipeline(self.config, self.sizes, self.dtype, self.device).model
+        window = {"local_attn_size": self.config.local_attn_size, "sink_size": self.config.sink_size}
+        with torch.device("meta"):
+            model = CausalWanModel(**vars(self.sizes), **window)
+        model = model.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            fill_(parameter, name)
+        return model
+
+    def generate(self, **more: Any) -> Tensor:
+        inputs = {"prompt_embeds": self.text, "renoise": self.renoise, "prompt_schedule": self.switches}
+        return self.pipeline.inference(self.noise, **inputs, **more)[1]
+
+    def seconds(self, active: Active = nullcontext, policy: Any = None) -> float:
+        """Generate one video and return the seconds until the device and the host have everything."""
+        self.pipeline.cache_policy = policy or self.config.policy
+
+        def rolled() -> None:
+            with active() as self.kept:
+                self.latents = self.generate()
+
+        return seconds_of(rolled)
+
+    def peak_mib(self, row: Callable[[], float]) -> float:
+        """Call a row and return the GPU's peak memory above the start; 0 on a CPU."""
+        if self.device.type != "cuda":
+            row()
+            return 0.0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        row()
+        return round((torch.cuda.max_memory_allocated(self.device) - before) / MIB, 1)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the last latents and of everything that was captured."""
+        found = hashlib.sha256()
+        kept = self.kept if isinstance(self.kept, Iterable) else ()
+        calls = [call for call in kept if isinstance(call, CapturedCall)]
+        captured = [call.values[name] for call in calls for name in sorted(call.values)]
+        for tensor in (self.latents, *captured):
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return found.hexdigest()

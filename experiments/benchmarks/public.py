@@ -9,7 +9,6 @@ are random, nothing is decoded. Rows run in turn; all are compared with ours in 
 """
 
 import sys
-import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,10 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.harness import benchmark_parser, in_turn, print_rows, save_report
-from experiments.benchmarks.rollout import described, sizes_of
-from experiments.benchmarks.worker import Rollout, capture_requests, capturing
-from experiments.caches.files import require_writable
+from experiments.benchmarks.harness import (
+    Rollout,
+    benchmark_parser,
+    capture_requests,
+    capturing,
+    in_turn,
+    new_report,
+    print_rows,
+    save_report,
+    seconds_of,
+)
 from experiments.running.cli import config_from, main
 from wan.blocks import block_ranges, block_sizes
 from wan.errors import ConfigError, reason_of
@@ -34,20 +40,25 @@ PUBLIC = "public code"
 
 
 def run(argv=None):
-    parser = benchmark_parser(__doc__, repeats=5)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("checkout", type=Path, help="a checkout of Self-Forcing's public repository")
     args = parser.parse_args(argv)
     config = config_from(args)
-    if args.output_path:
-        require_writable(args.output_path)
+    report = new_report(config, args)
     if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
         raise ConfigError("the public code has equal blocks that see the whole past: leave the rest out")
     model_class, attention = import_public(args.checkout)
-    report, sizes = described(config, args), sizes_of(config, args.random_weights)
-    rollout = Rollout(config, sizes, args.random_weights)
+    rollout = Rollout(config, args.random_weights)
     public = build_public(model_class, rollout)
+
+    def public_seconds() -> float:
+        def rolled() -> None:
+            rollout.latents = roll_out_public(public, rollout)
+
+        return seconds_of(rolled)
+
     requests = capture_requests(config, rollout.sizes.num_layers)
-    rows = {PUBLIC: partial(public_seconds, public, rollout)}
+    rows = {PUBLIC: public_seconds}
     for name in ("plain", "logits", "mass"):
         rows[f"ours, {name}"] = partial(rollout.seconds, capturing(requests[name]))
     latents = {}
@@ -55,7 +66,11 @@ def run(argv=None):
         timed()
         latents[name] = rollout.latents.double()
     found = in_turn(rows, args.repeats)
-    exact = rollout.in_float32().double()
+    rollout.model.float()  # the same weights and inputs in float32
+    rollout.noise, rollout.renoise, rollout.text = (
+        x.float() for x in (rollout.noise, rollout.renoise, rollout.text)
+    )
+    exact = rollout.generate().double()
     for name, row in found.items():
         for beside, other in (("difference", latents[PUBLIC]), ("error", exact)):
             row[beside] = float(f"{((latents[name] - other).norm() / other.norm()).item():.3g}")
@@ -123,15 +138,6 @@ def build_public(model_class: type, rollout: Rollout) -> torch.nn.Module:
     except RuntimeError as error:
         raise ConfigError(f"the checkout's transformer has other parameters: {reason_of(error)}") from error
     return model
-
-
-def public_seconds(model: Any, rollout: Rollout) -> float:
-    """Generate one video by the public transformer and return the seconds; rollout.latents has it."""
-    rollout.wait()
-    start = time.perf_counter()
-    rollout.latents = roll_out_public(model, rollout)
-    rollout.wait()
-    return time.perf_counter() - start
 
 
 def roll_out_public(model: Any, rollout: Rollout) -> Tensor:

@@ -7,21 +7,20 @@ What loads, streams and runs the real model can be tried with them where the wei
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.benchmarks.worker import fill_
+from experiments.benchmarks.harness import fill_
 from experiments.extraction.devices import choose_device
 from experiments.running.cli import Parser, main
 from wan import text_encoder as umt5
-from wan.config import MODELS, ModelConfig
+from wan.config import MODELS
 from wan.model import CausalWanModel
 
-SHARD_BYTES = 5 * 10**9
 TOKENIZER = Path("checkpoints/wan-mini/tokenizer")  # umT5's cannot be made up; this one's ids are among its
 
 
@@ -34,58 +33,31 @@ def run(argv=None):
     flag("--checkpoint", action="store_true", help="also a Self-Forcing style self_forcing_dmd.pt")
     flag("--device", default="auto", help="which draws the numbers")
     args = parser.parse_args(argv)
-    device, sizes = choose_device(args.device), MODELS[args.model]
+    device, folder = choose_device(args.device), args.folder
     released = torch.bfloat16 if args.model.endswith("14B") else torch.float32
-    make_transformer(args.folder, sizes, released, device)
-    if args.text_encoder:
-        make_text_encoder(args.folder, torch.bfloat16, device)
-    if args.checkpoint:
-        make_checkpoint(args.folder / "self_forcing_dmd.pt", sizes, torch.float32, device)
-
-
-def random_tensors(
-    module: torch.nn.Module, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor on the CPU for each parameter of a module on meta, drawn in float32 on the device."""
-    for name, parameter in module.named_parameters():
-        yield name, fill_(torch.empty(parameter.shape, device=device), name).to(dtype).cpu()
-
-
-def make_transformer(folder: Path, sizes: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Write config.json, shards and their index, as the original release has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(vars(sizes)), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(vars(MODELS[args.model])), encoding="utf-8")
     with torch.device("meta"):
-        model = CausalWanModel(**vars(sizes))
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in random_tensors(model, dtype, device):
-        if sum(t.nbytes for t in shards[-1].values()) > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"diffusion_pytorch_model-{number:05d}.safetensors"
-        save_file(shard, folder / file)
-        weight_map |= dict.fromkeys(shard, file)
-    index = json.dumps({"weight_map": weight_map})
-    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(index, encoding="utf-8")
+        model = CausalWanModel(**vars(MODELS[args.model]))
+    save_file(random_tensors(model, released, device), folder / "diffusion_pytorch_model.safetensors")
+    if args.text_encoder:
+        with torch.device("meta"):
+            encoder = UMT5EncoderModel(UMT5Config(**umt5.UMT5_XXL))
+        state = random_tensors(encoder, torch.bfloat16, device)
+        torch.save({native_umt5_name(name): x for name, x in state.items()}, folder / umt5.UMT5_FILE)
+        shutil.copytree(TOKENIZER, folder / umt5.TOKENIZER_DIR, dirs_exist_ok=True)
+    if args.checkpoint:
+        tensors = random_tensors(model, torch.float32, device)
+        ema = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        torch.save({"generator_ema": ema}, folder / "self_forcing_dmd.pt")
 
 
-def make_checkpoint(path: Path, sizes: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Write a Self-Forcing style .pt."""
-    with torch.device("meta"):
-        model = CausalWanModel(**vars(sizes))
-    tensors = {f"model.{name}": tensor for name, tensor in random_tensors(model, dtype, device)}
-    torch.save({"generator_ema": tensors}, path)
-
-
-def make_text_encoder(folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Write umT5-XXL under its native names, and a tokenizer."""
-    with torch.device("meta"):
-        model = UMT5EncoderModel(UMT5Config(**umt5.UMT5_XXL))
-    state = {native_umt5_name(name): tensor for name, tensor in random_tensors(model, dtype, device)}
-    torch.save(state, folder / umt5.UMT5_FILE)
-    shutil.copytree(TOKENIZER, folder / umt5.TOKENIZER_DIR, dirs_exist_ok=True)
+def random_tensors(module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Return a tensor on the CPU for each parameter of a module on meta, drawn in float32 on the device."""
+    return {
+        name: fill_(torch.empty(parameter.shape, device=device), name).to(dtype).cpu()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def native_umt5_name(name: str) -> str:

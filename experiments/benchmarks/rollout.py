@@ -1,25 +1,19 @@
-"""Time rollouts plain, captured, edited, under cache policies and of other models, side by side.
+"""Time rollouts plain, captured, edited, under cache policies and of other models, and the GPU's kernels.
 
     python experiments/benchmarks/rollout.py --config_path configs/wan_mini.yaml --repeats 15
     python experiments/benchmarks/rollout.py --random_weights --device cuda --what plain mass maps
-    python experiments/benchmarks/rollout.py --random_weights --device cuda --other ../older
     torchrun --nproc-per-node 2 experiments/benchmarks/rollout.py --random_weights --what plain mass
 
 Rows run in turn, round after round, after a round that is not counted. A ratio is the median over rounds of
-a row's seconds over those of the plain rollout of its round, with the 95 % interval of that median.
---other TREE has another checkout of this repository take turns with this one, each in a process of its own;
-a row's ratio is then to the same row of the other tree. By torchrun all processes make each rollout together,
-a GPU each, and the slowest one counts. --output_path keeps the numbers as JSON.
+a row's seconds over those of the plain rollout of its round, with the 95 % interval of that median. By
+torchrun all processes make each rollout together, and the slowest one counts. sha256 is of the latents and
+of all that was captured: run the same row in two checkouts to compare them.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,72 +22,74 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks.harness import Rows, benchmark_parser, in_turn, print_rows, save_report
-from experiments.benchmarks.worker import MIB, Active, Rollout, capture_requests, capturing
-from experiments.caches.files import require_writable
-from experiments.extraction.devices import choose_device, choose_dtype
-from experiments.extraction.provenance import environment
+from experiments.benchmarks.harness import (
+    MIB,
+    Active,
+    Rollout,
+    Rows,
+    Timed,
+    benchmark_parser,
+    capture_requests,
+    capturing,
+    in_turn,
+    new_report,
+    print_rows,
+    save_report,
+    seconds_of,
+    wait,
+)
 from experiments.running.cli import config_from, main, policy_settings
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from wan import attention as attention_code
+from wan import backends, parallel
 from wan import model as model_code
-from wan import parallel
 from wan import pipeline as pipeline_code
-from wan.backends import kernel_name
-from wan.checkpoint import read_model_config
-from wan.config import MODELS, ModelConfig, RunConfig, load_config
+from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.kernels.graphs import apply_cuda_graphs
 from wan.policies import make_policy, read_policy
+from wan.reductions import mass_of_tails
 from wan.sites import SiteCapture, Where, watched
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
-GROUPS = ("maps", "interventions", "sites", "policies", "heads", "models")
-POLICIES: list[tuple[dict[str, Any], int]] = [  # a policy, and the size of the window beside it
-    ({"name": "ema_sink", "window": 9, "sink": 3}, 9),
-    ({"name": "relative", "window": 12, "sink": 3}, 12),
-    ({"name": "two_memories", "window": 12, "sink": 3}, 12),
-    ({"name": "memory_bank", "window": 12, "sink": 3, "bank": 3, "interval": 3}, 15),
-    ({"name": "deep_sink", "window": 21, "sink": 10}, 21),
-    ({"name": "participative", "window": 21, "sink": 10, "budget": 16, "recent": 4}, 21),
-    ({"name": "rolling_sink", "window": 21}, 21),
-]
-HEADS: dict[str, list[tuple[int, int]]] = {  # policies of configs, and windows and sinks beside them
-    "longlive": [],
-    "dummy_forcing": [(5, 1)],  # about as many keys as the mean head has
-    "forcing_kv": [(6, 1)],
-    "triattention": [(9, 1)],
+GROUPS = ("maps", "interventions", "sites", "policies", "heads", "models", "kernels")
+POLICIES = {  # a policy -> the window and sink beside it
+    "ema_sink,window=9,sink=3": (9, 3),
+    "relative,window=12,sink=3": (12, 3),
+    "two_memories,window=12,sink=3": (12, 3),
+    "memory_bank,window=12,sink=3,bank=3,interval=3": (15, 3),
+    "deep_sink,window=21,sink=10": (21, 3),
+    "participative,window=21,sink=10,budget=16,recent=4": (21, 3),
+    "rolling_sink,window=21": (21, 3),
 }
-Timed = dict[str, Callable[[], float]]
+HEADS = {  # policies of configs; beside them windows of as many keys as the mean head has
+    "longlive": None,
+    "dummy_forcing": (5, 1),
+    "forcing_kv": (6, 1),
+    "triattention": (9, 1),
+}
+KEY_FRAMES, CALLS = (1, 3, 6, 12, 21), 5  # of kernels, and their calls of a timed turn
 Part = tuple[Timed, Rows, dict[str, str]]  # rows, what is known of them, beside which each stands
 
 
 def run(argv=None):
-    parser = benchmark_parser(__doc__, repeats=5)
+    parser = benchmark_parser(__doc__)
     flag = parser.add_argument
     flag("--what", nargs="+", choices=CAPTURES + GROUPS, default=CAPTURES, help="which rows")
     flag("--graphs", action="store_true", help="replay layers from CUDA graphs")
-    flag("--other", type=Path, metavar="TREE", help="another checkout, which takes turns with this one")
     flag("--models", nargs="+", metavar="NAME", help="of configs/; all that name a release")
-    flag("--tiny", action="store_true", help="tiny shapes of the models, to see that they run")
     args = parser.parse_args(argv)
-    if args.output_path:
-        require_writable(args.output_path)
     rank = this_rank()
     config = on_own_device(config_from(args), rank)
-    report = described(config, args) | {"gpus": rank.count}
-    if args.other:
-        parts = compared_trees(args, config, report)
-    else:
-        parts = models(args, config) if "models" in args.what else one_model(args, config)
-    for rows, about, beside in parts:
+    report = new_report(config, args) | {"gpus": rank.count}
 
-        def keep(found: Rows) -> None:
-            report["rows"].update(found)
-            if rank.is_first:
-                save_report(report, args.output_path)
+    def keep(found: Rows) -> None:
+        report["rows"].update(found)
+        if rank.is_first:
+            save_report(report, args.output_path)
 
+    for rows, about, beside in parts(args, config):
         found = in_turn(rows, args.repeats, about, beside, keep)
         if rank.is_first:
             print_rows(found)
@@ -102,59 +98,16 @@ def run(argv=None):
         end_at_once()
 
 
-def described(config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the head of a report: what is rolled out, and on what."""
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    return {
-        "model": config.model,
-        "random_weights": args.random_weights,
-        "num_frames": config.num_frames,
-        "dtype": str(dtype).removeprefix("torch."),
-        "attention": kernel_name(device, dtype),
-        "graphs": getattr(args, "graphs", False),
-        "environment": environment(device),
-        "rows": {},
-    }
-
-
-def sizes_of(config: RunConfig, random_weights: bool) -> ModelConfig:
-    """Return the sizes of a config's model; of one with random weights without any file."""
-    if not random_weights:
-        return read_model_config(config.ckpt_dir)
-    if config.model not in MODELS:
-        raise ConfigError(f"--random_weights knows the sizes of {', '.join(MODELS)}, not of {config.model}")
-    return MODELS[config.model]
-
-
-def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str], ends: bool = False) -> Part:
-    """Call every row once; note its peak memory, and whether its latents equal those of the row beside it.
-
-    ends: also what its cache holds after the last block, and in every round how long that block took.
-    """
-    about: dict[str, dict[str, Any]] = {}
-    latents: dict[str, torch.Tensor] = {}
-
-    def with_end(name: str, row: Callable[[], float]) -> float:
-        seconds = row()
-        about[name]["last_block_ms"] = round(rollout.last_block_ms, 2)
-        return seconds
-
-    for name, row in rows.items():
-        about[name] = {"gpu_peak_mib": rollout.peak_mib(row)}
-        latents[name] = rollout.latents
-        if ends:
-            about[name]["cache_mib"] = round(rollout.pipeline.cache_bytes / MIB, 1)
-    for name in rows:
-        about[name]["same_bits"] = torch.equal(latents[name], latents[beside.get(name, next(iter(rows)))])
-    if ends:
-        rows = {name: partial(with_end, name, row) for name, row in rows.items()}
-    return rows, about, beside
-
-
-def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
-    """Yield the rows that --what names: captures, maps and edits beside the plain rollout, policies."""
-    rollout = Rollout(config, sizes_of(config, args.random_weights), args.random_weights)
+def parts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+    """Yield the rows that --what names, in groups that run in turn."""
+    asked = {*args.what}
+    if "models" in asked:
+        yield from models(args, config)
+    if "kernels" in asked:
+        yield kernels(config.device), {}, {}
+    if asked <= {"models", "kernels"}:
+        return
+    rollout = Rollout(config, args.random_weights)
     if args.graphs:
         if rollout.device.type != "cuda":
             raise ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
@@ -163,60 +116,96 @@ def one_model(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     if this_rank().count > 1:
         seconds = partial(shared_seconds, rollout, parallel.join(rollout.device))
     requests = capture_requests(config, rollout.sizes.num_layers)
-    rows: Timed = {
-        name: partial(seconds, capturing(asked))
-        for name, asked in requests.items()
-        if name in ("plain", *args.what)
-    }
-    if "maps" in args.what:  # of the last block, all layers and heads
-        last, tokens = config.num_frames - 1, rollout.sizes.tokens_per_frame(config.height, config.width)
-        of_block = {"granularity": "map", "blocks": [len(config.block_sizes) - 1]}
-        patches = {"queries": tuple((last, n * tokens // 4) for n in range(4))}
-        words = {"steps": [0], "kinds": ("cross",), "num_words": 20}
-        for name, more in (("mean of the block", {}), ("4 patches", patches), ("20 words, pass 0", words)):
-            rows[f"maps: {name}"] = partial(seconds, capturing([of_block | more]))
-    if "interventions" in args.what:  # of every layer and pass
-        half = tuple(range(rollout.sizes.num_heads // 2))
-        for name, edit in {
-            "knockout of frame 0, one head": Knockout(frames=("first",), heads=(0,), passes="all"),
-            "knockout of frame 0, all heads": Knockout(frames=("first",), passes="all"),
-            "frame 0 moved by 1, all heads": Move(("first",), offset=1, passes="all"),
-            "zero ablation, half of the heads": Ablate("zero", heads=half, passes="all"),
-        }.items():
-            rows[f"edit: {name}"] = partial(seconds, partial(intervene, edit))
-    if "sites" in args.what:
-        one_step: dict[str, Any] = {"sites": ("resid_post",), "steps": (0,)}
-        rows["without sites in the code"] = partial(seconds, without_sites)
-        for name, watcher in {
-            "resid_post of all layers, step 0": partial(SiteCapture, **one_step, to=None),
-            "resid_post of all layers, step 0, to the host": partial(SiteCapture, **one_step),
-            "mean resid_post of a frame, all passes": partial(
-                SiteCapture, ("resid_post",), to=None, reduce=mean_of_frames
-            ),
-        }.items():
-            rows[f"sites: {name}"] = partial(seconds, partial(watching, watcher))
-    if {*args.what} != {"heads"}:
-        yield warmed_up(rollout, rows, {})
-    if "policies" in args.what:
-        rows = {}
-        beside: dict[str, str] = {}
-        mass = capturing(requests["mass"])
-        for settings, size in POLICIES:
-            window = make_policy(name="window", window=size, sink=3)
-            own = " ".join(map(str, settings.values()))
-            for name, policy in ((f"window {size}", window), (own, make_policy(**settings))):
+    rows = {name: partial(seconds, capturing(what)) for name, what in requests.items() if name in asked}
+    rows = {"plain": seconds} | rows
+    for group, make in {"maps": maps, "interventions": edits, "sites": sites}.items():
+        if group in asked:
+            rows |= {name: partial(seconds, active) for name, active in make(rollout).items()}
+    yield warmed_up(rollout, rows)
+    if "policies" in asked:
+        rows, beside, mass = {}, {}, capturing(requests["mass"])
+        for text, (window, sink) in POLICIES.items():
+            usual = make_policy(name="window", window=window, sink=sink)
+            for name, policy in ((f"window {window}", usual), (text, read_policy(policy_settings(text)))):
                 rows[name] = partial(seconds, policy=policy)
                 rows[f"{name}, mass"] = partial(seconds, mass, policy=policy)
-                beside |= {name: f"window {size}", f"{name}, mass": name}
+                beside |= {name: f"window {window}", f"{name}, mass": name}
         yield warmed_up(rollout, rows, beside)
-    if "heads" in args.what:
+    if "heads" in asked:
         rows = {"full": partial(seconds, policy=make_policy(name="full"))}
-        for name, windows in HEADS.items():
+        for name, equal in HEADS.items():
             rows[name] = partial(seconds, policy=read_policy(policy_settings(name)))
-            for frames, sink in windows:
-                beside_it = make_policy("window", window=frames, sink=sink)
-                rows[f"window {frames}/{sink}"] = partial(seconds, policy=beside_it)
-        yield warmed_up(rollout, rows, {}, ends=True)
+            if equal:
+                window = make_policy("window", window=equal[0], sink=equal[1])
+                rows["window {}/{}".format(*equal)] = partial(seconds, policy=window)
+        yield warmed_up(rollout, rows)
+
+
+def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str] | None = None) -> Part:
+    """Call every row once; note peak memory, bytes of the cache, the last block's time and the bits."""
+    about: Rows = {}
+    latents = {}
+    for name, row in rows.items():
+        ends = [time.perf_counter()]
+        on_block = partial(note_end, ends)
+        with mock.patch.object(rollout, "generate", partial(rollout.generate, on_block=on_block)):
+            peak = rollout.peak_mib(row)
+        latents[name] = rollout.latents
+        about[name] = {
+            "gpu_peak_mib": peak,
+            "cache_mib": round(rollout.pipeline.cache_bytes / MIB, 1),
+            "last_block_ms": round(1000 * (ends[-1] - ends[-2]), 2),
+            "sha256": rollout.digest(),
+        }
+    for name in rows:
+        other = (beside or {}).get(name, next(iter(rows)))
+        about[name]["same_bits"] = torch.equal(latents[name], latents[other])
+    return rows, about, beside or {}
+
+
+def note_end(ends: list[float], block: int, latents: torch.Tensor) -> None:
+    """Append when a block was done; waits for the GPU, so only the round that is not counted takes it."""
+    wait()
+    ends.append(time.perf_counter())
+
+
+def maps(rollout: Rollout) -> dict[str, Active]:
+    """Return captures of maps of the last block, all layers and heads."""
+    config = rollout.config
+    last, tokens = config.num_frames - 1, rollout.sizes.tokens_per_frame(config.height, config.width)
+    of_block = {"granularity": "map", "blocks": [len(config.block_sizes) - 1]}
+    asked: dict[str, dict[str, Any]] = {
+        "maps: mean of the block": {},
+        "maps: 4 patches": {"queries": tuple((last, n * tokens // 4) for n in range(4))},
+        "maps: 20 words, pass 0": {"steps": [0], "kinds": ("cross",), "num_words": 20},
+    }
+    return {name: capturing([of_block | more]) for name, more in asked.items()}
+
+
+def edits(rollout: Rollout) -> dict[str, Active]:
+    """Return edits of every layer and pass."""
+    half = tuple(range(rollout.sizes.num_heads // 2))
+    made = {
+        "edit: knockout of frame 0, one head": Knockout(frames=("first",), heads=(0,), passes="all"),
+        "edit: knockout of frame 0, all heads": Knockout(frames=("first",), passes="all"),
+        "edit: frame 0 moved by 1, all heads": Move(("first",), offset=1, passes="all"),
+        "edit: zero ablation, half of the heads": Ablate("zero", heads=half, passes="all"),
+    }
+    return {name: partial(intervene, edit) for name, edit in made.items()}
+
+
+def sites(rollout: Rollout) -> dict[str, Active]:
+    """Return captures of the residual stream, and the model's code as if it visited no site."""
+    one_step: dict[str, Any] = {"sites": ("resid_post",), "steps": (0,)}
+    made: dict[str, Callable[[], SiteCapture]] = {
+        "sites: resid_post of all layers, step 0": partial(SiteCapture, **one_step, to=None),
+        "sites: resid_post of all layers, step 0, to the host": partial(SiteCapture, **one_step),
+        "sites: mean resid_post of a frame, all passes": partial(
+            SiteCapture, ("resid_post",), to=None, reduce=mean_of_frames
+        ),
+    }
+    watchers: dict[str, Active] = {name: partial(watching, make) for name, make in made.items()}
+    return {"without sites in the code": without_sites} | watchers
 
 
 @contextmanager
@@ -230,7 +219,6 @@ def watching(make: Callable[[], SiteCapture]) -> Iterator[None]:
 
 @contextmanager
 def without_sites() -> Iterator[None]:
-    """Let the model's code be as if it visited no site."""
     with ExitStack() as stack:
         for module in (model_code, attention_code, pipeline_code):
             for name, idle in (("visit", lambda site, layer, x, *more: x), ("watchers", tuple)):
@@ -267,20 +255,16 @@ def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     """Yield released models' configurations at their full shapes with random weights, plain and captured."""
     rollout: Rollout | None = None
     for name in args.models or released():
-        given = {"num_frames": args.num_frames, "device": config.device}
-        settings = load_config(f"configs/{name}.yaml", given)
-        sizes = sizes_of(settings, random_weights=True)
-        if args.tiny:
-            tiny: dict[str, Any] = {"dim": 48, "ffn_dim": 64, "num_heads": 3, "num_layers": 2, "text_dim": 24}
-            settings, sizes = replace(settings, height=4, width=4), ModelConfig(**tiny)
-        model = rollout.model if rollout and rollout.sizes == sizes else None
+        settings = load_config(
+            f"configs/{name}.yaml", {"num_frames": args.num_frames, "device": config.device}
+        )
+        model = rollout.model if rollout and rollout.config.model == settings.model else None
         rollout = None  # the model before goes first
         if model:
             model.local_attn_size, model.sink_size = settings.local_attn_size, settings.sink_size
-        rollout = Rollout(settings, sizes, True, model)
-        mass = capturing(capture_requests(settings, sizes.num_layers)["mass"])
-        rows: Timed = {name: rollout.seconds, f"{name}, mass": partial(rollout.seconds, mass)}
-        yield warmed_up(rollout, rows, {})
+        rollout = Rollout(settings, True, model)
+        mass = capturing(capture_requests(settings, rollout.sizes.num_layers)["mass"])
+        yield warmed_up(rollout, {name: rollout.seconds, f"{name}, mass": partial(rollout.seconds, mass)})
 
 
 def released() -> list[str]:
@@ -290,56 +274,45 @@ def released() -> list[str]:
     return sorted((name for name, c in found.items() if c.release), key=lambda name: found[name].model)
 
 
-# --- Another checkout, turn by turn
-class Worker:
-    """A process that holds a model by the code of one tree, and makes a video when it is told to."""
+def kernels(device: str) -> Timed:
+    """Return attention and mass of a block's queries at the shapes of 1.3B, kernel by kernel, in bfloat16."""
+    if not torch.cuda.is_available() or device == "cpu":
+        raise ConfigError("--what kernels times kernels of a GPU, and none is used")
+    from wan.kernels.mass import query_frame_mass  # Triton, which is where GPUs are
 
-    def __init__(self, tree: Path, settings: dict[str, Any]):
-        self.tree = tree.resolve()
-        if not (tree / "wan/config.py").is_file():
-            raise ConfigError(f"{tree} has no wan/config.py; --other TREE is a checkout of this repository")
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
-            env=os.environ | {"PYTHONPATH": str(self.tree)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+    run, sizes, rows = RunConfig(), MODELS["Wan2.1-T2V-1.3B"], Timed()
+    tokens = sizes.tokens_per_frame(run.height, run.width)
+    for frames in KEY_FRAMES:
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (
+            torch.randn(1, n * tokens, sizes.num_heads, sizes.head_dim, generator=generator, device="cuda")
+            for n in (run.num_frame_per_block, frames, frames)
         )
-        assert Path(self.ask(settings)["wan"]).resolve() == self.tree / "wan"
+        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+        heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        lse = attention_code.attention_with_lse(*heads)[1].contiguous()
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        calls: dict[str, Callable[[], Any]] = {
+            "cuDNN": partial(cudnn, *heads, None, True),
+            "mass": partial(query_frame_mass, q, k, lse, frames),
+        }
+        if backends.has_fa4(q.device):
+            calls["FlashAttention-4"] = partial(backends.fa4_attention, *heads)
+        if backends.gives_tails(*heads):
+            calls["FlashAttention-4 with mass"] = partial(fa4_with_mass, heads, frames)
+        for name, call in calls.items():
+            rows[f"{name}, {frames} key frames"] = partial(mean_seconds, call)
+    for row in rows.values():
+        row()
+    return rows
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Send a question and wait for its answer."""
-        assert self.process.stdin and self.process.stdout
-        print(json.dumps(question), file=self.process.stdin, flush=True)
-        if answer := self.process.stdout.readline():
-            return json.loads(answer)
-        raise ConfigError(f"the worker of {self.tree} ended; its error stands above")
 
-    def seconds(self, row: str) -> float:
-        return self.ask({"row": row, "timed": True})["seconds"]
+def fa4_with_mass(heads: tuple[torch.Tensor, ...], frames: int) -> torch.Tensor:
+    return mass_of_tails(backends.fa4_with_tails(*heads, frames)[2], heads[0].shape[2]).mT
 
 
-def compared_trees(args: argparse.Namespace, config: RunConfig, report: dict[str, Any]) -> Iterator[Part]:
-    """Yield rows by this tree and by another; say whether latents and captured values have equal bits."""
-    settings = {name: value for name, value in asdict(config).items() if name != "base"}
-    given = {"config": settings, "random_weights": args.random_weights}
-    rows: Timed = {}
-    about: Rows = {}
-    beside: dict[str, str] = {}
-    with ExitStack() as stack:
-        workers = {}
-        for name, tree in (("other", args.other), ("this", Path(__file__).parents[2])):
-            workers[name] = worker = Worker(tree, given)
-            stack.callback(worker.process.kill)
-            git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True)
-            report[f"{name} tree"] = git.stdout.strip()
-        for row in (name for name in args.what if name in CAPTURES):
-            theirs = f"{row}, other"
-            for worker, name in ((workers["other"], theirs), (workers["this"], row)):
-                rows[name], beside[name] = partial(worker.seconds, row), theirs
-                about[name] = worker.ask({"row": row, "timed": False})
-            about[row]["same_bits"] = about[row]["sha256"] == about[theirs]["sha256"]
-        yield rows, about, beside
+def mean_seconds(call: Callable[[], Any]) -> float:
+    return seconds_of(lambda: [call() for _ in range(CALLS)]) / CALLS
 
 
 if __name__ == "__main__":

@@ -199,24 +199,6 @@ def effect_by_pass(
 
 
 @styled
-def score_against_effect(
-    panels: Mapping[str, tuple[np.ndarray, np.ndarray]], title: str, x: str, y: str
-) -> Figure:
-    """Draw one number against another, a dot a head, a panel for each name; the line is equality."""
-    figure, axes = st.panels(len(panels), columns=3, size=(2.8, 2.6))
-    every = np.concatenate([np.ravel(values) for pair in panels.values() for values in pair])
-    low, high = np.nanmin(every), np.nanmax(every)
-    for axis, (name, (across, up)) in zip(axes, panels.items(), strict=True):
-        axis.plot([low, high], [low, high], color="0.5", linewidth=0.8, linestyle="--")
-        axis.plot(np.ravel(across), np.ravel(up), "o", color=BLUE, alpha=0.5, markersize=3, markeredgewidth=0)
-        axis.axhline(0, color="0.4", linewidth=0.6)
-        axis.axvline(0, color="0.4", linewidth=0.6)
-        axis.set(title=name, xlim=(low - 0.3, high + 0.3), ylim=(low - 0.3, high + 0.3))
-    st.label_figure(figure, axes, title, y=y, x=x)
-    return figure
-
-
-@styled
 def contrasts_by_frame(
     contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit="logits"
 ) -> Figure:

@@ -12,8 +12,6 @@ from experiments import match_curve
 from experiments.analysis import published
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.published import Curve, compared_frames, match_rows, pearson, rank_heads
-from experiments.benchmarks.reproduce import published as build
-from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_passes, open_profiles
 from experiments.running import cli
@@ -74,31 +72,6 @@ def test_other_curves(tmp_path):
     for read in (lambda: published.read_labels(path), lambda: published.read_curves(tmp_path / "c.csv")):
         with pytest.raises(CacheError, match="csv"):
             read()
-
-
-def test_building_from_a_folder(tmp_path):
-    """Published files of 2 layers and 3 heads whose matrices are known; one of 72 frames is missing."""
-    source, rng, prompts = tmp_path / "in", np.random.default_rng(0), np.array(["a castle", "an eagle"])
-    source.mkdir()
-    logits, matrices, truth = {"prompts": prompts}, {"prompts": prompts}, {}
-    for F, count in ((21, 2), (72, 1)):
-        truth[F] = values = rng.normal(size=(2, 2, 3, F, F)) * np.array([1, 40])[:, None, None, None]
-        logits[f"frames{F}"] = values[..., -3:, :].mean(-2).astype(np.float16)
-        vmax = np.abs(values).max((2, 3, 4))  # [prompt, layer]
-        index = np.floor((values / vmax[..., None, None, None] + 1) / 2 * 256).clip(0, 255).astype(np.uint8)
-        matrices[f"index_{F}"], matrices[f"vmax_{F}"] = index[-count:], vmax[-count:].astype(np.float32)
-    np.savez(source / build.LOGITS, **logits)
-    np.savez(source / build.MATRICES, **matrices)
-    for name in (published.HEAD_LABELS_CSV, published.STATIC_HEADS_CSV):
-        (source / name).write_text("# rows: layers\n1,2\n")
-    (source / published.FIGURE4_CSV).write_text("key_frame,L1H1,L5H10\n18,1,2\n19,3,4\n")
-    build.run([str(source), "--output_dir", str(tmp_path / "out")])
-    for p, name, F in ((0, "castle", 21), (1, "eagle", 21), (1, "eagle", 72)):
-        cache = load_cache(tmp_path / "out" / f"self_forcing_dmd_{name}_{F}f.pt")
-        error = (cache["frame_logits"][:, 0].double() - torch.from_numpy(truth[F][p])).abs()
-        assert (error.nan_to_num() <= 1.0001 * cache["frame_logits_error"][:, None, None, None]).all()
-    assert "frame_logits" not in load_cache(tmp_path / "out/self_forcing_dmd_castle_72f.pt")
-    assert (tmp_path / "out" / published.FIGURE4_CSV).read_text().endswith("18,1,2,\n19,3,4,L1H1\n")
 
 
 def test_the_matching_script(monkeypatch, capsys):

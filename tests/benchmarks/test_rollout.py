@@ -1,14 +1,29 @@
-"""Timed rollouts: rows in turn, and a second checkout beside this one."""
+"""Timed rollouts: rows in turn; bad input is one line."""
 
 import json
+from importlib import import_module
 
 import pytest
 from conftest import ROOT
 
 from experiments.benchmarks import rollout
 from experiments.benchmarks.harness import in_turn
+from experiments.running import cli
 
-MINI = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--repeats", "2"]
+MINI = ["--config_path", "configs/wan_mini.yaml"]
+FOLDER = ROOT / "experiments/benchmarks"
+CASES: dict[str, list[list[str]]] = {  # bad input of scripts, beside an unknown flag
+    "rollout": [
+        [*MINI, "--graphs", "--device", "cpu"],
+        [*MINI, "--random_weights"],
+        ["--what", "models", "--models", "wan_mini", "--device", "cpu"],
+        ["--what", "kernels", "--device", "cpu"],
+    ],
+    "public": [["{}/none", *MINI]],
+    "reproduce.first_frame": [["--training", "{}"]],
+    "reproduce.hidden_shapes": [["--config_path", "configs/wan_14b.yaml"]],
+    "reproduce.long_rollouts": [[], ["{}/none.json"], ["{}/text.json"], ["--first_frame", "--lengths", "22"]],
+}
 
 
 def test_rows_take_turns_and_ratios_are_of_one_round():
@@ -31,12 +46,33 @@ def test_rows_take_turns_and_ratios_are_of_one_round():
 
 
 @pytest.mark.slow
-def test_two_trees_take_turns_and_their_bits_are_compared(tmp_path, monkeypatch):
+def test_rows_of_the_miniature(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    output = tmp_path / "trees.json"
-    rollout.run([*MINI, "--what", "plain", "mass", "--other", str(ROOT), "--output_path", str(output)])
-    report = json.loads(output.read_text())
-    assert list(report["rows"]) == ["plain, other", "plain", "mass, other", "mass"]
-    assert report["rows"]["plain"]["same_bits"] and report["rows"]["mass"]["same_bits"]
-    assert report["rows"]["mass"]["beside"] == "mass, other" and len(report["rows"]["mass"]["seconds"]) == 2
-    assert report["rows"]["mass"]["sha256"] != report["rows"]["plain"]["sha256"]
+    output = tmp_path / "rows.json"
+    groups = ["mass", "maps", "interventions", "sites"]
+    flags = ["--num_frames", "6", "--repeats", "1", "--device", "cpu", "--output_path", str(output)]
+    rollout.run([*MINI, *flags, "--what", *groups])
+    rows = json.loads(output.read_text())["rows"]
+    assert rows["mass"]["same_bits"] and rows["mass"]["sha256"] != rows["plain"]["sha256"]
+    assert not rows["edit: knockout of frame 0, all heads"]["same_bits"]
+    assert rows["plain"]["last_block_ms"] > 0
+
+
+SCRIPTS = [
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+    for path in sorted(FOLDER.rglob("*.py"))
+    if "main(run)" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bad_input_is_one_line_and_exit_code_2(name, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "text.json").write_text("not JSON")
+    run = import_module(f"experiments.benchmarks.{name}").run
+    for case in [["--no_such_flag"], *CASES.get(name, [])]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(run, [word.format(tmp_path) for word in case])
+        said = capfd.readouterr().err
+        assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, (case, said)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.json"]

@@ -115,9 +115,6 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
             ["a", "b"], np.array([[1, NAN], [0.3, 1]]), what="kind"
         ),
         "label agreement": lambda: figures.label_agreement([agreement] * 2),
-        "scores": lambda: figures.score_against_effect(
-            {"of distance": (s.first, s.delta)}, "Scores", "x", "y"
-        ),
         "passes": lambda: figures.effect_by_pass(passes, "First-frame effect", ABOUT),
         "kept": lambda: figures.survival_map(np.ones((N, F)), "What survives", ABOUT),
         "slots": lambda: figures.slot_map(slots, slots, F, "deep_sink", ABOUT),

@@ -1,15 +1,16 @@
 """Block structure, settings, and the configurations of the family."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.benchmarks import rollout
+from experiments.benchmarks import harness, rollout
 from wan.blocks import block_ranges, block_sizes
-from wan.config import MODELS, BaseSampling, RunConfig, load_config
+from wan.config import MODELS, BaseSampling, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 
 
@@ -134,12 +135,14 @@ def test_a_configuration_says_all_that_its_model_needs(name):
 
 
 @pytest.mark.beside
-def test_every_one_runs_plain_and_captured(tmp_path):
+def test_every_one_runs_plain_and_captured(tmp_path, monkeypatch):
     """At tiny shapes."""
     output = tmp_path / "models.json"
-    rollout.run(
-        ["--what", "models", "--tiny", "--device", "cpu", "--repeats", "1", "--output_path", str(output)]
-    )
+    tiny = ModelConfig(dim=48, ffn_dim=64, num_heads=3, num_layers=2, text_dim=24)
+    monkeypatch.setattr(harness, "MODELS", dict.fromkeys(MODELS, tiny))
+    small = lambda *given: replace(load_config(*given), height=4, width=4)  # noqa: E731
+    monkeypatch.setattr(rollout, "load_config", small)
+    rollout.run(["--what", "models", "--device", "cpu", "--repeats", "1", "--output_path", str(output)])
     rows = json.loads(output.read_text())["rows"]
     assert list(rows) == [name for model in RELEASED for name in (model, f"{model}, mass")]
     assert all(row["same_bits"] for row in rows.values())

@@ -22,8 +22,7 @@ from experiments.analysis import published
 from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.rope_waves import fitted_frequencies, temporal_frequencies
-from experiments.benchmarks.harness import save_report
-from experiments.benchmarks.worker import fill_
+from experiments.benchmarks.harness import fill_, save_report
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal

@@ -18,13 +18,12 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
-from experiments.analysis.panels import choose_heads
 from experiments.benchmarks.harness import save_report
 from experiments.caches import load_cache
 from experiments.caches.files import require_writable
 from experiments.caches.view import Profiles, open_passes, open_profiles
 from experiments.extraction.provenance import environment
-from experiments.figures.atlas import contrasts_by_frame, score_against_effect
+from experiments.figures.atlas import contrasts_by_frame
 from experiments.figures.style import save_svg
 from experiments.figures.training import effect_by_step
 from experiments.running.cli import Parser, main
@@ -56,49 +55,33 @@ def run(argv=None):
     if in_training:
         rows = checkpoints(args.training or [TRAINING])
         if output.exists():
-            rows = with_earlier(rows, read_json(output))
-        report, figures = made | {"checkpoints": rows}, {"first_frame_training": draw_training(rows)}
+            before = read_json(output)["checkpoints"]
+            found = {(row["seed"], row["step"], ENDS.index(row["pass"])): row for row in [*before, *rows]}
+            rows = [found[key] for key in sorted(found)]
+        report, name, figure = {"checkpoints": rows}, "first_frame_training", draw_training(rows)
     else:
         views = {name: open_profiles(load_cache(published.FOLDER / file)) for name, file in ATLASES.items()}
-        report, figures = made | of_atlases(views), draw_atlases(views)
-    save_report(report, output)
+        lines = {
+            name: mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
+            for name, view in views.items()
+        }
+        title = "Key-frame contrasts, mean over 360 heads: "
+        title += "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)"
+        report, name = of_atlases(views), "key_frames_published"
+        figure = contrasts_by_frame(lines, title, block=3)
+    save_report(made | report, output)
     print(output)
-    for name, figure in figures.items():
-        print(save_svg(figure, args.figures / f"{name}.svg"))
+    print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 # --- The published atlases
 def of_atlases(views: dict[str, Profiles]) -> dict[str, Any]:
-    """Return the numbers of each atlas, correlations between them, and r and RMS with the paper's curves."""
-    curves = published.read_curves(published.FOLDER / published.FIGURE4_CSV)
-    paper: dict[str, Any] = {}
-    for name, view in views.items():
-        if view.num_frames == len(next(iter(curves.values())).values):
-            panels = choose_heads(view, published.FIGURE4_HEADS).panels
-            for panel in published.add_reference(panels, view, curves):
-                r, rms, _ = panel.agreement or (np.nan, np.nan, ())
-                paper.setdefault(panel.label, {})[name] = {"r": rounded(r, 3), "rms": rounded(rms)}
+    """Return the numbers of each atlas, and correlations between them."""
     effects = [measured(view).fit.effect.ravel() for view in views.values()]
     between = {"between prompts": effects[1], "between lengths": effects[2]}
     return {
         "atlases": {name: numbers(view) for name, view in views.items()},
         "correlation_of_s": {n: rounded(np.corrcoef(effects[0], s)[0, 1]) for n, s in between.items()},
-        "paper": paper,
-    }
-
-
-def draw_atlases(views: dict[str, Profiles]) -> dict[str, Figure]:
-    """Draw first − middle against s, a dot a head, and contrasts by key frame."""
-    about, dots, lines = "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)", {}, {}
-    for name, view in views.items():
-        dots[name] = (measures.head_statistics(view.profiles()).delta, measured(view).fit.effect)
-        lines[name] = mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
-    title = f"What first − middle measures, a dot a head\n{about}"
-    axes = ("first − middle (logits)", "first-frame effect s (logits)")
-    contrasts = f"Key-frame contrasts, mean over 360 heads: {about}"
-    return {
-        "first_frame_published": score_against_effect(dots, title, *axes),
-        "key_frames_published": contrasts_by_frame(lines, contrasts, block=3),
     }
 
 
@@ -113,6 +96,7 @@ def numbers(view: Profiles) -> dict[str, Any]:
     """Return first − middle, s, placebos and contrasts of one atlas, over all heads."""
     found = measured(view)
     s, mean = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
+    far = view.num_frames >= LATER_LINE.stop  # long enough for a line through later frames
     return {
         "heads": s.size,
         "first_minus_middle": summary(measures.head_statistics(view.profiles()).delta),
@@ -126,16 +110,14 @@ def numbers(view: Profiles) -> dict[str, Any]:
             "heads_above_all_to_24": int(found.above_placebos.sum()),
         },
         "contrasts": np.round(mean_interval(found.contrasts), 2).tolist(),  # mean, low, high
-        "contrasts_to_frames_12_to_35": other_line(view),
+        "contrasts_to_frames_12_to_35": later_line(view).round(2).tolist() if far else None,
     }
 
 
-def other_line(view: Profiles) -> list[list[float]] | None:
-    """Return the same contrasts to a line through later frames, of a video that is long enough."""
-    if view.num_frames < LATER_LINE.stop:
-        return None
+def later_line(view: Profiles) -> np.ndarray:
+    """Return the contrasts of the first twelve frames to a line through later ones, [3, n]."""
     far = key_frame_contrasts(matrices(view), view.block_sizes, LATER_LINE.stop, LATER_LINE)
-    return np.round(mean_interval(far[..., : LATER_LINE.start]), 2).tolist()
+    return mean_interval(far[..., : LATER_LINE.start])
 
 
 def mean_interval(values: np.ndarray) -> np.ndarray:
@@ -151,8 +133,8 @@ def summary(values: np.ndarray) -> dict[str, Any]:
     return {"mean": rounded(values.mean()), "median": rounded(np.median(values)), "heads_above_2": above}
 
 
-def rounded(value: float, digits: int = 2) -> float:
-    return round(float(value), digits)
+def rounded(value: float) -> float:
+    return round(float(value), 2)
 
 
 # --- The miniature in training
@@ -186,16 +168,6 @@ def checkpoints(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def with_earlier(rows: list[dict[str, Any]], report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return rows with a report's rows of other seeds, steps and passes, which name their commit."""
-    try:
-        before = [{"git": report["environment"]["git"][:9]} | row for row in report["checkpoints"]]
-        found = {(row["seed"], row["step"], ENDS.index(row["pass"])): row for row in [*before, *rows]}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"the report is not what this script writes ({error!r})") from None
-    return [found[key] for key in sorted(found)]
-
-
 def few_step_from() -> int:
     """Return the last step of the first causal stage of the shipped weights: few-step stages follow."""
     log = read_json(LOG)
@@ -204,20 +176,17 @@ def few_step_from() -> int:
 
 def draw_training(rows: Sequence[dict[str, Any]]) -> Figure:
     """Draw a line for each seed: the mean of s, and how many heads stand out."""
-
-    def lines(key: str, name: str) -> list[tuple[list[int], list[float]]]:
-        by_seed: dict[int, list[dict[str, Any]]] = {}
-        for row in rows:
-            if row["pass"] == name:
-                by_seed.setdefault(row["seed"], []).append(row)
-        return [([row["step"] for row in of], [row[key] for row in of]) for of in by_seed.values()]
-
     panels = {
         "First-frame effect s, mean of all heads (logits)": "effect_mean",
         "Heads that prefer frame 0 to every placebo": "heads_above_all_placebos",
         "Heads that avoid it more than any": "heads_below_all_placebos",
     }
-    drawn = {title: {name: lines(key, name) for name in ENDS} for title, key in panels.items()}
+    drawn: dict[str, dict[str, list]] = {title: {name: [] for name in ENDS} for title in panels}
+    for seed in sorted({row["seed"] for row in rows}):
+        for name in ENDS:
+            own = [row for row in rows if (row["seed"], row["pass"]) == (seed, name)]
+            for title, key in panels.items():
+                drawn[title][name].append(([row["step"] for row in own], [row[key] for row in own]))
     about = "wan-mini in training, one caption and seed of noise; seeds are of the training"
     return effect_by_step(drawn, about, few_step_from())
 

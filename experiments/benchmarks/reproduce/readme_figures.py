@@ -1,10 +1,10 @@
-"""Draw the heads that the README and docs/miniature.md show, into notebooks/figures/.
+"""Draw the figures of the README and docs/miniature.md that no finding makes, into notebooks/figures/.
 
     python experiments/benchmarks/reproduce/readme_figures.py
-    python experiments/benchmarks/reproduce/readme_figures.py --miniature --mini_cache cache/atlas.pt
+    python experiments/benchmarks/reproduce/readme_figures.py --miniature
 
-The real model's are drawn from cache/published/. The miniature's Figure 4 comes from a cache of its own, the
-others from the logs in checkpoints/wan-mini/ and from videos that are generated again.
+The real model's Figure 4 is drawn from cache/published/. --miniature draws the logs in checkpoints/wan-mini/
+and videos that are generated again. --layers BASE CAUSAL draws one layer of two caches, and no other figure.
 """
 
 from pathlib import Path
@@ -14,11 +14,10 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import published
 from experiments.analysis.panels import choose_heads
-from experiments.analysis.taxonomy import label_maps, load_thresholds
 from experiments.benchmarks.reproduce.first_frame import LOG, TRAINING, few_step_from
 from experiments.caches import load_cache
-from experiments.caches.view import Profiles, open_profiles
-from experiments.figures import atlas, heads
+from experiments.caches.view import open_profiles
+from experiments.figures import heads
 from experiments.figures.style import save_svg
 from experiments.figures.training import training_checkpoints, training_curves, video_strips
 from experiments.miniature.evaluation import Miniature, read_report, rendered
@@ -28,45 +27,47 @@ from experiments.running.cli import Parser, main
 from wan.config import load_config
 from wan.files import read_json
 
-FOLDER = Path("notebooks/figures")
 STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
+HEADS_SHOWN = 4  # of a layer of two caches: those that differ most
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
-    flag("--mini_cache", help="a figure4 or atlas cache of the miniature, with --key_curve")
-    flag("--miniature", action="store_true", help="also its videos, its training and its attention meanwhile")
-    flag("--output_dir", type=Path, default=FOLDER)
+    flag("--miniature", action="store_true", help="its videos, its training and its attention meanwhile")
+    flag("--layers", nargs=2, metavar=("BASE", "CAUSAL"), help="layer caches: draw base above causal")
+    flag("--output_dir", type=Path, default=Path("notebooks/figures"))
     args = parser.parse_args(argv)
-
-    eagle = open_profiles(load_cache(published.FOLDER / "self_forcing_dmd_eagle_21f.pt"))
-    figures = {
-        "figure4_published": figure4(eagle, published.FOLDER / published.FIGURE4_CSV),
-        "kinds_of_heads_published": kinds_of_heads(eagle),
-    }
-    if args.mini_cache:
-        mini = open_profiles(load_cache(args.mini_cache, expect=("figure4", "atlas")))
-        figures["figure4_mini"] = figure4(mini, None)
-    if args.miniature:
-        figures |= {"videos_mini": videos(), "training_mini": training(), "moments_mini": moments()}
+    if args.layers:
+        figures = {"base_and_causal_mini": base_and_causal(*args.layers)}
+    elif args.miniature:
+        figures = {"videos_mini": videos(), "training_mini": training(), "moments_mini": moments()}
+    else:
+        figures = {"figure4_published": figure4()}
     for name, figure in figures.items():
         print(save_svg(figure, args.output_dir / f"{name}.svg"))
 
 
-def figure4(view: Profiles, curves_csv: Path | None) -> Figure:
-    """Draw the heads of the paper's Figure 4, over the paper's own curves where they are given."""
-    curves, _ = published.curves_for(view, curves_csv, published.FIGURE4_MODEL)
+def figure4() -> Figure:
+    """Draw the heads of the paper's Figure 4 over the paper's own curves."""
+    view = open_profiles(load_cache(published.FOLDER / published.DEFAULT_ATLAS))
+    csv, model = published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL
+    curves, _ = published.curves_for(view, csv, model)
     panels = choose_heads(view, published.FIGURE4_HEADS).panels
     return heads.head_curves(published.add_reference(panels, view, curves), view.caption)
 
 
-def kinds_of_heads(view: Profiles) -> Figure:
-    """Draw anchor, wave and veil by our rule beside the published labels."""
-    thresholds = load_thresholds("configs/taxonomy.yaml")
-    maps = label_maps(view, None, thresholds, published.labels_for(view))[:2]
-    subtitle = f"{view.pass_label}; {view.caption.source}"
-    return atlas.label_maps(maps, view.layers, subtitle=subtitle)
+def base_and_causal(*paths: str) -> Figure:
+    """Draw a layer of base and of causal weights: heads of the largest mean absolute difference, by row."""
+    base, causal = (open_profiles(load_cache(path, expect=("layer",))) for path in paths)
+    (layer,) = base.layers
+    both = {"base": base.frame_matrix(layer), "causal": causal.frame_matrix(layer)}
+    difference = both["base"] - both["causal"]  # NaN in later blocks; softmax ignores a row's mean
+    apart = np.abs(difference - np.nanmean(difference, -1, keepdims=True))
+    shown = sorted(np.argsort(-np.nanmean(apart, (1, 2)))[:HEADS_SHOWN].tolist())
+    title = f"Layer {layer}, the {HEADS_SHOWN} heads that differ most"
+    about = f"base, {base.pass_label}; causal, {causal.pass_label}; {causal.caption.source}"
+    return heads.compared_maps(both, shown, base.quantity, title=title, subtitle=about)
 
 
 def videos() -> Figure:
@@ -88,16 +89,14 @@ def training() -> Figure:
     """Draw losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
     log = read_json(LOG)
     names = {"vae": "VAE", "base": "base", "causal": "causal", "few_step": "few-step"}
-    first, again = log["vae"], log.get("vae_resumed")  # a second run of the VAE, from the first one's weights
+    first, again = log["vae"], log["vae_resumed"]  # a second run of the VAE, from the first one's weights
     ends = ("steps", "psnr", "psnr_first_second", "psnr_last_second")  # of more clips than the curve's
+    later = [*again["psnr_curve"][1:], [again[name] for name in ends]]  # it begins at the first one's end
     psnr = [*first["psnr_curve"], [first[name] for name in ends]]
-    if again:
-        later = [*again["psnr_curve"][1:], [again[name] for name in ends]]  # it begins at the first one's end
-        psnr += [[first["steps"] + step, *values] for step, *values in later]
+    psnr += [[first["steps"] + step, *values] for step, *values in later]
     runs = {stage: [log[name] for name in (f"{stage}_first", stage) if name in log] for stage in names}
-    losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items() if each}
-    resumed = first["steps"] if again else None
-    return training_curves(losses, psnr, resumed, "wan-mini, the stages of the shipped weights")
+    losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items()}
+    return training_curves(losses, psnr, first["steps"], "wan-mini, the stages of the shipped weights")
 
 
 def moments() -> Figure:

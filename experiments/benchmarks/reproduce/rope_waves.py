@@ -3,8 +3,6 @@
 python experiments/benchmarks/reproduce/rope_waves.py
 """
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -259,16 +257,9 @@ def steady_heads(atlases: dict[str, tuple]) -> dict[str, Any]:
 
 def heads_table(curves, fits) -> str:
     """Return a CSV with a row per prompt, length, layer and head: every number above follows from it."""
-    bands = range(NUM_BANDS)
     header = ["prompt", "frames", "layer", "head", "r2", "held_out_r2", "constant"]
-    header += (
-        [f"amplitude_{b}" for b in bands]
-        + [f"phase_{b}" for b in bands]
-        + ["matrix_s", "matrix_r2_within_rows"]
-    )
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(header)
+    header += [f"{what}_{b}" for what in ("amplitude", "phase") for b in range(NUM_BANDS)]
+    lines = [",".join([*header, "matrix_s", "matrix_r2_within_rows"])]
     for (prompt, length), (curve, distances) in curves.items():
         frequencies = FREQUENCIES[2 * np.pi / FREQUENCIES <= len(distances)]  # longer ones are lines there
         waves, fit = fit_waves(curve, distances, frequencies), fits.get((prompt, length))
@@ -279,8 +270,9 @@ def heads_table(curves, fits) -> str:
             row = [r2[at], held[at], waves.constant[at], *waves.amplitude[at], *absent]
             row += [*waves.phase[at], *absent]
             row += [fit.s[at], fit.r_squared_within_rows[at]] if fit else []
-            writer.writerow([prompt, length, *at, *("" if np.isnan(v) else f"{v:.3f}" for v in row)])
-    return out.getvalue()
+            values = ["" if np.isnan(v) else f"{v:.3f}" for v in row]
+            lines.append(",".join(map(str, [prompt, length, *at, *values])))
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
