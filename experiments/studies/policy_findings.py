@@ -49,11 +49,15 @@ SINK_MAP = [  # every window and sink that leave room for a block
     for window, sink in GRID
     if sink + 3 <= window and (sink or policy == "window")
 ]
-HEADS = ("dummy_forcing", "dummy_forcing_far", "forcing_kv", "forcing_kv_wide", "triattention")
+HEADS = (
+    *("dummy_forcing", "dummy_forcing_far", "forcing_kv", "forcing_kv_wide"),
+    *("triattention", "triattention_small", "mass_heads", "pyramid_heads"),
+)
+EQUAL = (spec("window", 6, 3), spec("window", 9, 3))  # beside head-wise policies of as many bytes
 NAMED = {
     "family": (FULL, *FAMILY),
     "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP))),
-    "heads": (FULL, spec("window", 6, 3), spec("window", 9, 3), *(f"mini_{name}" for name in HEADS)),
+    "heads": (FULL, *EQUAL, spec("window", 6, 1), *(f"mini_{name}" for name in HEADS)),
 }
 
 FROM, TO = 5, 60  # seconds that count: before, every policy sees all there is
@@ -133,6 +137,7 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "made": comparison.get("made"),
         "policies": {label: of_policy(label) for label in videos},
         "against_full": against_full(values, own),
+        "at_equal_bytes": at_equal_bytes(values, costs, kinds),
         "sink_map": {
             policy: [
                 {"window": window, "sink": sink}
@@ -178,6 +183,30 @@ def against_full(values: Mapping[str, Mapping[str, np.ndarray]], own: Sequence[s
         label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
         for (label, gain), p, q in zip(gains.items(), p_values, adjusted, strict=True)
     }
+
+
+def at_equal_bytes(
+    values: Mapping[str, Mapping[str, np.ndarray]], costs: Mapping[str, Any], kinds: np.ndarray
+) -> dict[str, Any]:
+    """Compare each head-wise policy's primary measure with that of the window and sink nearest in bytes.
+
+    Pairs are of the same prompts and seeds; p is by sign flips over prompts, Holm over all of these policies.
+    """
+    held = {label: costs[label]["cache_bytes"] for label in values if costs.get(label)}
+    windows = [label for label in EQUAL if label in held]
+    found = {}
+    for label in (name for name in held if name.startswith("mini_") and windows):
+        window = min(windows, key=lambda one: abs(np.log(held[one] / held[label])))
+        gain = values[label][PRIMARY] - values[window][PRIMARY]
+        found[label] = {
+            "window": window,
+            "bytes": round(held[label] / held[window], 3),
+            "difference": _interval(gain),
+            "by_kind": {str(kind): _interval(gain[kinds == kind]) for kind in dict.fromkeys(kinds)},
+            "p": round(sign_flip_p(gain), 5),
+        }
+    adjusted = rounded(holm([one["p"] for one in found.values()]), 5) if found else []
+    return {label: one | {"p_holm": p} for (label, one), p in zip(found.items(), adjusted, strict=True)}
 
 
 def answers(values: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
