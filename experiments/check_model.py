@@ -38,7 +38,7 @@ def run(argv=None):
     from experiments.caches import load_cache
     from experiments.caches.view import open_profiles
     from experiments.extraction import cache_builders, causal
-    from experiments.figures.agreement import HeadPair, heads_by_agreement
+    from experiments.figures.heads import HeadPair, heads_by_agreement
     from experiments.figures.style import save_svg
     from experiments.running.progress import observed
 

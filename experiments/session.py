@@ -559,7 +559,7 @@ class AtlasComparison:
 
     def plot(self) -> "Figure":
         """Layers by heads."""
-        from experiments.figures.lens import correlation_map
+        from experiments.figures.atlas import correlation_map
 
         return correlation_map(self.correlation.numpy(), self.layers, self.quantity)
 
@@ -631,7 +631,7 @@ class Lens:
 
     def plot(self, block: int) -> "Figure":
         """The last frame of a block: layers down, steps across, with the distance to the final x0."""
-        from experiments.figures.lens import lens_strip
+        from experiments.figures.atlas import lens_strip
 
         images = [
             [self.frames(layer, block, step)[-1].numpy() for step in self.steps] for layer in self.layers

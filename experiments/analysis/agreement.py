@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.effects import spearman
 from experiments.analysis.first_frame import context_cells, first_frame_effect
 from experiments.analysis.measures import sign_rate
-from experiments.analysis.published import pearson, rms_difference
-from experiments.analysis.rope_waves import fit_waves
+from experiments.analysis.rope_waves import fit_waves, last_block_context
+from experiments.analysis.stats import mean_without_nan, pearson, rms_difference, spearman
 from experiments.analysis.taxonomy import Thresholds, agreement, kinds
-from wan.blocks import block_ranges
 
 # Borders, by docs/check_model.json: right models were seen above AGREES, other prompts between, wrong models
 # below one of the others. r is the median over heads, own the share of heads most like themselves.
@@ -32,32 +30,17 @@ class Comparison(NamedTuple):
     """How heads [layers, H] agree with their published selves."""
 
     r: np.ndarray  # of last-block curves over context frames
-    rms: np.ndarray  # likewise, logits
     is_best: np.ndarray  # bool: no other published head is more like this one
-    matrix_r: np.ndarray | None  # of whole matrices around each query frame's mean
-    effects: Sequence[np.ndarray] | None  # s of both
-    kinds: Sequence[np.ndarray]  # of both
-    amplitudes: Sequence[np.ndarray]  # [layers, H, bands] of both
+    of_heads: Mapping[str, float | None]  # further numbers over all heads; None where the data lack them
 
     def numbers(self) -> dict[str, float | None]:
-        """Return what a table shows, each over all heads; None where the published data lack it."""
-        bands = range(self.amplitudes[0].shape[-1])
-        rho = [spearman(*(one[..., band].ravel() for one in self.amplitudes)) for band in bands]
-        found: dict[str, float | None] = {
+        """Return what a table shows, each over all heads."""
+        found = {
             "r of last-block curves, median": self.median_r,
             "r, 5 % of heads are below": float(np.nanpercentile(self.r, 5)),
             "heads most like their own": float(self.is_best.mean()),
-            "RMS, median (logits)": float(np.nanmedian(self.rms)),
-            "r of whole matrices, median": None,
-            "r of s over heads": None,
-            "heads of the same kind": agreement(*self.kinds),
-            "ρ of wave amplitudes": float(np.mean(rho)) if rho else None,
+            **self.of_heads,
         }
-        if self.matrix_r is not None and self.effects is not None:
-            s = np.stack([one.ravel() for one in self.effects])
-            s = s[:, np.isfinite(s).all(0)]
-            found["r of whole matrices, median"] = float(np.nanmedian(self.matrix_r))
-            found["r of s over heads"] = float(pearson(*s)) if s.shape[1] > 2 else None
         return {name: value if value is None else round(value, 3) for name, value in found.items()}
 
     @property
@@ -103,26 +86,29 @@ def compare(
     frequencies: np.ndarray,
 ) -> Comparison:
     """Compare our matrices with published curves and, where there is one, the published matrix."""
-    last, cells = block_ranges(list(block_sizes))[-1], context_cells(block_sizes)
-    mine = np.asarray(ours, np.float64)[..., last.start : last.stop, : last.start].mean(-2)
-    both = mine, np.asarray(curves, np.float64)[..., : last.start]
-    distances = (last.start + last.stop - 1) / 2 - np.arange(last.start)
-    amplitudes = [fit_waves(np.nan_to_num(one), distances, frequencies).amplitude for one in both]
-    matrix_r = effects = None
-    rates = [sign_rate(one) for one in both]
+    cells = context_cells(block_sizes)
+    last = np.asarray(ours, np.float64)[..., -block_sizes[-1] :, :].mean(-2)
+    (mine, distances), (theirs, _) = (last_block_context(one, block_sizes) for one in (last, curves))
+    a, b = (fit_waves(np.nan_to_num(one), distances, frequencies).amplitude for one in (mine, theirs))
+    rho = [spearman(a[..., band].ravel(), b[..., band].ravel()) for band in range(a.shape[-1])]
+    matrix_r, of_s, rates = None, None, [sign_rate(mine), sign_rate(theirs)]
     if matrix is not None:
-        matrix_r = pearson(*(_within_rows(one, cells) for one in (ours, matrix)))
-        effects = [first_frame_effect(one, block_sizes).effect for one in (ours, matrix)]
+        both = [np.where(cells, np.asarray(one, np.float64), np.nan) for one in (ours, matrix)]
+        within = [(one - mean_without_nan(one)[..., None])[..., cells] for one in both]  # of each query
+        matrix_r = float(np.nanmedian(pearson(*within)))
+        s = np.stack([first_frame_effect(one, block_sizes).effect.ravel() for one in (ours, matrix)])
+        s = s[:, np.isfinite(s).all(0)]
+        of_s = float(pearson(*s)) if s.shape[1] > 2 else None
         rates = [sign_rate(one[..., cells]) for one in (ours, matrix)]
-    r, flat = pearson(*both), [one.reshape(-1, last.start) for one in both]
+    r = pearson(mine, theirs)
+    flat = [one.reshape(-1, one.shape[-1]) for one in (mine, theirs)]
     others = pearson(flat[0][:, None], flat[1][None])  # [heads, published heads]
     is_best = np.isfinite(r) & ((others > r.reshape(-1, 1)).sum(1).reshape(r.shape) == 0)
-    labels = [kinds(rate, Thresholds()) for rate in rates]
-    return Comparison(r, rms_difference(*both), is_best, matrix_r, effects, labels, amplitudes)
-
-
-def _within_rows(matrix: np.ndarray, cells: np.ndarray) -> np.ndarray:
-    """Context cells [..., n] around each query frame's mean."""
-    A = np.where(cells, np.asarray(matrix, np.float64), np.nan)
-    mean = np.nansum(A, -1, keepdims=True) / np.maximum(cells.sum(-1, keepdims=True), 1)
-    return (A - mean)[..., cells]
+    of_heads = {
+        "RMS, median (logits)": float(np.nanmedian(rms_difference(mine, theirs))),
+        "r of whole matrices, median": matrix_r,
+        "r of s over heads": of_s,
+        "heads of the same kind": agreement(*(kinds(rate, Thresholds()) for rate in rates)),
+        "ρ of wave amplitudes": float(np.mean(rho)) if rho else None,
+    }
+    return Comparison(r, is_best, of_heads)

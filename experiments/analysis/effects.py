@@ -1,154 +1,25 @@
-"""What an intervention did, in numbers: changes of videos, correlations, knockout curves, a causal atlas.
+"""What an intervention did, in numbers: knockout curves, effects of edits, a causal atlas."""
 
-The unit is the prompt: seeds are averaged first, bootstraps resample prompts, and layers as wholes where a
-number is over heads. NaN was not measured.
-"""
-
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import context_sign_rate, first_frame_mass
 from experiments.analysis.panels import HeadMap
+from experiments.analysis.stats import DRAWS, Interval, bootstrap, head_correlation, rounded
 from experiments.analysis.taxonomy import ABSENT, KINDS, Thresholds, kinds
 from experiments.caches import load_cache
-from experiments.caches.files import CacheError
 from experiments.caches.view import edits_in_words, open_profiles
-
-DRAWS = 2000
-ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
-
-
-class Interval(NamedTuple):
-    """An estimate and its percentile interval of 95 %."""
-
-    estimate: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.estimate:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-# --- Changes of videos
-
-
-def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1."""
-    squared = ((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean((-3, -2, -1))
-    with np.errstate(divide="ignore"):
-        return -10 * np.log10(squared)
-
-
-def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
-    """Structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1, square windows."""
-
-    def mean(x: np.ndarray) -> np.ndarray:
-        sums = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (1, 0)]).cumsum(-1).cumsum(-2)
-        right, left = sums[..., window:], sums[..., :-window]
-        corners = right[..., window:, :] + left[..., :-window, :]
-        return (corners - left[..., window:, :] - right[..., :-window, :]) / window**2
-
-    x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    mean_x, mean_y, c1, c2 = mean(x), mean(y), 0.01**2, 0.03**2
-    variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
-    index = (2 * mean_x * mean_y + c1) * (2 * (mean(x * y) - mean_x * mean_y) + c2)
-    return (index / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))).mean((-3, -2, -1))
-
-
-# --- Correlations and intervals
-
-
-def ranks(x: np.ndarray) -> np.ndarray:
-    """Rank values [n] from 1; equal ones share the mean of theirs."""
-    _, inverse, counts = np.unique(np.asarray(x, np.float64), return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    return ((last - counts + 1 + last) / 2)[inverse]
-
-
-def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's ρ of values [n] and [n]; NaN where one does not vary. Pairs with NaN are left out."""
-    return partial_spearman(x, y, ())
-
-
-def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> float:
-    """Spearman's ρ of x and y [n] given others [n], without NaN; NaN where nothing of one is left."""
-    columns = np.stack([np.asarray(values, np.float64) for values in (x, y, *given)])
-    columns = columns[:, ~np.isnan(columns).any(0)]
-    n = columns.shape[1]
-    if n < 3:
-        return float("nan")
-    pair, others = np.split(np.stack([ranks(values) for values in columns], 1), [2], 1)
-    design = np.concatenate([np.ones((n, 1)), others], 1)
-    a, b = (pair - design @ np.linalg.lstsq(design, pair, rcond=None)[0]).T
-    sizes = np.linalg.norm(a), np.linalg.norm(b)
-    return float(a @ b / (sizes[0] * sizes[1])) if min(sizes) >= 1e-9 * n else float("nan")
-
-
-def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval:
-    """Return the mean of values and its interval, from resampling the first axis, the prompts."""
-    values = np.asarray(values, np.float64)
-    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
-    return _interval(float(values.mean()), values[chosen].reshape(draws, -1).mean(1))
-
-
-def head_correlation(
-    effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS, seed=0
-) -> Interval:
-    """Spearman's ρ over heads of effects [prompts, layers, H], averaged over prompts, with a predictor.
-
-    predictor is [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each draw
-    resamples prompts, and layers as wholes.
-    """
-    per_prompt = np.broadcast_to(predictor, effects.shape).astype(np.float64)
-
-    def rho(prompts: np.ndarray, layers: np.ndarray) -> float:
-        each = (effects[prompts].mean(0), per_prompt[prompts].mean(0), *given)
-        x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
-        return partial_spearman(x, y, others)
-
-    generator, (prompts, layers) = np.random.default_rng(seed), effects.shape[:2]
-    draw = lambda n: generator.integers(n, size=(n,))  # noqa: E731
-    drawn = [rho(draw(prompts), draw(layers)) for _ in range(draws)]
-    return _interval(rho(np.arange(prompts), np.arange(layers)), drawn)
-
-
-def sign_flip_p(differences: np.ndarray, draws: int = 10_000, seed: int = 0) -> float:
-    """Return the two-sided p of paired differences [prompts] having mean 0, by flipping signs at random."""
-    differences = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(draws, len(differences)))
-    as_far = np.abs(signs @ differences) >= abs(differences.sum()) * (1 - 1e-12)
-    return float((as_far.sum() + 1) / (draws + 1))
-
-
-def holm(p_values: Sequence[float]) -> np.ndarray:
-    """Adjust p-values [n] for n comparisons (Holm 1979), in their order."""
-    p = np.asarray(p_values, np.float64)
-    order = p.argsort(kind="stable")
-    adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])
-    return np.minimum(adjusted, 1)[order.argsort()]
-
-
-def _interval(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
-    known = [] if np.isnan(drawn).all() else np.nanpercentile(drawn, [2.5, 97.5]).tolist()
-    return Interval(estimate, *(known or (np.nan, np.nan)))
-
 
 # --- Knockout curves: how much of something is left when more and more heads lose their past
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
 ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
-
-
-def rounded(values: Sequence[float] | np.ndarray, digits: int = 3) -> list[float]:
-    """Round values, such as an interval, for a report."""
-    return [round(float(value), digits) for value in values]
 
 
 def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
@@ -217,18 +88,8 @@ def knockouts_of(report: Mapping[str, Any]) -> tuple:
     return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
 
 
-def read_knockouts(path: str | Path) -> tuple:
-    """Read the curves of a report of hidden_shapes.py. Raises CacheError for a file that is not there."""
-    if not Path(path).is_file():
-        raise CacheError(f"{path} not found; run: python experiments/benchmarks/reproduce/hidden_shapes.py")
-    return knockouts_of(json.loads(Path(path).read_text(encoding="utf-8")))
-
-
-def read_budgets(path: str | Path) -> tuple:
-    """Read panels, ceilings and title of a report of head_memory.py, for figures.budget_curves."""
-    if not Path(path).is_file():
-        raise CacheError(f"{path} not found; run: python experiments/benchmarks/reproduce/head_memory.py")
-    report = json.loads(Path(path).read_text(encoding="utf-8"))
+def budget_panels(report: Mapping[str, Any]) -> tuple:
+    """Return panels, ceilings and title, for figures.budget_curves."""
     budgets, ceilings = report["budgets"], {name: row[0] for name, row in report["ceilings"].items()}
     panels = {
         f"others: window {budgets['narrow window']}, {name.removeprefix('same, ')}": {
@@ -288,11 +149,6 @@ def changes_of(cache: Mapping) -> dict[str, np.ndarray]:
     return {name.replace("_", " "): (cache[name] / cache["between_seeds"]).numpy() for name in names}
 
 
-def change_rows(changes: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Mean of each effect over the frames that have one."""
-    return [{"effect": name, "mean": np.nanmean(values)} for name, values in changes.items()]
-
-
 def tracker_rows(cache: Mapping) -> list[dict[str, str]]:
     """List what the tracker says of both videos of an effects cache; nothing but for the miniature."""
     if "answers_base" not in cache or "questions" not in cache:
@@ -346,11 +202,6 @@ class HeadStudy:
             name: (head_correlation(self.effects, values), head_correlation(self.effects, values, given))
             for name, values in self.measures.items()
         }
-
-    def summary(self) -> dict[str, float | int]:
-        """Prompts, mean and largest effect, floor. Below ENOUGH_PROMPTS prompts intervals say little."""
-        mean, largest = self.effect.mean(), self.effect.max()
-        return {"prompts": len(self.effects), "mean effect": mean, "largest": largest, "floor": self.floor}
 
 
 def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> HeadStudy | None:

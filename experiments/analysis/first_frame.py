@@ -10,12 +10,13 @@ nothing was attended. Results are NaN where the cells do not identify a number: 
 in a window that never sees frame 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
+from experiments.analysis.stats import mean_without_nan, pearson
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
 from wan.blocks import earlier_block
@@ -23,7 +24,6 @@ from wan.blocks import earlier_block
 RANK_TOLERANCE = 1e-9  # squared share of a column outside the span of others, below which it is in the span
 LINE = slice(3, 12)  # key frames through which contrasts draw their line
 LAST_PLACEBO = 24  # key frames within what the model was trained on, at any length
-FIRST_CONTRASTS = 24
 
 
 class FirstFrameEffect(NamedTuple):
@@ -146,36 +146,14 @@ def _of_heads(
 
 def excess_by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
     """A[d, 0] minus the mean over k >= 1 of A[k+d, k] of context cells: [..., F, F] -> [..., F] by d."""
-    first, others = _by_distance(matrix, block_sizes)
-    return first - others
+    A = np.where(context_cells(block_sizes), np.asarray(matrix, np.float64), np.nan)
+    others = [mean_without_nan(np.diagonal(A, -d, -2, -1)[..., 1:]) for d in range(A.shape[-1])]
+    return A[..., 0] - np.stack(others, -1)
 
 
 def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
     """Mean over distances of excess_by_distance [...]: what depends on distance alone cancels."""
     return mean_without_nan(excess_by_distance(matrix, block_sizes))
-
-
-def distance_profile(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.ndarray:
-    """Predict the last block's profile from distance alone, NaN beyond context: [..., F, F] -> [..., F]."""
-    F, last = np.shape(matrix)[-1], block_sizes[-1]
-    _, g = _by_distance(matrix, block_sizes)
-    profile = np.full((*np.shape(matrix)[:-2], F), np.nan)
-    for f in range(F - last):
-        profile[..., f] = mean_without_nan(g[..., F - last - f : F - f])
-    return profile
-
-
-def _by_distance(matrix: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """A[d, 0] and the mean over k >= 1 of A[k+d, k], context cells only: [..., F] each, by distance d."""
-    A = np.where(context_cells(block_sizes), np.asarray(matrix, np.float64), np.nan)
-    others = [mean_without_nan(np.diagonal(A, -d, -2, -1)[..., 1:]) for d in range(A.shape[-1])]
-    return A[..., 0], np.stack(others, -1)
-
-
-def mean_without_nan(values: np.ndarray) -> np.ndarray:
-    """Mean over the last axis without NaN; NaN where nothing is left."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
 
 
 def matrices(view: Profiles) -> np.ndarray:
@@ -192,9 +170,7 @@ class FirstFrame(NamedTuple):
     fit: FirstFrameEffect
     frames: Sequence[int]  # key frames of the placebos
     placebos: np.ndarray  # [layers, heads, frames]
-    contrasts: np.ndarray  # of frames 0..11, for numbers: [layers, heads, 12]
-    more_contrasts: np.ndarray  # of frames 0..23, for figures: [layers, heads, 24]
-    excess: np.ndarray  # at equal distance, by distance: [layers, heads, F]
+    contrasts: np.ndarray  # of frames 0..11: [layers, heads, 12]
 
     @property
     def above_placebos(self) -> np.ndarray:
@@ -237,22 +213,20 @@ def first_frame(view: Profiles | None) -> tuple[FirstFrame | None, str]:
         return None, NOT_IDENTIFIED
     frames = placebo_frames(sizes)
     placebos, contrasts = placebo_effects(matrix, sizes, frames), key_frame_contrasts(matrix, sizes)
-    more = key_frame_contrasts(matrix, sizes, FIRST_CONTRASTS)
-    return FirstFrame(fit, frames, placebos, contrasts, more, excess_by_distance(matrix, sizes)), ""
+    return FirstFrame(fit, frames, placebos, contrasts), ""
 
 
-def effects_by_pass(passes: Sequence[Profiles]) -> dict[str, np.ndarray]:
-    """First-frame effects [layers, heads] of every pass with whole matrices, by the pass's name."""
-    whole = [view for view in passes if view.frame_matrices() is not None]
-    return {view.pass_label: first_frame_effect(matrices(view), view.block_sizes).effect for view in whole}
+def effects_of(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
+    """First-frame effect s [layers, heads] of every view with whole matrices, in logits, by its name."""
+    whole = {name: view for name, view in views.items() if view.frame_matrices() is not None}
+    return {name: first_frame_effect(matrices(view), view.block_sizes).effect for name, view in whole.items()}
 
 
-def pass_rows(effects: dict[str, np.ndarray]) -> list[dict[str, str | float]]:
+def pass_rows(effects: Mapping[str, np.ndarray]) -> list[dict[str, str | float]]:
     """Mean effect of every pass, and the correlation of its heads with those of the first pass."""
-    rows: list[dict[str, str | float]] = []
-    for name, values in effects.items():
-        pair = np.stack([values.ravel(), next(iter(effects.values())).ravel()])
-        both = pair[:, np.isfinite(pair).all(0)]
-        r = np.corrcoef(*both)[0, 1] if both.shape[1] > 1 else np.nan
-        rows.append({"pass": name, "mean of s": np.nanmean(values), "r with the first pass": r})
-    return rows
+    first = next(iter(effects.values()), np.empty(0))
+    there = np.isfinite([first, *effects.values()]).all(0)
+    return [
+        {"pass": name, "mean of s": np.nanmean(s), "r with the first pass": pearson(s[there], first[there])}
+        for name, s in effects.items()
+    ]

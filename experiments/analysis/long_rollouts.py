@@ -2,16 +2,15 @@
 
 import base64
 import io
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.analysis.effects import ENOUGH_PROMPTS, Interval
-from experiments.caches.files import CacheError
+from experiments.analysis.published import read_report
+from experiments.analysis.rope_waves import temporal_frequencies
+from experiments.analysis.stats import ENOUGH_PROMPTS, Interval
 
 PRIMARY = "right"
 CONTROLS = ("frozen", "vae", "rendered")
@@ -24,8 +23,7 @@ TITLES = {
     "non_repetition": "Non-repetition",
     "largest_drop": "Largest drop towards the first frames",
 }
-WAN_TIME_DIMS = 44  # of a head of 128: 22 frequencies
-ROPE_THETA = 10000.0
+WAN_HEAD_DIM = 128
 
 
 class LongRollouts:
@@ -36,18 +34,14 @@ class LongRollouts:
         self.labels = {label: one["name"] for label, one in findings["policies"].items()}
         self.controls = [label for label in CONTROLS if label in self.labels]
         self.family = ["full", *findings["against_full"]]
+        self.mapped = [policy for policy, rows in findings["sink_map"].items() if rows]  # by window and sink
+        videos = f"{findings['prompts']} held-out prompts x {findings['seeds']} seeds"
+        self.subtitle = f"{findings['num_frames']} latent frames, {videos}"
 
     @classmethod
     def open(cls, path: str | Path) -> "LongRollouts":
-        """Read findings. Raises CacheError for a file that is not there, or that holds something else."""
-        with _report(path, "findings") as findings:
-            return cls(findings)
-
-    @property
-    def subtitle(self) -> str:
-        """Name the videos that the numbers are over."""
-        f = self.findings
-        return f"{f['num_frames']} latent frames, {f['prompts']} held-out prompts x {f['seeds']} seeds"
+        """Read findings. Raises CacheError for a file that is not there, or that is no JSON."""
+        return cls(read_report(path, "long_rollouts"))
 
     def interval(self, label: str, measure: str = PRIMARY) -> Interval:
         """A measure of a policy or control, mean over prompts."""
@@ -63,11 +57,6 @@ class LongRollouts:
             self.labels[label]: {key: np.array(values, float) for key, values in of[measure].items()}
             for label, of in self.findings["curves"].items()
         }
-
-    @property
-    def mapped(self) -> list[str]:
-        """The policies of which a window and sink were run."""
-        return [policy for policy, rows in self.findings["sink_map"].items() if rows]
 
     def sink_map(self, policy: str, measure: str = PRIMARY) -> tuple[list[int], list[int], np.ndarray]:
         """Windows, sinks, and the measure [windows, sinks] in frames; NaN where there is no such policy."""
@@ -92,8 +81,8 @@ class LongRollouts:
         """A row a policy: the primary measure, motion, and the paired difference to full with its p."""
         rows = []
         for label in [*self.family, *self.controls]:
-            row: dict[str, Any] = {"policy": self.labels[label], "right": str(self.interval(label))}
-            row["motion"] = str(self.interval(label, "motion"))
+            row = {"policy": self.labels[label]}
+            row |= {name: str(self.interval(label, name)) for name in (PRIMARY, "motion")}
             if against := self.findings["against_full"].get(label):
                 adjusted = against["p_holm"] is not None
                 row |= {"against full": str(_interval(against["difference"]))}
@@ -114,44 +103,30 @@ def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str
     """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle."""
     from PIL import Image
 
-    with _report(path, "strips") as kept:
-        pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
-        rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
-        about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
-        return rows, [int(second) for second in kept["seconds"]], about
+    kept = read_report(path, "long_rollouts")
+    pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
+    rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
+    about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
+    return rows, kept["seconds"], about
 
 
 def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float], str]:
     """Read s by policy and length, the largest placebos under the whole past by length, and a subtitle."""
-    with _report(path, "effects") as report:
-        rows, prompts, weights = report["rows"], report["prompts"], report["weights_sha256"]
-        effects: dict[str, dict[int, Interval]] = {}
-        for row in rows:
-            effects.setdefault(row["policy"], {})[row["num_frames"]] = _interval(row["effect"])
-        placebos = {row["num_frames"]: row["largest_placebo"] for row in rows if row["policy"] == "full"}
-        subtitle = f"pass 0 (t = 1000), mean of all heads, weights {weights[:9]}, {prompts} prompts"
-        if prompts < ENOUGH_PROMPTS:
-            subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {ENOUGH_PROMPTS}"
-        known = {length: value for length, value in placebos.items() if value is not None}
-        return effects, known, subtitle
+    report = read_report(path, "long_rollouts")
+    effects: dict[str, dict[int, Interval]] = {}
+    for row in report["rows"]:
+        effects.setdefault(row["policy"], {})[row["num_frames"]] = _interval(row["effect"])
+    whole = [row for row in report["rows"] if row["policy"] == "full" and row["largest_placebo"] is not None]
+    weights, prompts = report["weights_sha256"][:9], report["prompts"]
+    subtitle = f"pass 0 (t = 1000), mean of all heads, weights {weights}, {prompts} prompts"
+    if prompts < ENOUGH_PROMPTS:
+        subtitle += f"\nbands: bootstrap over prompts, of which a 95 % interval needs {ENOUGH_PROMPTS}"
+    return effects, {row["num_frames"]: row["largest_placebo"] for row in whole}, subtitle
 
 
-@contextmanager
-def _report(path: str | Path, what: str) -> Iterator[Any]:
-    """Open a JSON report; a file that is not there or not this is a CacheError with the remedy."""
-    remedy = "run: python experiments/benchmarks/reproduce/long_rollouts.py"
-    try:
-        yield json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror}; {remedy}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CacheError(f"{path} holds no {what} ({type(error).__name__}); {remedy}") from None
-
-
-def rope_coherence(distances: np.ndarray, dims: int = WAN_TIME_DIMS) -> np.ndarray:
-    """Re C(Δ), the mean over RoPE's time frequencies ω of cos(ω Δ), at distances [n] in latent frames."""
-    frequencies = ROPE_THETA ** (-np.arange(0, dims, 2) / dims)
-    return np.cos(np.outer(np.asarray(distances, np.float64), frequencies)).mean(1)
+def rope_coherence(distances: np.ndarray) -> np.ndarray:
+    """Re C(Δ), the mean over Wan's temporal frequencies ω of cos(ω Δ), at distances [n] in latent frames."""
+    return np.cos(np.outer(distances, temporal_frequencies(WAN_HEAD_DIM))).mean(1)
 
 
 def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:

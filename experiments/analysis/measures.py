@@ -13,11 +13,9 @@ import numpy as np
 from experiments.analysis.first_frame import (
     FirstFrameEffect,
     context_cells,
-    distance_profile,
     equal_distance_excess,
     first_frame_effect,
     matrices,
-    mean_without_nan,
 )
 from experiments.analysis.panels import (
     NO_CONTEXT,
@@ -29,6 +27,7 @@ from experiments.analysis.panels import (
     HeadPanel,
     rows_of,
 )
+from experiments.analysis.stats import mean_without_nan
 from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Profiles, open_profiles
@@ -86,13 +85,6 @@ def head_statistics(profile: np.ndarray) -> HeadStatistics:
             max_frame=np.where(attended.any(-1), highest.argmax(-1), -1),
             spread=np.where(attended.any(-1), spread, np.nan) / np.abs(mean_without_nan(A)),
         )
-
-
-def matrix_means(matrix: np.ndarray) -> dict[str, float]:
-    """Mean of frame matrices [H, F, F] over the diagonal, and over frame 0, without NaN."""
-    diagonal = np.diagonal(matrix, axis1=1, axis2=2)
-    found = {"Diagonal mean (self-attention)": diagonal, "First frame mean (sink)": matrix[..., 0]}
-    return {name: float(np.nanmean(values)) for name, values in found.items()}
 
 
 def layer_rows(view: Profiles) -> list[dict[str, Any]]:
@@ -286,33 +278,20 @@ def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
 
 
 def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, Any]]:
-    """List waves and preferences of some heads, of the mean of all heads, and how many heads are above 2."""
+    """List every measure of some heads, the mean of all heads, and how many heads are above 2."""
     if view.quantity != LOGIT or not view.context_frames:
         return []
-    profile, matrix, context = view.profiles(), view.frame_matrices(), view.context_frames
-    waves, periods = wave(profile, context), best_period(profile, context)
-    numbers = {"first − middle": head_statistics(profile).delta}
-    numbers["first − context"] = first_minus_context(profile, context)
-    if matrix is not None:
-        numbers["by distance"] = first_minus_context(distance_profile(matrix, view.block_sizes), context)
-        numbers["excess at equal distance"] = equal_distance_excess(matrix, view.block_sizes)
-        numbers["first-frame effect s"] = first_frame_effect(matrix, view.block_sizes).effect
-    of_head = {"wave R²": waves.r2, "amplitude": waves.amplitude, "best period": periods.period} | numbers
+    maps = {m.title: m.values for m in measure_heads(view, None) if m.values is not None}
+    signed = [m.title for m in MEASURES if m.scale == "diverging" and m.title in maps]
     rows: list[dict[str, Any]] = []
-    for label, layer, head, *_ in panels:
-        at = view.layers.index(layer), head
-        values = {column: values[at] for column, values in of_head.items()}
-        rows.append({"heads": f"{label}: layer {layer}, head {head}"} | values)
-    all_heads = f"all {waves.r2.size}"
-    means = {name: float(mean_without_nan(values.ravel())) for name, values in of_head.items()}
-    above = {name: int((values > DELTA_THRESHOLD).sum()) for name, values in numbers.items()}
-    rows.append({"heads": f"mean of {all_heads}"} | means)
+    for panel in panels:
+        at = view.layers.index(panel.layer), panel.head
+        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
+        rows.append({"heads": name} | {title: values[at] for title, values in maps.items()})
+    all_heads = f"all {len(view.layers) * view.num_heads}"
+    rows.append({"heads": f"mean of {all_heads}"} | {title: np.nanmean(v) for title, v in maps.items()})
+    above = {title: int((maps[title] > DELTA_THRESHOLD).sum()) for title in signed}
     return [*rows, {"heads": f"above {DELTA_THRESHOLD:g}, of {all_heads}"} | above]
-
-
-def highest_in_noise(view: Profiles) -> int:
-    """Count the heads whose highest key frame is noise in this pass."""
-    return int(np.isin(head_statistics(view.profiles()).max_frame, view.noise_frames).sum())
 
 
 def band_profile(
@@ -329,9 +308,9 @@ def band_profile(
 
 def band_rows(values: np.ndarray, names: Sequence[str], context: Sequence[int]) -> list[dict[str, Any]]:
     """Mean and spread of bands [F, bands] over the context frames, the largest spread first."""
-    if not context:
-        return []
-    mean, spread = (reduce(values[list(context)], 0) for reduce in (np.nanmean, np.nanstd))
-    order = np.argsort(-spread, kind="stable")
-    columns = {"band": [names[i] for i in order], "mean": mean[order]}
-    return rows_of(columns | {"std over context frames": spread[order]})
+    seen = values[list(context)] if context else np.empty((0, 0))
+    rows = [
+        {"band": name, "mean": np.nanmean(band), "std over context frames": np.nanstd(band)}
+        for name, band in zip(names, seen.T, strict=False)
+    ]
+    return sorted(rows, key=lambda row: -row["std over context frames"])

@@ -1,4 +1,4 @@
-"""Published facts about the real model in cache/published/, and how well heads agree with its curves."""
+"""Published facts about the real model, reports in docs/, and how well heads agree with published curves."""
 
 import csv
 import io
@@ -10,10 +10,11 @@ import numpy as np
 
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.panels import Agreement, HeadPanel
+from experiments.analysis.stats import pearson, rms_difference
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles
-from wan.files import MAX_COUNT, read_text
+from wan.files import MAX_COUNT, read_json, read_text
 
 FOLDER = Path("cache/published")
 FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"  # the paper's Figure 4, by key frame
@@ -25,6 +26,14 @@ HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
 
 
+def read_report(path: str | Path, script: str) -> dict[str, Any]:
+    """Read a JSON report of a script in benchmarks/reproduce. CacheError where there is none."""
+    try:
+        return read_json(path, CacheError)
+    except CacheError as error:
+        raise CacheError(f"{error}; run: python experiments/benchmarks/reproduce/{script}.py") from None
+
+
 class Curve(NamedTuple):
     """A curve read off a figure; both [F]."""
 
@@ -34,16 +43,13 @@ class Curve(NamedTuple):
 
 def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
     """Read curves by name from a CSV with columns key_frame, clipped (names cut off) and one a curve."""
+    text = read_text(_existing(path), error=CacheError)
     try:
-        rows = list(csv.DictReader(io.StringIO(read_text(_existing(path), error=CacheError), newline="")))
-        if not rows or "key_frame" not in rows[0]:
-            raise ValueError(f"it has {', '.join(map(str, rows[0])) if rows else 'no row'}")
+        rows = list(csv.DictReader(io.StringIO(text, newline="")))
         frames = [int(row["key_frame"]) for row in rows]
-        if max(frames) >= MAX_COUNT:
-            raise ValueError(f"key_frame {max(frames)} is beyond any video")
         whole = sorted(frames) == list(range(len(frames)))
         length = num_frames if num_frames and not whole else max(frames) + 1
-        if len(set(frames)) < len(frames) or not 0 <= min(frames) <= max(frames) < length:
+        if len(set(frames)) < len(frames) or not 0 <= min(frames) <= max(frames) < min(length, MAX_COUNT):
             raise ValueError(f"key_frame must count frames of 0..{length - 1}, each once")
         names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
         curves = {name: Curve(np.full(length, np.nan), np.zeros(length, bool)) for name in names}
@@ -52,8 +58,6 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
                 curves[name].values[frame] = float(row[name] or "nan")
                 curves[name].clipped[frame] = name in (row.get("clipped") or "").split()
         return curves
-    except CacheError:
-        raise
     except (KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
 
@@ -140,44 +144,26 @@ def _existing(path: str | Path) -> Path:
     return Path(path)
 
 
-class Candidate(NamedTuple):
-    """A head in a pass and how well it agrees with a curve."""
-
-    r: float  # Pearson correlation over the compared frames; NaN for a head without any variation
-    rms: float  # root mean square difference, in the unit of the curve
-    step: int | None
-    layer: int
-    head: int
-
-
-def pearson(profiles: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Correlate profiles with values [..., n] along the last axis in float64; NaN where one is constant."""
-    arrays = (np.asarray(profiles, np.float64), np.asarray(values, np.float64))
-    a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-
-
-def rms_difference(profiles: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """sqrt(mean((profile - value)^2)) over the last axis of profiles [..., n] and values [n]."""
-    return np.sqrt(((np.asarray(profiles, np.float64) - np.asarray(values, np.float64)) ** 2).mean(-1))
-
-
 def compared_frames(view: Profiles, curve: Curve) -> list[int]:
     """Context frames of a view where the curve has a point that is not cut off."""
     return [f for f in view.context_frames if np.isfinite(curve.values[f]) and not curve.clipped[f]]
 
 
-def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[Candidate]:
-    """Rank all heads of all views (passes of a cache, with the curve's frames), the best r first."""
+def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[dict[str, Any]]:
+    """Rank all heads of all views (passes of a cache, with the curve's frames), the best r first.
+
+    r is NaN for a head without any variation; RMS is in the unit of the curve.
+    """
     found = []
     for view in views:
         frames = compared_frames(view, curve)
         profiles, values = view.profiles()[..., frames], curve.values[frames]  # [N, H, n], [n]
         r, rms = pearson(profiles, values), rms_difference(profiles, values)
-        for (i, head), each in np.ndenumerate(r):
-            found.append(Candidate(float(each), float(rms[i, head]), view.step, view.layers[i], head))
-    return sorted(found, key=lambda c: (np.isnan(c.r), -c.r))
+        for i, head in np.ndindex(r.shape):
+            at = {"layer": view.layers[i], "number": head, "pass": view.step}
+            found.append(at | {"r": float(r[i, head]), "RMS": float(rms[i, head])})
+    found.sort(key=lambda row: (np.isnan(row["r"]), -row["r"]))
+    return [row | {"rank": rank} for rank, row in enumerate(found, 1)]
 
 
 def add_reference(
@@ -201,17 +187,12 @@ def match_rows(
     """Rank all heads for every curve: a row for its own, for those counted from 1, for the best three."""
     rows = []
     for label, curve in curves.items():
-        ranking = rank_heads(views, curve)
-        looked_up = [("shown", step, layer, head) for layer, head, name in heads if name == label]
-        looked_up += [("if counted from 1", step, n - 1, h - 1) for _, _, n, h in looked_up if min(n, h) > 0]
-        best = enumerate(ranking[:3], 1)
-        looked_up += [(f"best {i}", one.step, one.layer, one.head) for i, one in best]
-        ranks = {(one.step, one.layer, one.head): (rank, one) for rank, one in enumerate(ranking, 1)}
-        frames = len(compared_frames(views[0], curve))
-        for what, at, layer, head in looked_up:
-            row = {"curve": label, "head": what, "layer": layer, "number": head, "pass": at}
-            if (at, layer, head) in ranks:
-                rank, one = ranks[at, layer, head]
-                row |= {"r": one.r, "RMS": one.rms, "rank": rank}
-            rows.append(row | {"of heads": len(ranking), "context frames": frames})
+        ranking, own = rank_heads(views, curve), [at[:2] for at in heads if at[2] == label]
+        counted = {"of heads": len(ranking), "context frames": len(compared_frames(views[0], curve))}
+        for what, shift in (("shown", 0), ("if counted from 1", 1)):
+            for layer, head in own if not shift or all(min(at) > 0 for at in own) else ():
+                at = {"layer": layer - shift, "number": head - shift, "pass": step}
+                ranked = next((row for row in ranking if at.items() <= row.items()), at)
+                rows.append({"curve": label, "head": what} | ranked | counted)
+        rows += [{"curve": label, "head": f"best {row['rank']}"} | row | counted for row in ranking[:3]]
     return rows

@@ -1,16 +1,15 @@
 """Heads over several atlases: a sweep of prompts and seeds of one model, or checkpoints of one family."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.analysis.effects import spearman
 from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices
 from experiments.analysis.measures import context_sign_rate, head_statistics
 from experiments.analysis.panels import HeadMap, LabelMap
+from experiments.analysis.stats import mean_without_nan, spearman
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
@@ -84,11 +83,6 @@ def sweep_maps(measures: Measures) -> list[HeadMap]:
     return maps
 
 
-def head_profiles(views: Views, layer: int, head: int) -> np.ndarray:
-    """A head's profile in every atlas [atlases, F + averages], in logits."""
-    return np.stack([view.key_profile(layer)[head] for view in views.values()])
-
-
 def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
     """A row per measure: rank correlations between atlases, and the heads that stay above their spread."""
     rows = []
@@ -104,28 +98,15 @@ def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
 # --- Checkpoints of one family: heads matched by index, each model a view of the same prompt
 
 
-def effects(views: Views) -> dict[str, np.ndarray]:
-    """First-frame effect s [layers, heads] of every model, in logits."""
-    return {name: first_frame_effect(matrices(view), view.block_sizes).effect for name, view in views.items()}
-
-
 def moved(one: Profiles, other: Profiles) -> np.ndarray:
     """RMS difference of mean logits, rows centred, over cells that are context in both, [layers, heads]."""
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(one, name) != getattr(other, name)]:
         raise CacheError(f"the models differ in {', '.join(differ)}: their heads cannot be matched by index")
     cells = context_cells(one.block_sizes) & context_cells(other.block_sizes)
-    pair = [np.where(cells, matrices(view).astype(np.float64), np.nan) for view in (one, other)]
-    both = np.isfinite(pair[0]) & np.isfinite(pair[1])
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # rows without such a cell
-        centred = [np.where(both, values, np.nan) for values in pair]
-        centred = [values - np.nanmean(values, -1, keepdims=True) for values in centred]
-        return np.sqrt(np.nanmean((centred[0] - centred[1]) ** 2, (-2, -1)))
-
-
-def effect_maps(values: Mapping[str, np.ndarray]) -> list[HeadMap]:
-    """A panel for each model's effects."""
-    return [HeadMap(name, name, "logits", "diverging", effect) for name, effect in values.items()]
+    difference = np.where(cells, matrices(one).astype(np.float64) - matrices(other), np.nan)
+    difference -= mean_without_nan(difference)[..., None]  # softmax ignores a constant of each row
+    return np.sqrt(mean_without_nan(difference.reshape(*difference.shape[:2], -1) ** 2))
 
 
 def moved_maps(reference: Profiles, others: Views, name: str) -> list[HeadMap]:

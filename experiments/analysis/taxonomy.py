@@ -6,6 +6,7 @@ hold what the rule needs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -16,13 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.analysis.measures import ALL_QUERIES, context_sign_rate
 from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, LabelMap
+from experiments.analysis.stats import bootstrap
 from experiments.caches.view import Profiles
 from wan.errors import ConfigError
 
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
 KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
 LOCALITY: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dynamic"})
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -100,14 +101,17 @@ def label_maps(
     by_mass = None if mass is None else locality(local_mass_share(mass.profiles(), thresholds), thresholds)
     if by_mass is not None and (by_mass == ABSENT).all():
         by_mass = None
-    no_kinds = NO_LOGITS if logits is None else NO_CONTEXT
-    no_locality = NO_MASS if mass is None else "too few frames"
-    pairs = (
-        (head_kinds(logits, thresholds), KINDS, "Pyramid Forcing", no_kinds, ALL_QUERIES if whole else ""),
-        (by_mass, LOCALITY, "Forcing-KV", no_locality, ""),
-    )
+    of_kinds = NO_LOGITS if logits is None else NO_CONTEXT, ALL_QUERIES if whole else ""
+    of_locality = NO_MASS if mass is None else "too few frames", ""
     found = []
-    for (ours, names, source, reason, queries), theirs in zip(pairs, published or (None, None), strict=True):
+    for ours, names, source, (reason, queries), theirs in zip(
+        (head_kinds(logits, thresholds), by_mass),
+        (KINDS, LOCALITY),
+        ("Pyramid Forcing", "Forcing-KV"),
+        (of_kinds, of_locality),
+        published or (None, None),
+        strict=True,
+    ):
         title, differs = " / ".join(names.values()), None
         if ours is not None and theirs is not None:
             title += f", {agreement(ours, theirs):.1%} agree"
@@ -132,21 +136,12 @@ def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
     return rows
 
 
-def kinds_by_name(
-    views: Mapping[str, Profiles], thresholds: Thresholds, published: np.ndarray | None
-) -> dict[str, np.ndarray]:
-    """Kinds of heads [N, H] of every view that shows them, and the published ones, by name."""
-    found = {name: head_kinds(view, thresholds) for name, view in views.items()}
-    found |= {"published labels": published}
-    return {name: labels for name, labels in found.items() if labels is not None}
-
-
 def agreements(labels: Sequence[np.ndarray]) -> np.ndarray:
     """Agreement of every pair of label maps [n, n]."""
     return np.array([[agreement(a, b) for b in labels] for a in labels])
 
 
-# --- What the rule must beat, and thresholds chosen from labels
+# --- What the rule must beat
 
 
 class LabelAgreement(NamedTuple):
@@ -160,60 +155,35 @@ class LabelAgreement(NamedTuple):
     single: float  # the best single threshold on the same rate, chosen on this view
 
 
-def label_agreements(
-    views: Mapping[str, Profiles], thresholds: Thresholds, labels: np.ndarray | None
-) -> list[LabelAgreement]:
-    """Compare every view with context to published labels [layers, H]; nothing where there are none."""
-    found = []
-    for name, rate in _rates(views).items() if labels is not None else ():
-        assert labels is not None
-        ours = kinds(rate, thresholds)
-        by_layer = (ours == labels).mean(1)
-        layers = np.random.default_rng(0).integers(len(by_layer), size=(RESAMPLES, len(by_layer)))
-        low, high = np.percentile(by_layer[layers].mean(1), [2.5, 97.5]).tolist()
-        majority = float(np.unique(labels, return_counts=True)[1].max() / labels.size)
-        single = best_single_threshold(rate, labels)
-        found.append(LabelAgreement(name, agreement(ours, labels), low, high, majority, single))
-    return found
-
-
-def threshold_transfer(views: Mapping[str, Profiles], labels: np.ndarray | None) -> list[dict[str, Any]]:
-    """A row per view: thresholds chosen on it, and the share of labels [N, H] they give on every view."""
-    rates, rows = _rates(views), []
-    for name, rate in rates.items() if labels is not None else ():
-        assert labels is not None
-        chosen = choose_thresholds(rate, labels)
-        row = {"chosen on": name, "anchor from": chosen.anchor_min, "veil to": chosen.veil_max}
-        rows.append(row | {f"on {there}": agreement(kinds(r, chosen), labels) for there, r in rates.items()})
-    return rows
-
-
-def _rates(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
+def rates_of(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
+    """Return the rates of positive context logits [layers, H] of every view that has some, by name."""
     usable = {n: view for n, view in views.items() if view.context_frames and view.quantity == "mean_logit"}
     return {name: context_sign_rate(view) for name, view in usable.items()}
 
 
-def choose_thresholds(rate: np.ndarray, labels: np.ndarray) -> Thresholds:
-    """Choose the pair of sign-rate thresholds that agrees best with labels, the middle of the best."""
-    rate, labels = np.ravel(rate), np.ravel(labels)
-    levels = np.unique(np.concatenate([[0.0], rate, [1.0]]))
-    cuts = (levels[1:] + levels[:-1]) / 2  # every threshold between two observed rates
-    above, below = rate[None] >= cuts[:, None], rate[None] <= cuts[:, None]  # [cuts, heads]
-    anchors = (above & (labels == ANCHOR)).sum(1) - (above & (labels == WAVE)).sum(1)
-    veils = (below & (labels == VEIL)).sum(1) - (below & (labels == WAVE)).sum(1)
-    allowed = np.where(cuts[:, None] > cuts[None], 0, -np.inf)
-    score = anchors[:, None] + veils[None] + allowed  # beyond all waves
-    best = np.argwhere(score == score.max())
-    anchor, veil = best[len(best) // 2]
-    return Thresholds(anchor_min=float(cuts[anchor]), veil_max=float(cuts[veil]))
+def label_agreements(
+    rates: Mapping[str, np.ndarray], thresholds: Thresholds, labels: np.ndarray
+) -> list[LabelAgreement]:
+    """Compare the kinds by rates [layers, H] of every view to published labels [layers, H]."""
+    majority, found = float(np.unique(labels, return_counts=True)[1].max() / labels.size), []
+    for name, rate in rates.items():
+        ours = kinds(rate, thresholds)
+        by_layer = bootstrap((ours == labels).mean(1))
+        single = max(
+            float((np.where(rate > cut, above, below) == labels).mean())
+            for cut, above, below in product(np.unique(rate), KINDS, KINDS)
+        )
+        shares = agreement(ours, labels), by_layer.low, by_layer.high
+        found.append(LabelAgreement(name, *shares, majority, single))
+    return found
 
 
-def best_single_threshold(rate: np.ndarray, labels: np.ndarray) -> float:
-    """Best share that one threshold on rates [...] reaches with one label above it and another below."""
-    rate, labels = np.ravel(rate), np.ravel(labels)
-    order = np.argsort(rate)
-    counts = np.stack([np.cumsum(labels[order] == label) for label in KINDS])  # of the lowest n
-    counts = np.concatenate([np.zeros((len(KINDS), 1)), counts], 1)
-    distinct = np.concatenate([[True], np.diff(rate[order]) > 0, [True]])  # equal rates stay together
-    below, above = counts[:, distinct], (counts[:, -1:] - counts)[:, distinct]
-    return float((below.max(0) + above.max(0)).max() / len(rate))
+def threshold_transfer(rates: Mapping[str, np.ndarray], labels: np.ndarray) -> list[dict[str, Any]]:
+    """A row per view: thresholds chosen on it, and the share of labels that they give on every view."""
+    rows, grid = [], np.linspace(0, 1, 101)
+    pairs = [Thresholds(anchor, veil) for anchor, veil in product(grid, grid) if veil < anchor]
+    for name, rate in rates.items():
+        chosen = max(pairs, key=lambda pair, rate=rate: agreement(kinds(rate, pair), labels))
+        row = {"chosen on": name, "anchor from": chosen.anchor_min, "veil to": chosen.veil_max}
+        rows.append(row | {f"on {there}": agreement(kinds(r, chosen), labels) for there, r in rates.items()})
+    return rows

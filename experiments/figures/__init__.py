@@ -6,7 +6,6 @@ from experiments.figures.folder import FigureFolder as FigureFolder
 from experiments.figures.folder import about as about
 from experiments.figures.heads import *
 from experiments.figures.long_rollouts import *
-from experiments.figures.rope_waves import *
 from experiments.figures.style import LABELS as LABELS
 from experiments.figures.style import NAMES as NAMES
 from experiments.figures.style import save_svg as save_svg

@@ -1,7 +1,7 @@
-"""Numbers of all heads: maps layers × heads, the first-frame effect, what interventions did."""
+"""Numbers of all heads: maps layers × heads, the first-frame effect, what interventions did, the x0 lens."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -16,11 +16,13 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 import experiments.figures.style as st
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.analysis.taxonomy import LabelAgreement
 from experiments.figures.style import BLUE, DARK, GREEN, HATCH, ORANGE, PURPLE, RED, YELLOW, styled
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
 SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
+
+
+# --- Maps layers × heads
 
 
 @styled
@@ -32,13 +34,11 @@ def head_maps(
     columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     figure, axes = st.panels(len(shown), columns, (3.0, _height(len(layers)) + 0.3))
     for axis, (panel, values) in zip(axes, shown, strict=True):
-        title_of_panel = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"
-        axis.set_title(f"{title_of_panel}\n{panel.queries}" if panel.queries else title_of_panel)
+        name = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"
         alike = [v for m, v in shown if (m.scale, m.unit) == (panel.scale, panel.unit) and m.unit in SHARED]
         cmap, low, high = _range(panel.scale, np.stack(alike) if alike else values)
-        image = st.heat_map(axis, values, cmap=cmap, vmin=low, vmax=high)
+        image = _map(axis, values, layers, f"{name}\n{panel.queries}", cmap=cmap, vmin=low, vmax=high)
         st.color_bar(figure, image, axis, values=values)
-        _layers_and_heads(axis, layers, values.shape[1])
     drawn = [id(m) for m, _ in shown]
     missing = [(m.title, m.missing_reason or "no head has one") for m in maps if id(m) not in drawn]
     note = st.missing_note(missing)
@@ -53,21 +53,29 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
     figure, axes = st.panels(len(shown), min(4, max(1, len(shown))), (2.4, _height(len(layers)) + 0.4))
     legend: dict[str, Artist] = {}
     for axis, (panel, labels) in zip(axes, shown, strict=True):
-        axis.set_title(f"{panel.title}\n{panel.queries}" if panel.queries else panel.title)
         legend |= {name: Patch(facecolor=COLORS[name], label=name) for name in panel.names.values()}
         values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
             values[labels == label] = i
         cmap, top = ListedColormap([COLORS[n] for n in panel.names.values()]), len(panel.names) - 0.5
-        st.heat_map(axis, values, cmap=cmap, vmin=-0.5, vmax=top)
-        _layers_and_heads(axis, layers, labels.shape[1])
+        _map(axis, values, layers, f"{panel.title}\n{panel.queries}", cmap=cmap, vmin=-0.5, vmax=top)
         if panel.differs is not None:
             rows, columns = np.nonzero(panel.differs)
-            axis.plot(columns, rows, "o", color="black", markersize=2)
-            dot: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 3, "linestyle": ""}
-            legend["differs"] = Line2D([], [], label="label differs", **dot)
+            dot: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 2, "linestyle": ""}
+            (legend["differs"],) = axis.plot(columns, rows, label="label differs", **dot)
     note = st.missing_note((m.title, m.missing_reason) for m in maps if m.labels is None)
     st.label_figure(figure, axes, "Kinds of heads", subtitle, "Layer", legend, "Head", note)
+    return figure
+
+
+@styled
+def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: str) -> Figure:
+    """Draw correlations [layers, heads] from -1 to 1."""
+    figure, (axis,) = st.panels(1, 1, (0.35 * correlation.shape[1] + 1.5, 0.18 * len(layers) + 0.7))
+    image = _map(axis, correlation, layers, "", cmap="RdBu_r", vmin=-1, vmax=1)
+    st.color_bar(figure, image, axis, "correlation")
+    title = f"{quantity} of two atlases: correlation of each head"
+    st.label_figure(figure, [axis], title, y="Layer", x="Head")
     return figure
 
 
@@ -77,32 +85,12 @@ def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> 
     n = len(names)
     figure, (axis,) = st.panels(1, 1, (2.6 + 0.5 * n, max(1.6, 0.6 + 0.3 * n)))
     low = min(0.5, float(np.nanmin(values)) if np.isfinite(values).any() else 0.5)
-    image = st.heat_map(axis, values, cmap="viridis", vmin=low, vmax=1)
-    st.write_cells(axis, values, "{:.0%}", (low + 1) / 2, st.TINY)
+    image = _map(axis, values, range(1, n + 1), "", cmap="viridis", vmin=low, vmax=1)
     axis.set_xticks(range(n), [str(i + 1) for i in range(n)])
-    axis.set_yticks(range(n), [f"{i + 1}" for i in range(n)])
+    st.write_cells(axis, values, "{:.0%}", (low + 1) / 2, st.TINY)
     st.color_bar(figure, image, axis, "share of heads")
     note = "; ".join(f"{i}: {name}" for i, name in enumerate(names, 1))
     st.label_figure(figure, [], f"Same label: {what}", note=note)
-    return figure
-
-
-@styled
-def label_agreement(found: Sequence[LabelAgreement]) -> Figure:
-    """Draw agreement with published labels, a row for each view, beside what the rule must beat."""
-    figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.24 * len(found)))
-    rows = np.arange(len(found))
-    share = np.array([one.share for one in found])
-    ends = np.array([[one.share - one.low, one.high - one.share] for one in found]).T
-    dots: dict[str, Any] = {"fmt": "o", "color": BLUE, "markersize": 5}
-    axis.errorbar(share, rows, xerr=ends, label="our rule, 95 % over layers", **dots)
-    single, majority = [one.single for one in found], [one.majority for one in found]
-    axis.plot(single, rows, "D", color=ORANGE, markersize=4, label="best single threshold")
-    axis.plot(majority, rows, "s", color="0.5", markersize=4, label="majority class")
-    axis.set_yticks(rows, [st.wrapped(one.name, st.SMALL, 1.3) for one in found])
-    axis.set(ylim=(len(found) - 0.5, -0.5), xlim=(None, 1))
-    title, x = "Kinds of heads: agreement with published labels", "Share of heads with the published label"
-    st.label_figure(figure, [axis], title, legend=st.handles(axis), x=x)
     return figure
 
 
@@ -110,9 +98,12 @@ def _height(layers: int) -> float:
     return max(1.3, min(2.9, 0.5 + 0.08 * layers))
 
 
-def _layers_and_heads(axis: Axes, layers: Sequence[int], heads: int) -> None:
-    axis.set_xticks(range(heads))
+def _map(axis: Axes, values: np.ndarray, layers: Sequence[int], title: str, **colors: Any):
+    """Draw values [layers, heads] -> the image."""
+    axis.set_title(title.strip())
+    axis.set_xticks(range(values.shape[1]))
     axis.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    return st.heat_map(axis, values, **colors)
 
 
 def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:
@@ -126,19 +117,21 @@ def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:
     return "viridis", low, max(high, low + max(1e-6, 0.01 * abs(low)))
 
 
+# --- The first-frame effect
+
+
 @styled
 def placebo_strips(
     effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, subtitle="", *, unit="logits"
 ) -> Figure:
     """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
-    order = np.argsort(-effect, kind="stable")
     columns = np.concatenate([[0], frames])
     values = np.full((len(effect), columns[-1] + 1), np.nan)
     values[:, columns] = np.concatenate([effect[:, None], placebos], 1)
     options: dict[str, Any] = {"sharex": True, "height_ratios": [2.6, 1]}
     figure, (strips, means) = st.panels(2, 1, (6.0, 1.9), **options)
-    top = max(float(np.nanpercentile(np.abs(values), 98)), 1e-9)
-    image = st.heat_map(strips, values[order], cmap="RdBu_r", vmin=-top, vmax=top)
+    order = np.argsort(-effect, kind="stable")
+    image = st.heat_map(strips, values[order], **st.color_scale(values, "mean_logit", 98))
     strips.set(ylabel="Heads, by their effect of frame 0")
     st.color_bar(figure, image, strips, unit, values)
     mean = _quiet_mean(values)
@@ -163,19 +156,17 @@ def distances_and_contrasts(
     low, high = np.nanquantile(values, [0.25, 0.75], axis=0)
     left.fill_between(distances, low, high, color=BLUE, alpha=0.25, linewidth=0)
     left.plot(distances, np.nanmean(values, 0), color=BLUE, linewidth=1.5)
-    left.axhline(0, color="0.4", linewidth=0.8)
     left.set(xlabel="Distance (latent frames)", ylabel=f"Excess of frame 0 ({unit})")
     left.set_title("Against other frames at equal distance")
-    frames = np.arange(contrasts.shape[1])
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        middle = np.nanquantile(contrasts, [0.25, 0.75], axis=0)
-    mean = _quiet_mean(contrasts)
+    frames, mean = np.arange(contrasts.shape[1]), _quiet_mean(contrasts)
     right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
-    right.vlines(frames, *middle, color="0.3", linewidth=0.9)
-    right.axhline(0, color="0.4", linewidth=0.8)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        right.vlines(frames, *np.nanquantile(contrasts, [0.25, 0.75], axis=0), color="0.3", linewidth=0.9)
     _mark_absent(right, frames, mean)
     right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=frames)
     right.set_title("Key frames against the line through 3–11")
+    for axis in (left, right):
+        axis.axhline(0, color="0.4", linewidth=0.8)
     about = f"{subtitle}; " * bool(subtitle) + "mean over heads, half of the heads within the band"
     st.label_figure(figure, [], title, about, legend=st.handles(right))
     return figure
@@ -230,9 +221,10 @@ def _quiet_mean(values: np.ndarray) -> np.ndarray:
         return np.nanmean(values, 0)
 
 
+# --- Interventions
+
 DASHES = {"direct": ("-", BLUE), "own block": ("-.", ORANGE), "total": ("--", GREEN), "floor": (":", DARK)}
-ORDER_COLORS = (ORANGE, RED, BLUE, GREEN, PURPLE)
-MARKERS = ("o", "^", "s", "D")
+ORDER_COLORS = (DARK, ORANGE, RED, BLUE, GREEN, PURPLE)
 FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
 
 
@@ -256,31 +248,9 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter("{x:g}")
-    st.frame_axis(axis, max(len(values) for values in changes.values()))
-    axis.set_ylabel("/ distance between seeds")
+    F = max(len(values) for values in changes.values())
+    axis.set(ylabel="/ distance between seeds", xlim=(-0.6, F - 0.4), xticks=range(F))
     st.label_figure(figure, [axis], "Change of x0", subtitle, "", st.handles(axis), "Latent frame")
-    return figure
-
-
-@styled
-def video_strips(
-    videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str, title="Video frames"
-) -> Figure:
-    """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
-    height, width = next(iter(videos.values())).shape[1:3]
-    frames = [frames[i] for i in st.columns_with_room(len(frames), 0.62 * max(1.0, width / height))]
-    n = len(frames)
-    figure, axes = st.panels(n * len(videos), n, (0.8, 0.8 * height / width), keep=True)
-    figure.set_layout_engine("constrained", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
-    for row, (name, video) in enumerate(videos.items()):
-        for axis, frame in zip(axes[row * n :], frames, strict=False):
-            axis.imshow(video[frame], interpolation="nearest")
-            axis.set(xticks=[], yticks=[])
-            axis.grid(False)
-        axes[row * n].set_ylabel(name)
-    for axis, frame in zip(axes, frames, strict=False):
-        axis.set_title(str(frame), fontsize=st.SMALL, pad=3)
-    st.label_figure(figure, [], title, subtitle)
     return figure
 
 
@@ -299,7 +269,7 @@ def effect_against(
     layers = np.broadcast_to(np.arange(len(effect))[:, None], effect.shape)
     shown = np.where(effect > 0, effect, np.nan)
     labels = np.full(effect.shape, "", object) if kinds is None else kinds
-    markers = dict(zip(sorted(set(labels.ravel())), MARKERS, strict=False))
+    markers = dict(zip(sorted(set(labels.ravel())), "o^sD", strict=False))
     style: dict[str, Any] = {"cmap": plt.get_cmap("viridis", len(effect))}
     style |= {"vmin": -0.5, "vmax": len(effect) - 0.5, "s": 16, "linewidth": 0}
     for axis, (name, values) in zip(axes, measures.items(), strict=True):
@@ -312,8 +282,8 @@ def effect_against(
         axis.set_title(notes.get(name, ""), fontsize=st.SMALL)
     st.color_bar(figure, dots, axes, "layer", ticks=range(0, len(effect), max(1, len(effect) // 8)))
     line: dict[str, Any] = {"color": "0.3", "linestyle": "", "markersize": 5}
-    named = {kind: marker for kind, marker in markers.items() if kind}
-    shapes = {kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in named.items()}
+    shapes = {kind: Line2D([], [], marker=marker, label=kind, **line) for kind, marker in markers.items()}
+    shapes.pop("", None)
     st.label_figure(figure, [], "Direct effect of every head", subtitle, "Direct effect (/ seeds)", shapes)
     return figure
 
@@ -336,43 +306,16 @@ def knockout_curves(
     x = np.arange(len(counts) + 2)
     band: dict[str, Any] = {"color": "0.88", "linewidth": 0, "label": "range of random orders"}
     axis.fill_between(x[1:-1], random[:, 3], random[:, 4], **band)
-    lines = {"random order, mean": (random, DARK)}
-    lines |= {
-        name: (values, color) for (name, values), color in zip(orders.items(), ORDER_COLORS, strict=False)
-    }
-    style: dict[str, Any] = {"markersize": 3.5, "linewidth": 1.4, "elinewidth": 0.8, "capsize": 1.5}
-    for n, (name, (values, color)) in enumerate(lines.items()):
-        share, low, high = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]]).T
+    lines = {"random order, mean": random, **orders}
+    for n, ((name, values), color) in enumerate(zip(lines.items(), ORDER_COLORS, strict=False)):
+        rows = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]])
         shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))
-        errors = [share - low, high - share]
-        axis.errorbar(shifted, share, errors, color=color, label=name, fmt=f"{'oDs^vP'[n % 6]}-", **style)
-    _draw_ceilings(axis.axhline, ceilings)
+        _intervals(axis, shifted, rows, name, n, color=color)
+    _draw_ceilings(axis, "h", ceilings)
     axis.set_xticks(x, ["none", *map(str, counts), "all"])
     axis.set(ylabel=what, ylim=(-0.02, 1.02))
     legend, x_label = st.handles(axis), "Heads that do not see the past"
     st.label_figure(figure, [axis], f"{what}, by heads without a past", subtitle, legend=legend, x=x_label)
-    return figure
-
-
-def _draw_ceilings(draw: Callable[..., Any], ceilings: Mapping[str, float]) -> None:
-    """Draw a line for each: what the judge says of videos that no model made."""
-    for (name, value), line in zip(ceilings.items(), (":", "--", "-."), strict=False):
-        draw(value, color="0.4", linewidth=0.8, linestyle=line, label=f"{name}, {value:.2f}")
-
-
-@styled
-def share_bars(
-    shares: Mapping[str, Sequence[float]], ceilings: Mapping[str, float], title: str, x: str
-) -> Figure:
-    """Draw a bar with its interval for each name -> (share, low, high); ceilings as lines."""
-    figure, (axis,) = st.panels(1, 1, (7.0, 0.6 + 0.2 * len(shares)))
-    values, rows = np.array([row[:3] for row in shares.values()]), np.arange(len(shares))
-    ends = np.stack([values[:, 0] - values[:, 1], values[:, 2] - values[:, 0]])
-    axis.barh(rows, values[:, 0], xerr=ends, color=BLUE, height=0.65, error_kw={"linewidth": 0.9})
-    _draw_ceilings(axis.axvline, ceilings)
-    axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 1.4) for name in shares])
-    axis.set(xlim=(0, 1.02), ylim=(len(shares) - 0.4, -0.6))
-    st.label_figure(figure, [axis], title, legend=st.handles(axis), x=x)
     return figure
 
 
@@ -387,18 +330,82 @@ def budget_curves(
     rules = list(dict.fromkeys(rule for panel in panels.values() for rule in panel))
     legend: dict[str, Artist] = {}
     for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        for number, rule in enumerate(rules):
-            if rule not in panel:
-                continue
-            budgets = np.array([*panel[rule]]) + 0.05 * (number - len(rules) / 2)
-            share, low, high = np.array([row[:3] for row in panel[rule].values()]).T
-            color = DARK if rule == "uniform" else plt.get_cmap("tab10")(number)
-            style: dict[str, Any] = {"markersize": 3.5, "linewidth": 1.2, "elinewidth": 0.6, "label": rule}
-            style |= {"fmt": f"{'osD^vPX'[number % 7]}-", "color": color}
-            axis.errorbar(budgets, share, [share - low, high - share], **style)
-        _draw_ceilings(axis.axhline, ceilings)
+        for n, rule in [(rules.index(rule), rule) for rule in panel]:
+            budgets = np.array([*panel[rule]]) + 0.05 * (n - len(rules) / 2)
+            rows = np.array([row[:3] for row in panel[rule].values()])
+            color = DARK if rule == "uniform" else plt.get_cmap("tab10")(n)
+            _intervals(axis, budgets, rows, rule, n, color=color)
+        _draw_ceilings(axis, "h", ceilings)
         axis.set(title=name, ylim=(-0.02, 1.02))
         legend |= st.handles(axis)
     x, y = "Cache of the mean head (latent frames)", "Share back in colour and shape"
     st.label_figure(figure, axes, title, "", y, legend, x)
+    return figure
+
+
+def _intervals(axis: Axes, x: np.ndarray, rows: np.ndarray, name: str, n: int, **style: Any) -> None:
+    """Draw rows [n, 3] of an estimate and the ends of its interval."""
+    share, low, high = rows.T
+    style |= {"markersize": 3.5, "linewidth": 1.3, "elinewidth": 0.8, "label": name}
+    axis.errorbar(x, share, [share - low, high - share], fmt=f"{'osD^vPX'[n % 7]}-", **style)
+
+
+def _draw_ceilings(axis: Axes, way: str, ceilings: Mapping[str, float]) -> None:
+    """Draw a line for each: what the judge says of videos that no model made."""
+    draw = axis.axhline if way == "h" else axis.axvline
+    for (name, value), line in zip(ceilings.items(), (":", "--", "-."), strict=False):
+        draw(value, color="0.4", linewidth=0.8, linestyle=line, label=f"{name}, {value:.2f}")
+
+
+@styled
+def share_bars(
+    shares: Mapping[str, Sequence[float]],
+    ceilings: Mapping[str, float],
+    title: str,
+    x: str,
+    others: Mapping[str, Sequence[float]] | None = None,
+) -> Figure:
+    """Draw a dot with its interval for each name -> (share, low, high).
+
+    ceilings are lines; others are further marks, a value for each name.
+    """
+    figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.2 * len(shares)))
+    values, rows = np.array([row[:3] for row in shares.values()]), np.arange(len(shares))
+    ends = np.stack([values[:, 0] - values[:, 1], values[:, 2] - values[:, 0]])
+    axis.errorbar(values[:, 0], rows, xerr=ends, fmt="o", color=BLUE, markersize=5, label="share, 95 %")
+    for (name, marks), color, marker in zip((others or {}).items(), (ORANGE, "0.5"), "Ds", strict=False):
+        axis.plot(marks, rows, marker, color=color, markersize=4, label=name)
+    _draw_ceilings(axis, "v", ceilings)
+    axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 1.4) for name in shares])
+    axis.set(ylim=(len(shares) - 0.4, -0.6), xlim=(None, 1.02))
+    st.label_figure(figure, [axis], title, legend=st.handles(axis), x=x)
+    return figure
+
+
+# --- The x0 lens, and numbers by layer
+
+
+@styled
+def lens_strip(
+    images: Sequence[Sequence[np.ndarray]], layers: Sequence[int], steps: Sequence[int], distance: np.ndarray
+) -> Figure:
+    """Draw pictures [H, W, 3], layers down and steps across, over the distance [layers, steps] of each."""
+    rows = dict(zip([f"layer {layer}" for layer in layers], images, strict=True))
+    figure, axes, shown = st.picture_grid(rows, [f"step {step}" for step in steps])
+    for axis, far in zip(axes, distance[:, shown].ravel(), strict=True):
+        axis.set_xlabel(f"{far:.2f}")
+    st.label_figure(figure, [], "x0 that the head reads behind each layer", "below: distance to the final x0")
+    return figure
+
+
+@styled
+def lines_by_layer(
+    values: Sequence[Sequence[float]] | np.ndarray, layers: Sequence[int], names: Sequence[str], y: str
+) -> Figure:
+    """Draw values [layers, names] over the layers, a line a name."""
+    figure, (axis,) = st.panels(1, 1, (5.0, 2.4))
+    for n, (column, name) in enumerate(zip(np.asarray(values).T, names, strict=True)):
+        axis.plot(layers, column, marker="osD^v"[n % 5], markersize=3, label=name)
+    axis.set_ylabel(y)
+    st.label_figure(figure, [axis], f"{y}, by layer", x="Layer", legend=st.handles(axis))
     return figure

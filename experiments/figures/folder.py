@@ -4,17 +4,15 @@ import hashlib
 import re
 from collections.abc import Mapping
 from html import escape
-from io import BytesIO
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures.style import STYLE, WIDTHS, svg_of, use_size
+from experiments.figures.style import WIDTHS, drawn, save_svg, use_size
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
@@ -59,21 +57,14 @@ class FigureFolder:
 
     def save(self, figure: Figure, name: str) -> Figure:
         """Write folder/name, an SVG, whole or not at all; returns the figure, to be shown."""
-        path = self.folder / name
-        self._write(path, svg_of(figure, self.metadata))
+        self.paths.append(save_svg(figure, self.folder / name, self.metadata))
         if self.pdf:
             subject = "; ".join(filter(None, map(self.metadata.get, ("Description", "Source"))))
             of_pdf = {"Title": self.metadata.get("Title"), "Subject": subject, "CreationDate": None}
-            drawn = BytesIO()
-            with plt.rc_context(STYLE | {"savefig.bbox": None, "pdf.fonttype": 42}):
-                figure.savefig(drawn, format="pdf", metadata=of_pdf)
-            self._write(path.with_suffix(".pdf"), drawn.getvalue())
+            self.paths.append(self.paths[-1].with_suffix(".pdf"))
+            with replacing(self.paths[-1]) as file:
+                file.write(drawn(figure, "pdf", of_pdf))
         return figure
-
-    def _write(self, path: Path, content: bytes) -> None:
-        with replacing(path) as file:
-            file.write(content)
-        self.paths.append(path)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.paths)) or "none"

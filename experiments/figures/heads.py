@@ -1,14 +1,14 @@
 """Heads and layers: profiles, frame matrices, keys of a cache policy, words of the prompt, RoPE bands."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import Normalize, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -16,14 +16,20 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
 import experiments.figures.style as st
-from experiments.analysis.axes import AVERAGE, CHOSEN, EMPTY, NO_SLOT, KeyColumns
+from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
 from experiments.analysis.panels import HeadPanel, ProfileMap
+from experiments.analysis.rope_waves import BlockPanel, PartsPanel
 from experiments.caches.view import NOTHING, Caption
 from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
 
 ROOM = 8  # points between axes and a title over the strip of averages
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
+MIXED = -98  # position of a slot whose tokens stand at several ones
+MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
+DASHED: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
+
+# --- Profiles over key frames
 
 
 @styled
@@ -37,23 +43,23 @@ def head_curves(
     figure, axes = st.panels(len(panels), columns=2, size=(4.5, 2.6))
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
-        marked = _draw_profile(axis, panel, caption.quantity)
-        named = f"{panel.label}: layer {panel.layer}, head {panel.head}"
-        F = len(panel.profile)
+        F, named = len(panel.profile), f"{panel.label}: layer {panel.layer}, head {panel.head}"
         tops = panel.profile if panel.curve is None else np.reshape(panel.curve, (F, -1)).max(1)
         if panel.reference is not None and panel.clipped is not None:
-            _draw_reference(axis, panel.reference, panel.clipped)
             tops = np.fmax(tops, panel.reference)
             named += f"\n{panel.agreement or ''}"
-        axis.set_title(named, pad=None if panel.averages is None else ROOM)
+        marked = _draw_profile(axis, panel, caption, named)
+        if panel.reference is not None and panel.clipped is not None:
+            _draw_reference(axis, panel.reference, panel.clipped)
         if np.isfinite(panel.profile).any():
             k, around = int(np.nanargmax(panel.profile)), max(2, F // 8)
             top = np.nanmax(tops[max(0, k - around) : k + around + 1])
+            side = "left" if k < 0.1 * F else "right" if k > 0.9 * F else "center"  # stays inside the axes
             style: dict[str, Any] = {"textcoords": "offset points", "weight": "bold", "color": DARK}
-            axis.annotate(f"max@{k}", (k, top), (0, 5), ha=_side(k, F), **style)
+            axis.annotate(f"max@{k}", (k, top), (0, 5), ha=side, **style)
             axis.plot(k, panel.profile[k], "o", color=DARK, markersize=5, markerfacecolor="white")
         axis.margins(y=0.18)
-        legend |= st.handles(axis) | st.mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
+        legend |= st.handles(axis) | marked
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
             st.picture_strip(axis, pictures)
     title = title or f"{st.NAMES[caption.quantity].capitalize()} of single heads"
@@ -65,19 +71,55 @@ def head_curves(
 def one_head(panel: HeadPanel, caption: Caption) -> Figure:
     """Draw a head's profile over the key frames; highest and lowest frame are named with their values."""
     figure, (axis,) = st.panels(1, 1, (7.0, 2.8))
-    marked = _draw_profile(axis, panel, caption.quantity)
+    marked = _draw_profile(axis, panel, caption)
     if panel.no_preference is not None:
-        style: dict[str, Any] = {"color": RED, "linewidth": 1, "linestyle": ":"}
-        axis.axhline(panel.no_preference, label=f"no preference: {panel.no_preference:.3g}", **style)
+        label = f"no preference: {panel.no_preference:.3g}"
+        axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
     if np.isfinite(panel.profile).any():
         for name, find, marker in (("max", np.nanargmax, "^"), ("min", np.nanargmin, "v")):
             k = int(find(panel.profile))
             label = f"{name}@{k}: {panel.profile[k]:.3g}"  # the frame's own value, not its highest token
             axis.plot(k, panel.profile[k], marker, color=DARK, markersize=7, label=label, linestyle="")
-    legend = st.handles(axis) | st.mark_frames(axis, panel.profile, caption.highlighted_frames) | marked
     title = f"Layer {panel.layer}, head {panel.head}: {st.NAMES[caption.quantity]}"
-    st.label_figure(figure, [axis], title, caption.about, legend=legend)
+    st.label_figure(figure, [axis], title, caption.about, legend=st.handles(axis) | marked)
     return figure
+
+
+def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> dict[str, Artist]:
+    """Draw a profile per key frame, over its tokens where they are known -> the legend of its marks."""
+    F, label = len(panel.profile), "per key frame"
+    if panel.curve is None:
+        axis.bar(np.arange(F), panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+    else:
+        label = "mean per key frame"
+        edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
+        named = f"mean of {panel.group} key tokens" if panel.group > 1 else "per key token"
+        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=named)
+    axis.plot(np.arange(F), panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label=label)
+    axis.set_ylabel((st.LABELS if panel.curve is None else st.TOKEN_LABELS)[caption.quantity])
+    gone = np.empty(0) if panel.averages is None else panel.averages
+    return _on_frames(axis, panel.profile, gone, caption, title)
+
+
+def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray) -> None:
+    frames = np.arange(len(reference))
+    style: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "D", "markersize": 3}
+    kept = list(np.flatnonzero(~clipped))
+    axis.plot(frames, reference, color=RED, markevery=kept, label="read off the paper", **style)
+    if clipped.any():
+        arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
+        axis.plot(frames[clipped], reference[clipped], label="cut off by the paper's plot", **arrows)
+
+
+def _on_frames(
+    axis: Axes, profile: np.ndarray, gone: np.ndarray, caption: Caption, title=""
+) -> dict[str, Artist]:
+    """Finish a panel of a profile [F] and of averages of gone frames -> the legend of its marks."""
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set_title(title, pad=ROOM if len(gone) else None)
+    axis.set(xlim=(-0.6, len(profile) - 0.4), xticks=range(len(profile)))
+    legend = st.mark_frames(axis, profile, caption.highlighted_frames)
+    return legend | st.mark_averages(axis, len(profile), len(gone), gone)
 
 
 def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") -> list[str]:
@@ -99,14 +141,9 @@ def head_grid(
             axis.bar(np.arange(F), values[:F], width=0.85, color=BLUE, linewidth=0)
         else:
             axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
-        axis.axhline(0, color="0.4", linewidth=0.6)
-        axis.set_title(title, pad=ROOM if caption.averages else None)
         axis.yaxis.set_major_locator(MaxNLocator(3))
-        st.frame_axis(axis, F)
-        legend |= st.mark_frames(axis, values, caption.highlighted_frames)
-        legend |= st.mark_averages(axis, F, caption.averages, values[F:])
-    notes = f"{note}; scales differ" if note else "scales differ"
-    title = f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}; {notes}"
+        legend |= _on_frames(axis, values[:F], values[F:], caption, title)
+    title = f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}; {note}{'; ' * bool(note)}scales differ"
     x, y = f"Key frame ({caption.unit})", st.LABELS[caption.quantity]
     st.label_figure(figure, axes, title, caption.about, y, legend, x)
     return figure
@@ -120,60 +157,15 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
         mean, frames, F = values.mean(0), np.arange(values.shape[1]), values.shape[1] - caption.averages
         axis.bar(frames[:F], mean[:F], width=0.8, color=BLUE, alpha=0.6, linewidth=0)
-        for row in values:
-            axis.plot(frames[:F], row[:F], color="0.35", linewidth=0.5)
+        axis.plot(frames[:F], values[:, :F].T, color="0.35", linewidth=0.5)
         style: dict[str, Any] = {"fmt": "o", "color": DARK, "markersize": 3, "capsize": 2}
         legend["mean"] = axis.errorbar(frames, mean, values.std(0, ddof=1), **style)
         legend["mean"].set_label(f"mean ± standard deviation over {len(names)} atlases")
-        axis.axhline(0, color="0.4", linewidth=0.8)
-        axis.set_title(title, pad=ROOM if caption.averages else None)
-        st.frame_axis(axis, F)
-        legend |= st.mark_frames(axis, mean, caption.highlighted_frames)
-        legend |= st.mark_averages(axis, F, caption.averages, mean[F:])
+        legend |= _on_frames(axis, mean[:F], mean[F:], caption, title)
     note = f"grey lines: {', '.join(names)}" if len(names) <= 4 else "grey lines: each atlas"
     title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend, note=note)
     return figure
-
-
-def _draw_profile(axis: Axes, panel: HeadPanel, quantity: str) -> dict[str, Artist]:
-    """Draw a profile per key frame, over its tokens where they are known -> the legend of averages."""
-    F, label = len(panel.profile), "per key frame"
-    if panel.curve is None:
-        axis.bar(np.arange(F), panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
-    else:
-        label = "mean per key frame"
-        edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
-        named = f"mean of {panel.group} key tokens" if panel.group > 1 else "per key token"
-        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=named)
-    axis.plot(np.arange(F), panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label=label)
-    axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set_ylabel((st.LABELS if panel.curve is None else st.TOKEN_LABELS)[quantity])
-    st.frame_axis(axis, F)
-    return {} if panel.averages is None else st.mark_averages(axis, F, len(panel.averages), panel.averages)
-
-
-def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray) -> None:
-    frames = np.arange(len(reference))
-    drawn = list(np.flatnonzero(~clipped))
-    style: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "D", "markersize": 3}
-    axis.plot(frames, reference, color=RED, markevery=drawn, label="read off the paper", **style)
-    if clipped.any():
-        arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
-        axis.plot(frames[clipped], reference[clipped], label="cut off by the paper's plot", **arrows)
-
-
-def _side(k: int, F: int) -> str:
-    """Where the words of an annotation begin: near an edge they stay inside the axes."""
-    return "left" if k < 0.1 * F else "right" if k > 0.9 * F else "center"
-
-
-MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
-SPECIAL = {AVERAGE: ("average", ORANGE), EMPTY: ("zeros", GREY), CHOSEN: ("chosen tokens", PURPLE)}
-MIXED = -98  # position of a slot whose tokens stand at several ones
-DASHED: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
-
-# --- Layers compared: profiles averaged over heads, and first, middle and last frame
 
 
 @styled
@@ -185,20 +177,16 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
     legend: dict[str, Artist] = {}
     frames, marker = np.arange(F), "o" if F <= MARKERS_UP_TO else ""
     for axis, layer, everything in zip(axes, layers, profiles, strict=True):
-        values = everything[:, :F]
-        mean, std = values.mean(0), values.std(0)
+        values, mean = everything[:, :F], everything.mean(0)
         if caption.quantity == "mean_logit":
-            axis.bar(frames, 2 * std, 0.8, mean - std, color=BLUE, alpha=0.3, linewidth=0)
+            std = values.std(0)
+            axis.bar(frames, 2 * std, 0.8, mean[:F] - std, color=BLUE, alpha=0.3, linewidth=0)
         else:
             low, high = np.quantile(values, [0.1, 0.9], axis=0)
             axis.fill_between(frames, low, high, color=BLUE, alpha=0.3, linewidth=0)
-        axis.plot(frames, mean, color=BLUE, linewidth=1.3, marker=marker, markersize=2)
-        axis.axhline(0, color="0.4", linewidth=0.6)
-        axis.set_title(f"Layer {layer}", pad=ROOM if caption.averages else None)
+        axis.plot(frames, mean[:F], color=BLUE, linewidth=1.3, marker=marker, markersize=2)
         axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 3))
-        st.frame_axis(axis, F)
-        legend |= st.mark_frames(axis, mean, caption.highlighted_frames)
-        legend |= st.mark_averages(axis, F, caption.averages, everything[:, F:].mean(0))
+        legend |= _on_frames(axis, mean[:F], mean[F:], caption, f"Layer {layer}")
     scales = "; scales differ" if N > 1 else ""
     band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
     title = f"{st.NAMES[caption.quantity].capitalize()}, {band} {H} heads{scales}"
@@ -216,10 +204,7 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
         marker = "os^Dv"[i % 5] if F <= MARKERS_UP_TO else ""
         axis.plot(values[:F], marker=marker, markersize=2.5, linewidth=1, color=cmap(i))
         axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=cmap(i))
-    axis.axhline(0, color="0.4", linewidth=0.6)
-    st.frame_axis(axis, F)
-    legend = st.mark_frames(axis, mean[0], caption.highlighted_frames)
-    legend |= st.mark_averages(axis, F, caption.averages)
+    legend = _on_frames(axis, mean[0, :F], np.full(caption.averages, np.nan), caption)
     bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), cmap), axis, "Layer")
     shown = np.unique(np.linspace(0, N - 1, min(N, 8)).round().astype(int))
     bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
@@ -235,10 +220,10 @@ def layer_statistics(
     """Draw bars of the first, middle and last frame per layer: mean and deviation over heads of [N, H]."""
     N, H = first.shape
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
-    names = ("first key frame", "middle (all between)", "last key frame")
     style: dict[str, Any] = {"error_kw": {"elinewidth": 0.8, "ecolor": "0.3"}, "capsize": 2 if N <= 12 else 0}
-    for i, (values, color) in enumerate(zip((first, middle, last), (BLUE, GREEN, ORANGE), strict=True)):
-        style |= {"yerr": values.std(1), "label": names[i], "color": color, "linewidth": 0}
+    columns = {"first key frame": first, "middle (all between)": middle, "last key frame": last}
+    for i, ((name, values), color) in enumerate(zip(columns.items(), (BLUE, GREEN, ORANGE), strict=True)):
+        style |= {"yerr": values.std(1), "label": name, "color": color, "linewidth": 0}
         axis.bar(np.arange(N) + (i - 1) * 0.27, values.mean(1), 0.25, **style)
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set_xticks(np.arange(N), [str(layer) for layer in layers])
@@ -247,6 +232,92 @@ def layer_statistics(
     title = f"{st.NAMES[caption.quantity].capitalize()}, mean ± std over {H} heads"
     st.label_figure(figure, [axis], title, caption.about, legend=st.handles(axis), x="Layer")
     return figure
+
+
+# --- Frame 0 by block of queries, waves of temporal RoPE, and published curves beside ours
+
+
+@styled
+def first_by_block(
+    blocks: Mapping[str, BlockPanel], title: str, subtitle="", *, shown: int = 18, of_paper=True
+) -> Figure:
+    """Draw frame 0's excess over the other context frames against the block of queries, a panel a head.
+
+    shown is the first query frame of the block to point out: the paper's figure shows 18–20 alone.
+    """
+    figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6))
+    for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
+        colors = [ORANGE if start == shown else "0.6" for start in starts]
+        axis.bar(starts + 1, measured, width=2.2, color=colors, linewidth=0)
+        axis.plot(starts + 1, predicted, "o-", color=BLUE, linewidth=1.2, markersize=3)
+        axis.axhline(0, color="0.3", linewidth=0.8)
+        axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name, xticks=starts + 1)
+    queries = f"queries {shown}–{shown + 2}" + ", those of the paper" * of_paper
+    legend: dict[str, Artist] = {
+        "measured": Patch(color="0.6", label="measured"),
+        "shown": Patch(color=ORANGE, label=queries),
+        "predicted": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves + s"),
+    }
+    x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
+    st.label_figure(figure, axes, title, subtitle, y, legend, x)
+    return figure
+
+
+@styled
+def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="", *, columns: int = 3) -> Figure:
+    """Draw context curves beside their waves; a line shows what s adds to frame 0, and the rest follows."""
+    figure, axes = st.panels(len(parts), columns=columns, size=(2.9, 1.7))
+    values = np.concatenate([[p.waves[0] + p.s, *p.measured, *p.waves, 0] for p in parts.values()])
+    for axis, (name, (measured, waves, s)) in zip(axes, parts.items(), strict=True):
+        _bars_and_line(axis, measured, waves, [ORANGE, *[GREY] * (len(measured) - 1)])
+        axis.plot([0, 0], [waves[0], waves[0] + s], color=RED, linewidth=2.5)
+        axis.set(ylim=(values.min() - 0.5, values.max() + 0.5), title=name)
+    legend: dict[str, Artist] = {
+        "first": Patch(color=ORANGE, label="measured, frame 0"),
+        "others": Patch(color=GREY, label="measured, other context"),
+        "waves": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves"),
+        "s": Line2D([], [], color=RED, linewidth=2.5, label="s, at frame 0"),
+    }
+    st.label_figure(figure, axes, title, subtitle, "Mean logit", legend)
+    return figure
+
+
+class HeadPair(NamedTuple):
+    """Context curves [n] of one head."""
+
+    name: str
+    ours: np.ndarray
+    published: np.ndarray
+    r: float
+
+
+@styled
+def heads_by_agreement(
+    r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str, *, columns: int = 3
+) -> Figure:
+    """Draw the sorted r of all heads, a line for each name, and some heads' curves beside the published."""
+    figure, axes = st.panels(1 + len(worst), columns, (3.0, 2.0))
+    for color, (name, values) in zip((BLUE, GREEN, PURPLE, ORANGE), r.items(), strict=False):
+        ordered = np.sort(values[np.isfinite(values)])
+        axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, color=color, linewidth=1.4, label=name)
+    axes[0].set(title="All heads, ordered", xlabel="Share of heads", ylabel="r of curves", ylim=(-1, 1.02))
+    for axis, pair in zip(axes[1:], worst, strict=True):
+        _bars_and_line(axis, pair.published, pair.ours, GREY)
+        axis.set(title=f"{pair.name}, r = {pair.r:.2f}", xlabel="Key frame (latent)", ylabel="Mean logit")
+    legend = st.handles(axes[0]) | {"published": Patch(color=GREY, label="published curve")}
+    legend |= {"here": Line2D([], [], color=BLUE, marker="o", markersize=3, label="here")}
+    st.label_figure(figure, [], title, legend=legend)
+    return figure
+
+
+def _bars_and_line(axis: Axes, bars: np.ndarray, line: np.ndarray, color: str | list[str]) -> None:
+    axis.bar(np.arange(len(bars)), bars, color=color, width=0.8, linewidth=0)
+    axis.plot(line, "o-", color=BLUE, markersize=2.5, linewidth=1.1)
+    axis.axhline(0, color=DARK, linewidth=0.6)
+    axis.set_xticks(range(len(bars)))
+
+
+# --- Maps: query frames, heads or slots over keys
 
 
 @styled
@@ -267,7 +338,7 @@ def frame_maps(
     """
     gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
-    heads = list(heads if heads is not None else range(H))
+    heads = range(H) if heads is None else heads
     which = f"{H} heads" if H > 1 else f"head {heads[0]}"
     title = f"Layer {layer}, {which}: {st.NAMES[caption.quantity]}, query × key frames"
     if not np.isfinite(matrices).any():
@@ -279,12 +350,11 @@ def frame_maps(
         return figure
     square = rows > F / 2
     figure, axes = st.panels(H, columns=4, size=(2.2, 1.9 if square else 1.4) if H > 1 else (5.0, 2.4))
-    colors, legend = st.color_scale(matrices, caption.quantity), st.grey_legend(matrices)
-    labels = [*map(str, range(F))] if keys is None else keys
+    legend = st.grey_legend(matrices)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
-        image = st.heat_map(axis, values, equal=square, **colors)
+        image = st.heat_map(axis, values, equal=square, **st.color_scale(matrices, caption.quantity))
         axis.set_title(f"H{head}" if H > 1 else "", pad=ROOM if gone else None)
-        _label_keys(axis, labels)
+        _label_keys(axis, [*map(str, range(F))] if keys is None else keys)
         legend |= st.mark_averages(axis, F, gone)
         axis.set_yticks(range(rows), [str(frame) for frame in query_frames])
     st.color_bar(figure, image, axes, st.LABELS[caption.quantity])
@@ -299,21 +369,19 @@ def compared_maps(
 ) -> Figure:
     """Draw query × key frames, a row for each run (run -> [H, F, F]), a column for each of heads."""
     heads = [heads[i] for i in st.columns_with_room(len(heads), 0.75, beside=1.0)]
-    chosen = {name: values[heads] for name, values in matrices.items()}
-    every = np.stack(list(chosen.values()))  # [runs, heads, F, F]
+    every = np.stack([values[heads] for values in matrices.values()])  # [runs, heads, F, F]
     options: dict[str, Any] = {"sharex": True, "sharey": True}
     figure, axes = st.panels(every.shape[0] * len(heads), len(heads), (1.7, 1.6), keep=True, **options)
     for axis, matrix in zip(axes, every.reshape(-1, *every.shape[2:]), strict=True):
         image = st.heat_map(axis, matrix, equal=True, **st.color_scale(every, quantity))
         axis.set(xticks=range(every.shape[-1]), yticks=range(every.shape[-1]))
-    for axis, name in zip(axes[:: len(heads)], chosen, strict=True):
+    for axis, name in zip(axes[:: len(heads)], matrices, strict=True):
         axis.set_ylabel(name)
     for axis, head in zip(axes, heads, strict=False):
         axis.set_title(f"head {head}")
     st.color_bar(figure, image, axes, st.LABELS[quantity])
-    st.label_figure(
-        figure, axes[-len(heads) :], title, subtitle, "Query frame (latent)", st.grey_legend(every)
-    )
+    lowest, legend = axes[-len(heads) :], st.grey_legend(every)
+    st.label_figure(figure, lowest, title, subtitle, "Query frame (latent)", legend)
     return figure
 
 
@@ -349,21 +417,17 @@ def profile_heat_maps(
 ) -> Figure:
     """Draw a panel per map, a row per head; panels of one quantity share one colour scale."""
     shown = [(p, p.values) for p in panels if p.values is not None]
-    H, F = shown[0][1].shape if shown else (1, 1)
-    figure, axes = _heat_panels(len(shown), H, F, columns)
-    drawn = list(zip(axes, shown, strict=False))
+    figure, axes = _heat_panels([(p.quantity, values) for p, values in shown], columns)
     legend: dict[str, Artist] = {}
-    for axis, (panel, values) in drawn:
+    for axis, (panel, values) in zip(axes, shown, strict=True):
+        F = values.shape[1] - panel.averages
         axis.set_title(panel.title, pad=ROOM if panel.averages else None)
         legend |= st.grey_legend(values)
         for text, frames in highlighted_frames.items():
             axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)
             legend[text] = Line2D([], [], label=f"from here: {text}", linewidth=1, **DASHED)
-        axis.set(yticks=range(H), xticks=range(values.shape[1] - panel.averages))
-    for quantity in dict.fromkeys(panel.quantity for panel, _ in shown):
-        _color(figure, [(axis, v) for axis, (panel, v) in drawn if panel.quantity == quantity], quantity)
-    for axis, (panel, values) in drawn:
-        legend |= st.mark_averages(axis, values.shape[1] - panel.averages, panel.averages)
+        axis.set(xticks=range(F))
+        legend |= st.mark_averages(axis, F, panel.averages)
     note = st.missing_note((p.title, p.missing_reason) for p in panels if p.values is None)
     st.label_figure(figure, axes, title, subtitle, "Head", legend, note=note)
     return figure
@@ -372,40 +436,37 @@ def profile_heat_maps(
 @styled
 def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtitle="") -> Figure:
     """Draw a panel per layer, a row per head; the strip above marks sinks, memories and choices."""
-    every = list(panels.values())
-    H, n = every[0].values.shape
-    figure, axes = _heat_panels(len(every), H, n, None)
-    _color(figure, [(axis, one.values) for axis, one in zip(axes, every, strict=False)], quantity)
+    figure, axes = _heat_panels([(quantity, one.values) for one in panels.values()], None)
     legend: dict[str, Artist] = {}
-    tall = max(1.0, 0.12 * H)
-    for axis, (name, one) in zip(axes, panels.items(), strict=False):
+    for axis, (name, one) in zip(axes, panels.items(), strict=True):
         axis.set_title(name)
+        H = len(one.values)
+        tall = max(1.0, 0.12 * H)
         for column, mark in enumerate(one.marks):
             corner, color = (column - 0.5, -0.6 - tall), MARKS.get(mark, "white")
             axis.add_patch(Rectangle(corner, 1, tall, facecolor=color, linewidth=0))
         legend |= st.grey_legend(one.values)
         legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in one.marks}
-        axis.set(ylim=(H - 0.5, -0.7 - tall), yticks=range(H))
+        axis.set_ylim(H - 0.5, -0.7 - tall)
         _label_keys(axis, one.labels)
-    x = _keys_label(every[0].axis, every[0].labels)
-    st.label_figure(figure, axes, title, subtitle, "Head", legend, x)
+    st.label_figure(figure, axes, title, subtitle, "Head", legend, _keys_label(one.axis, one.labels))
     return figure
 
 
-def _heat_panels(n: int, H: int, F: int, columns: int | None) -> tuple[Figure, list[Axes]]:
-    """Make n panels of H rows and F columns; a lone row of panels is high enough for its colour bar."""
+def _heat_panels(maps: Sequence[tuple[str, np.ndarray]], columns: int | None) -> tuple[Figure, list[Axes]]:
+    """Draw a panel for each (quantity, [H, F]); those of one quantity share a colour scale and its bar."""
+    n, H = len(maps), len(maps[0][1]) if maps else 1
     columns = max(1, min(columns or (4 if n <= 12 else 6), n))
     size = (max(2.0, min(4.0, 7.0 / columns)), max(1.0 if n > columns else 1.7, 0.5 + 0.06 * H))
-    return st.panels(max(1, n), columns, size)
-
-
-def _color(figure: Figure, panels: Sequence[tuple[Axes, np.ndarray]], quantity: str) -> None:
-    """Draw panels of one quantity in one colour scale, with its bar."""
-    everything = np.concatenate([values.ravel() for _, values in panels])
-    colors = st.color_scale(everything, quantity, st.PERCENTILE)
-    for axis, values in panels:
-        image = st.heat_map(axis, values, **colors)
-    st.color_bar(figure, image, [axis for axis, _ in panels], st.LABELS[quantity], everything)
+    figure, axes = st.panels(n, columns, size)
+    for quantity in dict.fromkeys(quantity for quantity, _ in maps):
+        of = [(axis, values) for axis, (q, values) in zip(axes, maps, strict=True) if q == quantity]
+        everything = np.concatenate([values.ravel() for _, values in of])
+        for axis, values in of:
+            image = st.heat_map(axis, values, **st.color_scale(everything, quantity, st.PERCENTILE))
+            axis.set_yticks(range(len(values)))
+        st.color_bar(figure, image, [axis for axis, _ in of], st.LABELS[quantity], everything)
+    return figure, axes
 
 
 def _label_keys(axis: Axes, labels: Sequence[str]) -> None:
@@ -450,15 +511,12 @@ def rope_bands(
     F, bands = values.shape
     options: dict[str, Any] = {"sharex": True, "height_ratios": [1, max(1.2, bands / 9)]}
     figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), **options)
-    total = values.sum(-1)
-    above.bar(np.arange(F), total, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
-    above.axhline(0, color="0.4", linewidth=0.8)
+    above.bar(np.arange(F), values.sum(-1), width=0.8, color=BLUE, alpha=0.75, linewidth=0)
     above.set_ylabel("sum of all")
-    top = max(float(np.nanmax(np.abs(values), initial=0)), 1e-9)
-    image = st.heat_map(below, values.T, cmap="RdBu_r", vmin=-top, vmax=top)
+    legend = _on_frames(above, values.sum(-1), np.empty(0), caption)
+    image = st.heat_map(below, values.T, **st.color_scale(values, "mean_logit"))
     below.set_yticks(np.arange(bands), names, fontsize=st.TINY)
     st.color_bar(figure, image, below, st.LABELS["mean_logit"])
-    legend = st.mark_frames(above, total, caption.highlighted_frames)
     for marked in caption.highlighted_frames.values():
         below.axvline(min(marked) - 0.5, linewidth=1.2, **DASHED)
     below.set(xlim=(-0.5, F - 0.5), xticks=range(F))
@@ -473,24 +531,22 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
     """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, with its position."""
     blocks, slots = frames.shape
     figure, (ax,) = st.panels(1, 1, (1.4 + 0.26 * slots, 0.6 + 0.17 * blocks))
-    cmap, shade = plt.get_cmap("viridis"), Normalize(0, max(1, num_frames - 1))
+    colors = ScalarMappable(Normalize(0, max(1, num_frames - 1)), plt.get_cmap("viridis"))
+    cells = colors.to_rgba(frames)
+    for code, name in SPECIAL.items():
+        cells[frames == code] = to_rgba(MARKS[name])
+    cells[frames == NO_SLOT] = to_rgba("white")
+    ax.imshow(cells, interpolation="nearest", aspect="auto")
     with_numbers = bool(figure.get_figwidth() - 1.2 >= 0.15 * slots)
-    for block, slot in np.argwhere(frames != NO_SLOT).tolist():
-        frame, position = int(frames[block, slot]), int(positions[block, slot])
-        color = SPECIAL[frame][1] if frame < 0 else cmap(shade(frame))
-        style: dict[str, Any] = {"facecolor": color, "edgecolor": "white", "linewidth": 0.5}
-        ax.add_patch(Rectangle((slot - 0.5, block - 0.5), 1, 1, **style))
-        if position >= 0 and with_numbers:
-            ink = "black" if frame < 0 or shade(frame) > 0.6 else "white"
-            style = {"ha": "center", "va": "center", "fontsize": st.TINY, "color": ink, "gid": "cell"}
-            ax.text(slot, block, str(position), **style)
-    ax.set(xlim=(-0.5, slots - 0.5), ylim=(blocks - 0.5, -0.5), xticks=range(slots), yticks=range(blocks))
-    ax.set_ylabel("Block")
+    for block, slot in np.argwhere((frames != NO_SLOT) & (positions >= 0) & with_numbers).tolist():
+        ink = "black" if frames[block, slot] < 0 or frames[block, slot] > 0.6 * num_frames else "white"
+        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": st.TINY, "color": ink}
+        ax.text(slot, block, str(positions[block, slot]), gid="cell", **style)
+    ax.set(xticks=range(slots), yticks=range(blocks), ylabel="Block")
     ax.grid(False)
-    st.color_bar(figure, ScalarMappable(shade, cmap), ax, "Latent frame")
-    legend: dict[str, Artist] = {
-        name: Patch(color=color, label=name) for code, (name, color) in SPECIAL.items() if code in frames
-    }
+    st.color_bar(figure, colors, ax, "Latent frame")
+    special = [name for code, name in SPECIAL.items() if code in frames]
+    legend: dict[str, Artist] = {name: Patch(color=MARKS[name], label=name) for name in special}
     title += ": slots of the cache" + "; numbers: temporal positions" * with_numbers
     st.label_figure(figure, [ax], title, subtitle, legend=legend, x="Slot of the cache")
     return figure
@@ -501,12 +557,12 @@ def last_block_attention(
     mass: np.ndarray, frames: np.ndarray, positions: np.ndarray, title: str, subtitle=""
 ) -> Figure:
     """Draw mass [H, slots] of the last block: heads over slots, named by frame and position."""
-    codes, said = {AVERAGE: "avg", EMPTY: "0", CHOSEN: "tok"}, {MIXED: "", NO_SLOT: ""}
+    codes, said = {-1: "avg", -2: "0", -3: "tok"}, {MIXED: "", NO_SLOT: ""}
     pairs = zip(frames.tolist(), positions.tolist(), strict=True)
     labels = [codes.get(f, f"f{f}") + said.get(p, f"\n@{p}") for f, p in pairs]
     H, slots = mass.shape
     figure, (ax,) = st.panels(1, 1, (1.4 + 0.26 * slots, 0.8 + 0.13 * H))
-    image = st.heat_map(ax, mass, cmap="viridis", vmin=0)
+    image = st.heat_map(ax, mass, **st.color_scale(mass, "mass"))
     ax.set_xticks(range(slots), labels, fontsize=st.TINY)
     ax.set(ylabel="Head", yticks=range(H))
     st.color_bar(figure, image, ax, st.LABELS["mass"])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from experiments.analysis.axes import AXES, has_slots, key_columns
 from experiments.analysis.first_frame import mean_without_nan
@@ -35,7 +36,7 @@ from experiments.caches.view import (
     source_of,
 )
 from experiments.figures.style import LABELS
-from experiments.figures.video_maps import pictures, video_of
+from experiments.figures.video_maps import pictures_for
 
 QUANTITIES = ("mean_logit", "mass")
 # By quantity: its unit, its name in a sentence, and the power of its code (see code). Mass is small almost
@@ -365,24 +366,13 @@ def pooled(values: np.ndarray) -> np.ndarray:
 
 def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tuple[list[str], list[str]]:
     """JPEGs of the video as data URIs, one per latent frame, and notes on a bad video beside the cache."""
-    from PIL import Image
-
-    beside = sorted(source.glob("*.mp4")) if source.is_dir() else [source.with_suffix(".mp4")]
-    if video is None and (len(beside) != 1 or not beside[0].is_file()):
-        return [], []
+    shown, note = pictures_for(source, video, num_frames)
     found = []
-    try:
-        if not source.is_dir():
-            video_of(source, video)  # refuses that of another run
-        for picture in pictures(beside[0] if video is None else video, num_frames):
-            file = BytesIO()
-            Image.fromarray(picture).save(file, "JPEG", quality=75)
-            found.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
-    except CacheError as error:
-        if video is not None:
-            raise
-        return [], [f"The video beside the cache is left out: {error}"]
-    return found, []
+    for picture in shown or []:
+        file = BytesIO()
+        Image.fromarray(picture).save(file, "JPEG", quality=75)
+        found.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
+    return found, [note] if note else []
 
 
 def _template() -> str:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import experiments.figures.style as st
-from experiments.analysis.effects import Interval
+from experiments.analysis.stats import Interval
 from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, RED, YELLOW, styled
 
 LINES = (RED, BLUE, GREEN, ORANGE, PURPLE, YELLOW, "#56B4E9")
@@ -23,19 +23,10 @@ def long_strips(
 ) -> Figure:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     side = next(iter(strips.values())).shape[0]
-    shown = st.columns_with_room(len(seconds), 0.55, beside=1.3)
-    figure, axes = st.panels(len(strips), 1, (1.5 + 0.62 * len(shown), 0.66), keep=True)
-    for ax, (name, strip) in zip(axes, strips.items(), strict=True):
-        pictures = strip.reshape(side, len(seconds), side, 3)[:, shown]
-        ax.imshow(pictures.reshape(side, -1, 3), interpolation="nearest")
-        ax.set(xticks=[])
-        ax.set_yticks([side / 2], [st.wrapped(name, st.SMALL, 1.1)])
-        ax.grid(False)
-        for edge in range(1, len(shown)):
-            ax.axvline(edge * side - 0.5, color="white", linewidth=1)
-    axes[0].xaxis.tick_top()
-    times = [f"{seconds[i]} s" for i in shown]
-    axes[0].set_xticks((np.arange(len(shown)) + 0.5) * side, times, fontsize=st.SMALL)
+    rows = {n: strip.reshape(side, len(seconds), side, 3).swapaxes(0, 1) for n, strip in strips.items()}
+    figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds])
+    for axis, name in zip(axes[:: len(shown)], strips, strict=True):
+        axis.set_ylabel(st.wrapped(name, st.SMALL, 1.1), rotation=0, ha="right", va="center")
     st.label_figure(figure, [], title, subtitle)
     return figure
 
@@ -86,10 +77,10 @@ def against_motion(
     """Draw a panel a measure of stability over motion: what stands still is stable for nothing."""
     figure, axes = st.panels(len(measures), 2, (4.5, 2.7))
     for ax, (label, values) in zip(axes, measures.items(), strict=True):
-        note = _named_points(ax, {name: (motion[name], value) for name, value in values.items()})
+        legend = _points(ax, {name: (motion[name], value) for name, value in values.items()})
         ax.set_ylabel(label)
     x = "Motion (sides per second)"
-    st.label_figure(figure, axes, "Stability against motion", subtitle, x=x, note=note)
+    st.label_figure(figure, axes, "Stability against motion", subtitle, x=x, legend=legend)
     return figure
 
 
@@ -119,9 +110,9 @@ def cost_and_quality(costs: Mapping[str, tuple[float, float, float]], label: str
     figure, axes = st.panels(2, 2, (4.5, 2.7))
     names = ("Keys and values of a video (MB)", "A block at the end (ms a video)")
     for index, (ax, what) in enumerate(zip(axes, names, strict=True)):
-        note = _named_points(ax, {name: (cost[index], cost[2]) for name, cost in costs.items()})
+        legend = _points(ax, {name: (cost[index], cost[2]) for name, cost in costs.items()})
         ax.set_xlabel(what)
-    st.label_figure(figure, [], "Cost and quality", subtitle, label, note=note)
+    st.label_figure(figure, [], "Cost and quality", subtitle, label, legend)
     return figure
 
 
@@ -165,13 +156,12 @@ def effect_by_length(
     return figure
 
 
-def _named_points(ax: Axes, points: Mapping[str, tuple[float, float]]) -> str:
-    """Draw points with numbers beside them -> a note that says which number is which policy."""
-    for name, (x, y) in points.items():
-        marker, color = ("D", RED) if name == "full" else ("o", BLUE)
+def _points(ax: Axes, points: Mapping[str, tuple[float, float]]) -> dict[str, Artist]:
+    """Draw a point for each policy, controls in grey -> the legend."""
+    for n, (name, (x, y)) in enumerate(points.items()):
+        style: dict[str, Any] = {"color": LINES[n % len(LINES)], "marker": "oD^v"[n // len(LINES) % 4]}
         if name in ("frozen", "vae", "rendered"):
-            marker, color = "s", "0.45"
-        ax.plot(x, y, marker, color=color, markersize=4)
+            style = {"color": "0.45", "marker": {"frozen": "s", "vae": "P", "rendered": "X"}[name]}
+        ax.plot(x, y, linestyle="", markersize=5, label=name, **style)
     ax.margins(0.12)
-    st.name_points(ax, {str(n): place for n, place in enumerate(points.values(), 1)})
-    return "; ".join(f"{n} {name}".replace(" ", "\u00a0") for n, name in enumerate(points, 1))
+    return st.handles(ax)

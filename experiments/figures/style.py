@@ -1,13 +1,12 @@
 """One style and one layout for all figures: rcParams, colours, panels, labels, fitting to a width, save_svg.
 
 Drawing functions take arrays and a Caption and return a Figure. They read no file and print nothing. NaN
-was not attended. A drawing function sets every tick and whole sentences; styled() then fits the figure to its
-width: it breaks lines, leaves out ticks without room, and makes the figure higher where panels are too low.
+was not attended. A drawing function sets every tick and whole sentences; styled() then breaks lines, leaves
+out ticks without room, and makes the figure higher where panels are too low.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from io import BytesIO
 from itertools import pairwise
@@ -24,13 +23,11 @@ from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.text import Text
-from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from experiments.caches.files import replacing
 
@@ -51,6 +48,7 @@ STYLE = seaborn.axes_style("whitegrid") | {
     "axes.titley": 1.0,
     "axes.formatter.useoffset": False,
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.07,  # inches
 }
 TITLE, SMALL, TINY = 9, 7, 6  # points
 LABELS = {
@@ -73,8 +71,8 @@ NOT_ATTENDED, AVERAGES = "not attended", "average of gone frames (μ)"
 WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
 WIDEST = 9.0  # inches, of a figure that is for no journal
 NARROW = 5.0  # inches: below it a colour bar of several panels lies under them
-LOWEST = 0.52  # inches, of a panel: 13.2 mm
-LAYOUT_ROUNDS = 4  # at most, in which it settles
+LOWEST = 0.55  # inches, of a panel: 14 mm
+LAYOUT_ROUNDS = 2
 PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
 STEPS = (1, 2, 3, 5, 6, 10, 12, 20, 25, 50, 100, 200, 500)  # from tick to tick
 _size: tuple[float | None, float | None] = (None, None)  # inches that the user wants; None: as panels need
@@ -94,20 +92,13 @@ def _load_backend() -> None:
     plt.switch_backend(matplotlib.get_backend())
 
 
-@contextmanager
-def in_style() -> Iterator[None]:
-    """Draw new figures in the style of this module; what is set beyond it stays as it was."""
-    _load_backend()
-    with plt.rc_context(STYLE):
-        yield
-
-
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     """Draw in the style of this module, and keep the figure out of pyplot's list of open ones."""
 
     @wraps(draw)
     def wrapper(*args, **kwargs) -> Figure:
-        with in_style():
+        _load_backend()
+        with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             _fit(figure)
             figure.set_layout_engine("none")  # fixed: showing a figure cannot change it
@@ -117,52 +108,29 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
     return wrapper
 
 
-def save_svg(figure: Figure, path: str | Path) -> Path:
+def save_svg(figure: Figure, path: str | Path, metadata: Mapping[str, str | None] | None = None) -> Path:
     """Write a figure as SVG, whole or not at all; the same figure gives the same bytes."""
     with replacing(path) as file:
-        file.write(svg_of(figure, {}))
+        file.write(drawn(figure, "svg", {**(metadata or {}), "Date": None}))
     return Path(path)
 
 
-def svg_of(figure: Figure, metadata: Mapping[str, str | None]) -> bytes:
-    """Return the SVG without indentation, its places rounded to hundredths of a point: a tenth less."""
-    drawn = BytesIO()
-    with plt.rc_context(STYLE | {"savefig.bbox": None}):
-        figure.savefig(drawn, format="svg", metadata={**metadata, "Date": None})
-
-    def rounded(number: re.Match[bytes]) -> bytes:
-        return f"{float(number[0]):.2f}".rstrip("0").rstrip(".").encode()
-
-    svg = re.sub(rb"\n +", b"\n", drawn.getvalue())
-    places = rb'(?<= )(?:d|points|x|y|x1|x2|y1|y2|cx|cy|width|height)="[^"]*"'
-    return re.sub(places, lambda place: re.sub(rb"-?\d+\.\d{3,}", rounded, place[0]), svg)
+def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a figure as "svg" or "pdf"."""
+    content = BytesIO()
+    with plt.rc_context(STYLE | {"savefig.bbox": None, "pdf.fonttype": 42}):
+        figure.savefig(content, format=kind, metadata=metadata)
+    return content.getvalue()
 
 
 # --- Fitting a figure to its width
 
 
-def text_width(text: str, points: float) -> float:
-    """Inches of the longest line of a text."""
-    return max(_line_width(line) for line in text.split("\n")) * points
-
-
-@cache
-def _line_width(line: str) -> float:
-    return text_to_path.get_text_width_height_descent(line, FontProperties(size=100), False)[0] / 7200
-
-
 def wrapped(text: str, points: float, inches: float) -> str:
-    """Break lines so that they are at most so wide; "t = 1000" stays on one line."""
-    lines = []
-    for line in text.replace(" = ", "\u00a0=\u00a0").split("\n"):
-        lines.append("")
-        for word in line.split(" "):
-            longer = f"{lines[-1]} {word}" if lines[-1] else word
-            if lines[-1] and text_width(longer, points) > 0.94 * inches:
-                lines.append(word)
-            else:
-                lines[-1] = longer
-    return "\n".join(lines)
+    """Break lines so that they are about so wide at most; "t = 1000" stays on one line."""
+    letters = max(8, int(inches * 72 / (0.56 * points)))
+    lines = text.replace(" = ", "\u00a0=\u00a0").split("\n")
+    return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
 
 
 def panels_of(figure: Figure) -> list[Axes]:
@@ -171,150 +139,59 @@ def panels_of(figure: Figure) -> list[Axes]:
 
 
 def _fit(figure: Figure) -> None:
-    """Place title and subtitle, break lines and leave out ticks without room, and let no panel be too low."""
-    (width, height), panels, layout = figure.get_size_inches(), panels_of(figure), figure.get_layout_engine()
-    assert layout is None or isinstance(layout, ConstrainedLayoutEngine)
-    top, headers = 0.03, [text for text in figure.texts if text.get_gid() in ("title", "subtitle")]
-    places = []
-    for text in headers:
-        points = float(text.get_fontsize())
-        text.set_text(wrapped(text.get_text(), points, width - 0.08))
-        places.append(top)
-        top += (text.get_text().count("\n") + 1) * points * 1.3 / 72 + 0.03
-    if (y := figure._supylabel) is not None:  # type: ignore[attr-defined]
-        y.set_text(wrapped(y.get_text(), y.get_fontsize(), 0.85 * height))
-    below = sum(legend.get_window_extent().height / figure.dpi for legend in figure.legends)
-    if width < NARROW:  # colour bars of several panels lie below them
-        below += 0.45 * len([bar for bar in figure.axes if bar not in panels and bar.get_ylim() == (0, 1)])
-    height, more = height + top + below, 0.0
-    said: dict[Text, str] = {}
-    before: list[object] = []
-    rows = max(axis.get_subplotspec().get_gridspec().nrows for axis in panels)  # type: ignore[union-attr]
-    figure.set_figheight(_size[1] or height)
-    for own in [own for axis in figure.axes for own in (axis.xaxis, axis.yaxis)]:
-        own.set_major_locator(FixedLocator(list(own.get_majorticklocs())))  # labels keep their width
-    once = all(axis.get_aspect() == "auto" for axis in panels)  # else a panel changes its shape in its place
-    for n in range(LAYOUT_ROUNDS):
-        for axis in panels:
-            _fit_panel(axis, panels, said)
-        lines = [axis.get_title(loc="left").count("\n") + axis.get_xlabel().count("\n") for axis in panels]
-        figure.set_figheight(_size[1] or height + more + 0.14 * rows * max(lines))
-        now = [figure.get_figheight(), *(text.get_text() for text in said)]
-        if now == before and (once or n > 1):
-            break
-        before = now
-        if layout:
-            layout.set(rect=(0, 0, 1, 1 - top / figure.get_figheight()))
-            layout.execute(figure)
-            more += 1.25 * rows * max(0, LOWEST - min(_inches(axis)[1] for axis in panels))
-    if layout and not once:
+    """Break lines and leave out ticks that have no room, and let no panel be too low."""
+    layout, shown, height = figure.get_layout_engine(), panels_of(figure), figure.get_figheight()
+    assert isinstance(layout, ConstrainedLayoutEngine)
+    header = (1 - layout.get()["rect"][3]) * height  # inches, of label_figure
+    rows, columns = np.max([axis.get_subplotspec().get_gridspec().get_geometry() for axis in shown], 0)  # type: ignore[union-attr]
+    cell = figure.get_figwidth() / columns - 0.25
+    for axis in shown:
+        axis.set_title(wrapped(axis.get_title(loc="left"), axis._left_title.get_fontsize(), cell))  # type: ignore[attr-defined]
+        alone = sum(bool(other.get_xlabel()) for other in shown) == 1
+        axis.set_xlabel(wrapped(axis.get_xlabel(), 8, figure.get_figwidth() - 1 if alone else cell))
+    height += 0.14 * rows * max(axis.get_title(loc="left").count("\n") for axis in shown)
+    for _ in range(LAYOUT_ROUNDS):
+        figure.set_figheight(_size[1] or height)
+        layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
         layout.execute(figure)
-    if y is not None:
-        edges = [edge for axis in panels for edge in axis.get_position().intervaly]
-        y.set_y((min(edges) + max(edges)) / 2)
-    for text, place in zip(headers, places, strict=True):
-        text.set_position((0.04 / width, 1 - place / figure.get_figheight()))
-    for axis in panels:
-        _place_names(axis)
-
-
-def _figure_of(axis: Axes) -> Figure:
-    figure = axis.get_figure(root=True)
-    assert figure is not None
-    return figure
+        for axis in shown:
+            wide, high = _inches(axis)
+            axis.set_ylabel(wrapped(axis.get_ylabel(), 8, high))
+            _thin(axis.xaxis, wide)
+            _thin(axis.yaxis, high)
+        height += 1.25 * rows * max(0, LOWEST - min(_inches(axis)[1] for axis in shown))
+    figure.set_figheight(_size[1] or height)
+    layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
+    layout.execute(figure)
+    if (y := figure._supylabel) is not None:  # type: ignore[attr-defined]
+        y.set_y(np.mean([axis.get_position().intervaly for axis in shown]))
 
 
 def _inches(axis: Axes) -> tuple[float, float]:
-    size = axis.get_position().size * _figure_of(axis).get_size_inches()
-    return float(size[0]), float(size[1])
+    wide, high = axis.get_position().size * axis.figure.get_size_inches()  # type: ignore[union-attr]
+    return float(wide), float(high)
 
 
-def _fit_panel(axis: Axes, panels: Sequence[Axes], said: dict[Text, str]) -> None:
-    """Break the lines of a panel's title and labels, as they were said, and keep the ticks that have room."""
-    (wide, high), place, width = _inches(axis), axis.get_position(), _figure_of(axis).get_size_inches()[0]
-    others = [other.get_position() for other in panels]
-    beside = [one.x0 for one in others if one.x0 > place.x0 + 0.01 and abs(one.y0 - place.y0) < 0.01]
-    cell = max(wide, (min(beside, default=1.0) - place.x0) * width - 0.2)
-    alone = not any(other.get_xlabel() for other in panels if other is not axis)
-    rooms = {axis._left_title: cell, axis.yaxis.label: high}  # type: ignore[attr-defined]
-    rooms[axis.xaxis.label] = (
-        2 * min(place.x1 + place.x0, 2 - place.x1 - place.x0) / 2 * width if alone else cell
-    )
-    for text, room in rooms.items():
-        text.set_text(wrapped(said.setdefault(text, text.get_text()), text.get_fontsize(), room))
-    _thin(axis.xaxis, axis.get_xlim(), wide)
-    _thin(axis.yaxis, axis.get_ylim(), high)
-
-
-def _thin(axis: Axis, limits: tuple[float, float], inches: float) -> None:
+def _thin(axis: Axis, inches: float) -> None:
     """Keep every 2nd, 3rd, 5th, ... of ticks that were set, by their number, so that labels have room."""
-    if not isinstance(axis.get_major_locator(), FixedLocator):
+    places = np.asarray(axis.get_majorticklocs())
+    if not isinstance(axis.get_major_locator(), FixedLocator) or not len(places):
         return
-    is_x, places = axis is axis.axes.xaxis, np.asarray(axis.get_majorticklocs())
-    labels = [str(label) for label in axis.get_major_formatter().format_ticks(list(places))]
-    some = axis.get_major_ticks()[0].label1 if len(places) else None
-    if some is None or not some.get_visible() or some.get_rotation():
+    some = axis.get_major_ticks()[0].label1
+    if not some.get_visible() or some.get_rotation():
         return
-    points = float(some.get_fontsize())
-    room = [text_width(label, points) + 0.05 if is_x else points / 72 for label in labels]
-    at = (places - limits[0]) / (limits[1] - limits[0]) * inches
+    labels, points = axis.get_major_formatter().format_ticks(list(places)), float(some.get_fontsize())
+    letter = points / 72 * (0.62 if axis.axis_name == "x" else 0)
+    room = [max(map(len, label.split("\n"))) * letter + (0.05 if letter else points / 72) for label in labels]
+    ends = axis.get_transform().transform(np.array(axis.get_view_interval()))
+    at = (axis.get_transform().transform(places) - ends[0]) / (ends[1] - ends[0]) * inches
     for step in STEPS:
-        kept = [i for i, label in enumerate(labels) if _is_kept(i, label, step, is_x)]
-        gaps = [abs(at[j] - at[i]) - (room[i] + room[j]) / 2 for i, j in pairwise(kept)]
-        if min(gaps, default=1) >= 0:
+        numbers = [int(label) if label.isdecimal() else i for i, label in enumerate(labels)]
+        kept = [i for i, n in enumerate(numbers) if n % step == 0 or labels[i] == "μ"]
+        if all(abs(at[j] - at[i]) >= (room[i] + room[j]) / 2 for i, j in pairwise(kept)):
             break
     if step > 1:
         axis.set_ticks([places[i] for i in kept], [labels[i] for i in kept], fontsize=points)
-
-
-def _is_kept(i: int, label: str, step: int, is_x: bool) -> bool:
-    if label.isdecimal():
-        return int(label) % step == 0
-    is_number = label.strip("−").replace(".", "").isdecimal()
-    return i % step == 0 if is_number or (is_x and not label.startswith("μ")) else True
-
-
-def name_points(axis: Axes, names: Mapping[str, tuple[float, float]], points: float = TINY) -> None:
-    """Name places (x, y) of an axis beside them; styled() finds room when the layout is fixed."""
-    for name, place in names.items():
-        said: dict[str, Any] = {"fontsize": points, "textcoords": "offset points", "gid": "name"}
-        axis.annotate(name, place, (0, 0), **said).set_in_layout(False)
-
-
-def _place_names(axis: Axes) -> None:
-    """Move every name to the nearest place around its point without another name or point, and inside."""
-    names = [text for text in axis.texts if text.get_gid() == "name"]
-    if not names:
-        return
-    scale, (wide, high) = 72 / axis.figure.dpi, np.array(_inches(axis)) * 72
-    corner = axis.get_window_extent().p0
-    at = [(axis.transData.transform(text.xy) - corner) * scale for text in names]  # type: ignore[attr-defined]
-    taken = [(x - 2.5, y - 2.5, x + 2.5, y + 2.5) for x, y in at]
-    for text, (x, y) in zip(names, at, strict=True):
-        points = float(text.get_fontsize())
-        w, h = text_width(text.get_text(), points) * 72, points * 1.1
-        found = []
-        for far in (4, 8, 13, 19, 26, 34):
-            for turn in np.arange(16) * np.pi / 8:
-                dx, dy = far * np.cos(turn), far * np.sin(turn)
-                left = x + dx - w * (1 - np.cos(turn)) / 2
-                low = y + dy - h * (1 - np.sin(turn)) / 2
-                box = (left, low, left + w, low + h)
-                out = max(-left, -low, left + w - wide, low + h - high, 0)
-                hit = sum(
-                    max(0, min(box[2], b[2]) - max(box[0], b[0]))
-                    * max(0, min(box[3], b[3]) - max(box[1], b[1]))
-                    for b in taken
-                )
-                found.append((hit + 100 * out + 0.01 * far, box))
-        _, best = min(found)
-        taken.append(best)
-        text.set_position((best[0] - x, best[1] - y))
-        text.set_verticalalignment("bottom")
-        if np.hypot(best[0] + w / 2 - x, best[1] + h / 2 - y) > w / 2 + 14:
-            line = {"arrowstyle": "-", "linewidth": 0.4, "color": "0.5"}
-            middle = (best[0] + w / 2 - x, best[1] + h / 2 - y)
-            axis.annotate("", text.xy, middle, textcoords="offset points", arrowprops=line)  # type: ignore[attr-defined]
 
 
 # --- Panels, labels, axes
@@ -360,24 +237,37 @@ def label_figure(
     note="",
 ) -> None:
     """Set a title and a small subtitle, an x label under the lowest axes, one y label for all, and below a
-    legend and a note."""
+    legend and a note. The figure grows by their height."""
+    (width, height), top = figure.get_size_inches(), 0.03
+    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)
     for gid, text, points, color in (("title", title, TITLE, "0"), ("subtitle", subtitle, SMALL, "0.3")):
         if text:
-            said: dict[str, Any] = {"fontsize": points, "color": color, "ha": "left", "va": "top"}
-            figure.text(0, 1, text, gid=gid, **said).set_in_layout(False)
+            text = wrapped(text, points, width - 0.1)
+            said: dict[str, Any] = {"fontsize": points, "color": color, "va": "top", "transform": from_top}
+            figure.text(0.04, -top, text, gid=gid, **said).set_in_layout(False)
+            top += (text.count("\n") + 1) * points * 1.3 / 72 + 0.03
     lowest = [axis for axis in axes if axis.xaxis.get_tick_params()["labelbottom"]]
     for axis in lowest if len(lowest) <= 2 else [lowest[(len(lowest) - 1) // 2]]:
         axis.set_xlabel(x)
-    if y:
-        figure.supylabel(y, fontsize=8)
-    shown, width = list((legend or {}).values()), figure.get_figwidth()
+    shown, below = list((legend or {}).values()), 0.0
     if shown or note:
         labels = [wrapped(str(handle.get_label()), SMALL, width - 0.6) for handle in shown]
-        widest = max([text_width(label, SMALL) + 0.55 for label in labels], default=1)
-        below: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "borderpad": 0.1}
-        below |= {"ncols": max(1, min(len(shown), int(width / widest))), "borderaxespad": 0.1}
-        about: dict[str, Any] = {"title": wrapped(note, SMALL, width - 0.3) or None, "title_fontsize": SMALL}
-        figure.legend(shown, labels, alignment="left", **below, **about)
+        widest = max([0.58 * SMALL / 72 * len(label) + 0.55 for label in labels], default=1)
+        columns = max(1, min(len(shown), int(width / widest)))
+        title_of_legend = wrapped(note, SMALL, width - 0.3) or None
+        below = 0.16 * (-(-len(shown) // columns) + (title_of_legend or "").count("\n") + bool(note)) + 0.05
+        style: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "borderpad": 0.1}
+        style |= {"ncols": columns, "borderaxespad": 0.1, "title": title_of_legend, "title_fontsize": SMALL}
+        figure.legend(shown, labels, alignment="left", **style)
+    bars = [axis for axis in figure.axes if axis.get_subplotspec() is None and axis.get_ylim() == (0, 1)]
+    if width < NARROW:  # colour bars of several panels lie below them
+        below += 0.45 * len(bars)
+    if y:
+        figure.supylabel(wrapped(y, 8, 0.85 * height), fontsize=8)
+    figure.set_figheight(height + top + below)
+    layout = figure.get_layout_engine()
+    assert isinstance(layout, ConstrainedLayoutEngine)
+    layout.set(rect=(0, 0, 1, 1 - top / (height + top + below)))
 
 
 def handles(axis: Axes) -> dict[str, Artist]:
@@ -394,10 +284,35 @@ def missing_note(missing: Iterable[tuple[str, str]]) -> str:
     return f"absent: {text}" if text else ""
 
 
-def frame_axis(axis: Axes, F: int) -> None:
-    """Let the x axis be F frames."""
-    axis.set_xlim(-0.6, F - 0.4)
-    axis.set_xticks(range(F))
+def show_picture(axis: Axes, pixels: np.ndarray) -> None:
+    """Draw pixels [height, width, 3] alone, with ticks at none; an SVG holds them once."""
+    height, width = pixels.shape[:2]
+    axis.imshow(pixels, extent=(0, width, height, 0), interpolation="none")
+    axis.set(xticks=[], yticks=[])
+    axis.grid(False)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+
+
+def picture_grid(
+    rows: Mapping[str, Sequence[np.ndarray]], columns: Sequence[str]
+) -> tuple[Figure, list[Axes], list[int]]:
+    """Draw rows of pictures [height, width, 3] under the names of their columns, of as many as have room.
+
+    Returns the figure, its axes row by row, and which columns are shown.
+    """
+    height, width = next(iter(rows.values()))[0].shape[:2]
+    shown = columns_with_room(len(columns), 0.62 * max(1.0, width / height), beside=1.3)
+    n = len(shown)
+    figure, axes = panels(n * len(rows), n, (1.2, 1.2 * height / width + 0.05), keep=True)
+    figure.set_layout_engine("constrained", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
+    for row, (name, pictures) in enumerate(rows.items()):
+        for axis, column in zip(axes[row * n :], shown, strict=False):
+            show_picture(axis, pictures[column])
+        axes[row * n].set_ylabel(name, fontsize=SMALL)
+    for axis, column in zip(axes, shown, strict=False):
+        axis.set_title(columns[column], fontsize=SMALL, pad=3)
+    return figure, axes, shown
 
 
 def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""What a query sees, laid over the frames of the video: all frames of one head, strips, words, an mp4."""
+"""Pictures: what a query sees, laid over the frames of the video, strips of videos and words, an mp4."""
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -10,20 +10,13 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, PowerNorm, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from PIL import Image
 
+import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.files import CacheError, encode_mp4, mp4_tag, replacing, require_same
 from experiments.caches.store import peek
-from experiments.figures.style import (
-    RED,
-    SMALL,
-    color_bar,
-    color_scale,
-    columns_with_room,
-    label_figure,
-    panels,
-    styled,
-)
+from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
 ALPHA = 0.65  # of the map over the picture
@@ -52,14 +45,8 @@ def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha:
 
 def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Interpolate values [rows, columns] between the centres of their cells, flat beyond them -> [h, w]."""
-    for axis, length in enumerate(size):
-        cells = values.shape[axis]
-        at = (np.arange(length) + 0.5) * cells / length - 0.5
-        low = np.clip(np.floor(at).astype(int), 0, cells - 1)
-        high, share = np.minimum(low + 1, cells - 1), np.clip(at - low, 0, 1)
-        share = share[:, None] if axis == 0 else share
-        values = values.take(low, axis) * (1 - share) + values.take(high, axis) * share
-    return values
+    image = Image.fromarray(values.astype(np.float32))
+    return np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
 def scale_of(
@@ -76,7 +63,7 @@ def scale_of(
 
 
 def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> ScalarMappable:
-    colors = color_scale(values, quantity)
+    colors = st.color_scale(values, quantity)
     top = colors["vmax"] if top is None else top
     norm = Normalize(-top, top) if quantity == "mean_logit" else PowerNorm(0.5, 0, top)
     return ScalarMappable(norm, colors["cmap"])
@@ -88,14 +75,15 @@ def video_map(
 ) -> Figure:
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
     there = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
-    shown = sorted({*there, *seen.query_frames})
-    scale, columns = scale_of([seen], top), len(columns_with_room(columns, _least(pictures)))
-    figure, axes = panels(len(shown), columns, _size(pictures), keep=True)
-    queried = (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
+    shown, (height, width) = sorted({*there, *seen.query_frames}), pictures[0].shape[:2]
+    columns = len(st.columns_with_room(columns, 0.62 * max(1.0, width / height)))
+    figure, axes = st.panels(len(shown), columns, (1.2, 1.2 * height / width + 0.15), keep=True)
+    scale, queried = scale_of([seen], top), (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
     for axis, frame in zip(axes, shown, strict=True):
-        _frame(axis, seen, frame, pictures[frame], scale, alpha)
+        st.show_picture(axis, blend(pictures[frame], seen.values[frame], scale, alpha))
+        _mark(axis, seen, frame, (height, width))
         axis.set_title(f"{frame} (query)" if frame in queried else str(frame), fontsize=SMALL, pad=3)
-    _finish(figure, axes, seen.title, seen.about, scale, seen.unit, [seen])
+    _finish(figure, axes, seen.title, seen.about, scale, [seen])
     return figure
 
 
@@ -112,17 +100,18 @@ def map_strip(
     """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
-    others = [frame for frame in frames if frame != own]
-    columns = [own, *(others[i] for i in columns_with_room(len(others), _least(pictures), beside=1.5))]
-    scale, n = scale_of(maps, top, frames=columns), len(columns)
-    figure, axes = panels(n * len(maps), n, _size(pictures), keep=True)
-    for row, seen in enumerate(maps):
-        for axis, frame in zip(axes[row * n :], columns, strict=False):
-            _frame(axis, seen, frame, pictures[frame], scale, alpha)
-        axes[row * n].set_ylabel(f"L{seen.layer} H{seen.head}", fontsize=SMALL)
-    for axis, frame in zip(axes, columns, strict=False):
-        axis.set_title("query" if frame == own else f"frame {frame}", fontsize=SMALL, pad=3)
-    _finish(figure, axes, title or f"Where heads look: {first.unit}", first.about, scale, first.unit, maps)
+    columns = [own, *(frame for frame in frames if frame != own)]
+    scale = scale_of(maps, top, frames=columns)
+    rows = {
+        f"L{one.layer} H{one.head}": [blend(pictures[f], one.values[f], scale, alpha) for f in columns]
+        for one in maps
+    }
+    names = ["query", *(f"frame {frame}" for frame in columns[1:])]
+    figure, axes, shown = st.picture_grid(rows, names)
+    for n, axis in enumerate(axes):
+        frame = columns[shown[n % len(shown)]]
+        _mark(axis, maps[n // len(shown)], frame, pictures[0].shape[:2])
+    _finish(figure, axes, title or f"Where heads look: {first.unit}", first.about, scale, maps)
     return figure
 
 
@@ -137,43 +126,33 @@ def word_strip(
     alpha=ALPHA,
 ) -> Figure:
     """Draw a row for each word: where in the query frames it is read, mass [frames, rows, columns]."""
-    scale, shown = (
-        _scale(np.stack(list(words.values())), "mass"),
-        columns_with_room(len(frames), _least(pictures)),
-    )
-    n = len(shown)
-    figure, axes = panels(n * len(words), n, _size(pictures), keep=True)
-    for row, (word, values) in enumerate(words.items()):
-        for axis, i in zip(axes[row * n :], shown, strict=False):
-            _picture(axis, blend(pictures[frames[i]], values[i], scale, alpha))
-        axes[row * n].set_ylabel(word, fontsize=SMALL)
-    for axis, i in zip(axes, shown, strict=False):
-        axis.set_title(f"frame {frames[i]}", fontsize=SMALL, pad=3)
-    _finish(figure, axes, title, subtitle, scale, "mass on the word, share of 1", [])
+    scale = _scale(np.stack(list(words.values())), "mass")
+    rows = {
+        word: [blend(pictures[f], grid, scale, alpha) for f, grid in zip(frames, values, strict=True)]
+        for word, values in words.items()
+    }
+    figure, axes, _ = st.picture_grid(rows, [f"frame {frame}" for frame in frames])
+    st.color_bar(figure, scale, axes, "mass on the word, share of 1")
+    st.label_figure(figure, [], title, subtitle)
     return figure
 
 
-def _least(pictures: Sequence[np.ndarray]) -> float:
-    """Inches that a picture is wide at least, for neither side to be too short."""
-    height, width = pictures[0].shape[:2]
-    return 0.62 * max(1.0, width / height)
+@styled
+def video_strips(
+    videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str, title="Video frames"
+) -> Figure:
+    """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
+    figure, *_ = st.picture_grid({n: video[list(frames)] for n, video in videos.items()}, [*map(str, frames)])
+    st.label_figure(figure, [], title, subtitle)
+    return figure
 
 
-def _size(pictures: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Inches of a panel, of a map's one picture and its title."""
-    return 1.2, 1.2 * pictures[0].shape[0] / pictures[0].shape[1] + 0.15
-
-
-def _frame(
-    axis: Axes, seen: VideoMap, frame: int, picture: np.ndarray, scale: ScalarMappable, alpha: float
-) -> None:
-    """Draw one frame with its map, hatched where it is noise, and the query where it is in this frame."""
-    _picture(axis, blend(picture, seen.values[frame], scale, alpha))
-    height, width = picture.shape[:2]
+def _mark(axis: Axes, seen: VideoMap, frame: int, size: tuple[int, int]) -> None:
+    """Hatch a frame of noise, and frame the query where it is in this frame."""
     if frame in seen.noise_frames:
-        axis.add_patch(Rectangle((0, 0), width, height, **NOISE))
+        axis.add_patch(Rectangle((0, 0), size[1], size[0], **NOISE))
     if frame == seen.query[0]:
-        axis.add_patch(Rectangle(*_query_box(seen, (height, width)), **QUERY))
+        axis.add_patch(Rectangle(*_query_box(seen, size), **QUERY))
 
 
 def _query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
@@ -183,36 +162,25 @@ def _query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, floa
     return ((0, 0), width, height) if row < 0 else ((column * wide, row * high), wide, high)
 
 
-def _picture(axis: Axes, pixels: np.ndarray) -> None:
-    height, width = pixels.shape[:2]
-    axis.imshow(pixels, extent=(0, width, height, 0), interpolation="none")  # an SVG holds the pixels once
-    axis.set(xticks=[], yticks=[], xlim=(0, width), ylim=(height, 0))
-    axis.grid(False)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-
-
 def _finish(
     figure: Figure,
     axes: Sequence[Axes],
     title: str,
     subtitle: str,
     scale: ScalarMappable,
-    unit: str,
     maps: Sequence[VideoMap],
 ) -> None:
     """Add colour bar, legend and title; what the maps do not show is said."""
-    over = [seen.values[np.isfinite(seen.values)] for seen in maps]
-    color_bar(figure, scale, axes, unit, np.concatenate(over) if over else None)
+    st.color_bar(figure, scale, axes, maps[0].unit, np.concatenate([seen.values.ravel() for seen in maps]))
     legend = {}
     if any(seen.noise_frames for seen in maps):
         hatched: dict[str, Any] = {"facecolor": "0.6", "hatch": "////", "edgecolor": "white"}
         legend["noise"] = Patch(label="own block, noise in this pass", **hatched)
     if any(seen.query[0] >= 0 for seen in maps):
         legend["query"] = Patch(label="the query", **QUERY)
-    lost = max((seen.elsewhere for seen in maps), default=0)
+    lost = max(seen.elsewhere for seen in maps)
     note = f"Not shown: {lost:.0%} of the mass, on keys of no frame." if lost > 0.005 else ""
-    label_figure(figure, [], title, subtitle, legend=legend, note=note)
+    st.label_figure(figure, [], title, subtitle, legend=legend, note=note)
 
 
 def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:
@@ -255,7 +223,6 @@ def video_frames(
 ) -> list[np.ndarray]:
     """Return the wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
     import imageio.v3 as iio  # ffmpeg is needed only here
-    from PIL import Image
 
     found, count = [], 0
     try:
@@ -290,13 +257,19 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
 def pictures_for(
     cache_path: str | Path, video: str | Path | None, num_frames: int
 ) -> tuple[list[np.ndarray] | None, str]:
-    """Return pictures of the video given or beside a cache, and a note: a bad one beside it is left out."""
-    if video is not None:
-        return pictures(video_of(cache_path, video), num_frames), ""
-    beside = Path(cache_path).with_suffix(".mp4")
-    if not beside.is_file():
+    """Return pictures of the video given or beside a cache or in a folder of caches, and a note.
+
+    A bad video beside the cache is left out, with a note; one that was named is a CacheError.
+    """
+    source, beside = Path(cache_path), Path(cache_path).with_suffix(".mp4")
+    if source.is_dir() and len(found := list(source.glob("*.mp4"))) == 1:
+        beside = found[0]
+    if video is None and not beside.is_file():
         return None, ""
     try:
-        return pictures(video_of(cache_path, None), num_frames), ""
+        path = video or beside if source.is_dir() else video_of(source, video)
+        return pictures(path, num_frames), ""
     except CacheError as error:
-        return None, f"Note: the video beside the cache is left out: {error}"
+        if video is not None:
+            raise
+        return None, f"The video beside the cache is left out: {error}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.analysis import effects
+from experiments.analysis import stats
 from experiments.caches import save_cache
 from experiments.caches.files import encode_mp4, replacing, require_ffmpeg, require_same
 from experiments.extraction import causal
@@ -70,8 +70,8 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "is_logits": False,
             "interventions": record_of(edits),
             **measured,
-            "psnr": torch.tensor(effects.psnr(pixels[0], pixels[1])).float().clamp(max=100),
-            "ssim": torch.tensor(effects.ssim(pixels[0], pixels[1])).float(),
+            "psnr": torch.tensor(stats.psnr(pixels[0], pixels[1])).float().clamp(max=100),
+            "ssim": torch.tensor(stats.ssim(pixels[0], pixels[1])).float(),
         }
         if said := answers(config.prompt, [torch.from_numpy(video) for video in pixels]):
             without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))

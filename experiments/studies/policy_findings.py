@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.drift import FPS
-from experiments.analysis.effects import bootstrap, holm, rounded, sign_flip_p
 from experiments.analysis.long_rollouts import CONTROLS
+from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.errors import ConfigError
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.analysis.effects import holm, sign_flip_p
 from experiments.analysis.panels import HeadMap
+from experiments.analysis.stats import holm, sign_flip_p
 from experiments.extraction import causal
 from experiments.extraction.video import decode
 from experiments.miniature.moving_shapes import Scene

@@ -88,9 +88,6 @@ def test_a_wave_is_no_sink_and_a_sink_is_no_wave():
     spoiled[70, 1] = spoiled[69, 0] = np.nan  # as a window leaves them
     assert first_frame.equal_distance_excess(spoiled, blocks) == pytest.approx(2.5)
     assert np.isnan(first_frame.equal_distance_excess(spoiled, [72]))  # one block: no context at all
-    P = first_frame.distance_profile(A, blocks)
-    assert np.isnan(P[-3:]).all()
-    np.testing.assert_allclose(P[1:69], of_distance[-3:, 1:69].mean(0), atol=1e-9)
 
 
 def test_all_of_a_view_and_why_there_is_nothing():

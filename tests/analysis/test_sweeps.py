@@ -6,6 +6,7 @@ from conftest import ROOT
 from helpers import synthetic_caches
 
 from experiments.analysis import sweeps
+from experiments.analysis.first_frame import effects_of
 from experiments.analysis.taxonomy import Thresholds
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError
@@ -52,7 +53,7 @@ def test_a_move_is_its_root_mean_square_and_other_kinds_are_marked():
     expected[0, 1] = np.sqrt(3 * (4 + 1 + 1) / (3 * 3 + 3 * 6))  # over the 27 context cells
     np.testing.assert_allclose(sweeps.moved(view(), view(change)), expected, atol=1e-6)
     views = {"causal": view(), "flipped": view(lambda logits: -logits)}
-    effects = sweeps.effects(views)
+    effects = effects_of(views)
     np.testing.assert_allclose(effects["causal"], -effects["flipped"])
     kinds = sweeps.kind_maps(views, Thresholds(anchor_min=0.6, veil_max=0.4), "causal")
     assert kinds[0].differs is None and kinds[1].differs.any()

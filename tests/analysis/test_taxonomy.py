@@ -1,7 +1,5 @@
 """Kinds of heads: rules by hand, thresholds by brute force, and the published labels."""
 
-import itertools
-
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -27,24 +25,13 @@ def test_labels_by_hand():
     assert np.isnan(taxonomy.local_mass_share(mass[:, :7], RULE)).all()  # frames [3:] are the last 4
 
 
-def test_chosen_thresholds_are_the_best_there_are():
-    rng, grid = np.random.default_rng(0), np.linspace(-0.005, 1.005, 102)
-    for _ in range(3):
-        labels = rng.choice([ANCHOR, WAVE, VEIL], 40)
-        centre = np.where(labels == ANCHOR, 0.8, np.where(labels == WAVE, 0.5, 0.2))
-        rate = np.round(np.clip(centre + rng.normal(0, 0.2, 40), 0, 1), 2)  # equal rates are on one side
-        shares = [
-            (np.where(rate >= a, ANCHOR, np.where(rate <= v, VEIL, WAVE)) == labels).mean()
-            for v, a in itertools.combinations(grid, 2)
-        ]
-        chosen = taxonomy.choose_thresholds(rate, labels)
-        assert taxonomy.agreement(taxonomy.kinds(rate, chosen), labels) == pytest.approx(max(shares))
-        single = [
-            (np.where(rate > cut, above, below) == labels).mean()
-            for cut in (-1, *np.unique(rate))
-            for above, below in itertools.product((ANCHOR, WAVE, VEIL), repeat=2)
-        ]
-        assert taxonomy.best_single_threshold(rate, labels) == pytest.approx(max(single))
+def test_thresholds_that_are_chosen_on_labels_give_them_back():
+    labels = np.random.default_rng(0).choice([ANCHOR, WAVE, VEIL], (8, 5))
+    rate = np.where(labels == ANCHOR, 0.7, np.where(labels == WAVE, 0.5, 0.2))
+    (row,) = taxonomy.threshold_transfer({"a": rate}, labels)
+    assert 0.5 < row["anchor from"] <= 0.7 and 0.2 <= row["veil to"] < 0.5 and row["on a"] == 1
+    (found,) = taxonomy.label_agreements({"a": rate}, Thresholds(0.6, 0.3), labels)
+    assert found[:4] == ("a", 1, 1, 1) and 1 / 3 < found.majority < found.single < 1
 
 
 def test_thresholds_are_checked(tmp_path):
@@ -72,6 +59,4 @@ def test_our_labels_beside_the_published_ones():
     assert sum(counts) == rows[0]["heads"] == (ours.labels == ANCHOR).sum()
     assert published.labels_for(open_profiles(synthetic_caches.atlas()), ROOT / published.FOLDER) is None
     assert len(published.views_like(view, ROOT / published.FOLDER)) == 3
-    views = {"a": view, "no context": open_profiles(synthetic_caches.layer(F=3))}
-    assert list(taxonomy.kinds_by_name(views, RULE, None)) == ["a"]
     assert taxonomy.agreements([ours.labels, theirs.labels])[0, 1] >= 0.88

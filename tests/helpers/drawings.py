@@ -8,15 +8,14 @@ from matplotlib.figure import Figure
 
 from experiments import figures
 from experiments.analysis.axes import KeyColumns
-from experiments.analysis.effects import Interval
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import Agreement, HeadMap, HeadPanel, LabelMap, ProfileMap
 from experiments.analysis.rope_waves import BlockPanel, PartsPanel
-from experiments.analysis.taxonomy import KINDS, LOCALITY, LabelAgreement
+from experiments.analysis.stats import Interval
+from experiments.analysis.taxonomy import KINDS, LOCALITY
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.view import Caption
-from experiments.figures import agreement as agreement_figures
-from experiments.figures import lens, training
+from experiments.figures import training
 from helpers import synthetic_caches
 
 OWN = "own block (noise at t = 1000)"
@@ -74,7 +73,6 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
     passes = {f"pass {n} (t = {1000 - 100 * n})": s.first for n in range(3)} | {"clean pass (t = 0)": s.last}
     measures = {f"{n}, first pass": s.first for n in ("mass on frame 0", "first-frame effect s")}
     notes = dict.fromkeys(measures, "ρ = 0.12 [0.01, 0.23]\npartial ρ = 0.20 [0.01, 0.40]")
-    agreement = LabelAgreement("this cache, pass 0 (t = 1000)", 0.9, 0.85, 0.95, 0.6, 0.8)
     bands = np.resize(profiles[0], (8, F)).T
     heads = {f"L{n}H1: layer {n}, head 1": np.stack([profiles[0, 0]] * 2) for n in (1, 5)}
     parts = {f"L1H{n}, queries 18–20": PartsPanel(one, one, 0.6) for n in range(3)}
@@ -114,7 +112,6 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
         "agreement": lambda: figures.agreement_matrix(
             ["a", "b"], np.array([[1, NAN], [0.3, 1]]), what="kind"
         ),
-        "label agreement": lambda: figures.label_agreement([agreement] * 2),
         "passes": lambda: figures.effect_by_pass(passes, "First-frame effect", ABOUT),
         "kept": lambda: figures.survival_map(np.ones((N, F)), "What survives", ABOUT),
         "slots": lambda: figures.slot_map(slots, slots, F, "deep_sink", ABOUT),
@@ -145,6 +142,7 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
             {"rendered": 0.9, "VAE": 0.8},
             "Routes",
             "Share",
+            {"best single threshold": [0.5, 0.6]},
         ),
         "budgets": lambda: figures.budget_curves(
             {"measured": {rule: {3: shares[0], 6: shares[1]} for rule in ("uniform", "by s")}},
@@ -187,14 +185,16 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
         "word strip": lambda: figures.word_strip(
             {"red": seen[-2:]}, [0, 1], pictures, title="Where words are read", subtitle=ABOUT
         ),
-        "lens": lambda: lens.lens_strip([pictures[:2]] * 2, [0, 5], [0, 1], rng.random((2, 2))),
-        "all by r": lambda: agreement_figures.heads_by_agreement(
+        "lens": lambda: figures.lens_strip([pictures[:2]] * 2, [0, 5], [0, 1], rng.random((2, 2))),
+        "all by r": lambda: figures.heads_by_agreement(
             {"here": np.linspace(-1, 1, 9)},
-            [agreement_figures.HeadPair("L1H1", one, one, 0.9)] * 2,
+            [figures.HeadPair("L1H1", one, one, 0.9)] * 2,
             "Agreement",
         ),
-        "correlation": lambda: lens.correlation_map(rng.random((N, H)), range(N), "mass"),
-        "by layer": lambda: lens.lines_by_layer(rng.random((3, 2)), [0, 1, 2], ["a", "b"], "norm of a token"),
+        "correlation": lambda: figures.correlation_map(rng.random((N, H)), range(N), "mass"),
+        "by layer": lambda: figures.lines_by_layer(
+            rng.random((3, 2)), [0, 1, 2], ["a", "b"], "norm of a token"
+        ),
         "training": lambda: training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
         "checkpoints": lambda: training.training_checkpoints(
             steps, {"Excess": ("logits", 0, rng.normal(size=(4, 2, 3)))}, [0, 20000], ABOUT, 1000

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.rollouts import TWO_STEPS
 
-from experiments.analysis.effects import sign_flip_p
+from experiments.analysis.stats import sign_flip_p
 from experiments.benchmarks.reproduce.shape_attention import report_of
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.tracking import SETS, held_out_scenes

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.analysis.effects import bootstrap, rounded
-from experiments.analysis.published import pearson
 from experiments.analysis.rope_waves import fit_matrix, predicted_context, temporal_frequencies
+from experiments.analysis.stats import bootstrap, pearson, rounded
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.analysis.effects import bootstrap, partial_spearman, read_budgets, rounded, spearman
+from experiments.analysis.effects import budget_panels
 from experiments.analysis.panels import HeadMap
+from experiments.analysis.stats import bootstrap, partial_spearman, rounded, spearman
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal
@@ -230,7 +231,7 @@ def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
 def figures_of(path: Path) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
     report = read_json(path)
-    routes, (panels, ceilings, title) = report["routes"], read_budgets(path)
+    routes, (panels, ceilings, title) = report["routes"], budget_panels(report)
     shown = {
         "8 others of their layers": report["matched"]["mean"],
         "all heads: past, all": report["no past"]["same"],

@@ -16,12 +16,11 @@ import numpy as np
 from experiments.analysis.effects import (
     BACK,
     ORDERS,
-    bootstrap,
     curves_of,
     first_frame_report,
     knockouts_of,
-    rounded,
 )
+from experiments.analysis.stats import bootstrap, rounded
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_writable
 from experiments.extraction import causal

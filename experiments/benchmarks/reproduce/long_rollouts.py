@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.drift import FPS
-from experiments.analysis.effects import bootstrap
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.long_rollouts import read_strips
+from experiments.analysis.stats import bootstrap
 from experiments.benchmarks.harness import save_report
 from experiments.caches.files import require_ffmpeg, require_writable
 from experiments.extraction.devices import choose_device

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from experiments.analysis import published
-from experiments.analysis.effects import spearman
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.rope_waves import (
     NUM_BANDS,
@@ -26,13 +25,14 @@ from experiments.analysis.rope_waves import (
     split_first,
     temporal_frequencies,
 )
+from experiments.analysis.stats import pearson, spearman
 from experiments.benchmarks.harness import save_report
 from experiments.caches import load_cache
 from experiments.caches.files import replacing
 from experiments.caches.view import open_profiles
 from experiments.extraction.provenance import environment
-from experiments.figures.rope_waves import curves_in_parts
-from experiments.figures.rope_waves import first_by_block as draw_by_block
+from experiments.figures.heads import curves_in_parts
+from experiments.figures.heads import first_by_block as draw_by_block
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, main
 
@@ -142,7 +142,7 @@ def other_length(long, short) -> dict[str, list[float]]:
     (curves, distances), (short_curves, short_distances) = long, short
     predicted = fit_waves(curves, distances, FREQUENCIES).at(short_distances)
 
-    whole, later = (published.pearson(predicted[..., n:], short_curves[..., n:]) for n in (0, 3))
+    whole, later = (pearson(predicted[..., n:], short_curves[..., n:]) for n in (0, 3))
     return {"r median": interval(whole), "r median without frames 0-2": interval(later)}
 
 

@@ -1,0 +1,155 @@
+"""Statistics over prompts and heads, and differences of videos. NaN was not measured.
+
+The unit is the prompt: seeds are averaged first, bootstraps resample prompts, and layers as wholes where a
+number is over heads.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+DRAWS = 2000
+ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
+
+
+class Interval(NamedTuple):
+    """An estimate and its percentile interval of 95 %."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def rounded(values: Sequence[float] | np.ndarray, digits: int = 3) -> list[float]:
+    """Round values, such as an interval, for a report."""
+    return [round(float(value), digits) for value in values]
+
+
+def mean_without_nan(values: np.ndarray) -> np.ndarray:
+    """Mean over the last axis without NaN; NaN where nothing is left."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
+
+
+# --- Correlations
+
+
+def pearson(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Correlate [..., n] with [..., n] along the last axis in float64; NaN where one is constant."""
+    arrays = (np.asarray(one, np.float64), np.asarray(other, np.float64))
+    a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+
+
+def rms_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """sqrt(mean((one - other)^2)) over the last axis of [..., n] and [..., n]."""
+    return np.sqrt(((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean(-1))
+
+
+def ranks(x: np.ndarray) -> np.ndarray:
+    """Rank values [n] from 1; equal ones share the mean of theirs."""
+    _, inverse, counts = np.unique(np.asarray(x, np.float64), return_inverse=True, return_counts=True)
+    last = counts.cumsum()
+    return ((last - counts + 1 + last) / 2)[inverse]
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> float:
+    """Spearman's ρ of values [n] and [n]; NaN where one does not vary. Pairs with NaN are left out."""
+    return partial_spearman(x, y, ())
+
+
+def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> float:
+    """Spearman's ρ of x and y [n] given others [n], without NaN; NaN where nothing of one is left."""
+    columns = np.stack([np.asarray(values, np.float64) for values in (x, y, *given)])
+    columns = columns[:, ~np.isnan(columns).any(0)]
+    n = columns.shape[1]
+    if n < 3:
+        return float("nan")
+    pair, others = np.split(np.stack([ranks(values) for values in columns], 1), [2], 1)
+    design = np.concatenate([np.ones((n, 1)), others], 1)
+    a, b = (pair - design @ np.linalg.lstsq(design, pair, rcond=None)[0]).T
+    sizes = np.linalg.norm(a), np.linalg.norm(b)
+    return float(a @ b / (sizes[0] * sizes[1])) if min(sizes) >= 1e-9 * n else float("nan")
+
+
+# --- Intervals and p-values
+
+
+def percentiles(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
+    """Return an estimate with the middle 95 % of draws."""
+    known = [] if np.isnan(drawn).all() else np.nanpercentile(drawn, [2.5, 97.5]).tolist()
+    return Interval(estimate, *(known or (np.nan, np.nan)))
+
+
+def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval:
+    """Return the mean of values and its interval, from resampling the first axis, the prompts."""
+    values = np.asarray(values, np.float64)
+    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
+    return percentiles(float(values.mean()), values[chosen].reshape(draws, -1).mean(1))
+
+
+def head_correlation(
+    effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS, seed=0
+) -> Interval:
+    """Spearman's ρ over heads of effects [prompts, layers, H], averaged over prompts, with a predictor.
+
+    predictor is [layers, H], or per prompt. given: other values [layers, H] that ρ is partial to. Each draw
+    resamples prompts, and layers as wholes.
+    """
+    per_prompt = np.broadcast_to(predictor, effects.shape).astype(np.float64)
+
+    def rho(prompts: np.ndarray, layers: np.ndarray) -> float:
+        each = (effects[prompts].mean(0), per_prompt[prompts].mean(0), *given)
+        x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
+        return partial_spearman(x, y, others)
+
+    generator, (prompts, layers) = np.random.default_rng(seed), effects.shape[:2]
+    drawn = [rho(*(generator.integers(n, size=(n,)) for n in (prompts, layers))) for _ in range(draws)]
+    return percentiles(rho(np.arange(prompts), np.arange(layers)), drawn)
+
+
+def sign_flip_p(differences: np.ndarray, draws: int = 10_000, seed: int = 0) -> float:
+    """Return the two-sided p of paired differences [prompts] having mean 0, by flipping signs at random."""
+    differences = np.asarray(differences, np.float64)
+    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(draws, len(differences)))
+    as_far = np.abs(signs @ differences) >= abs(differences.sum()) * (1 - 1e-12)
+    return float((as_far.sum() + 1) / (draws + 1))
+
+
+def holm(p_values: Sequence[float]) -> np.ndarray:
+    """Adjust p-values [n] for n comparisons (Holm 1979), in their order."""
+    p = np.asarray(p_values, np.float64)
+    order = p.argsort(kind="stable")
+    adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])
+    return np.minimum(adjusted, 1)[order.argsort()]
+
+
+# --- Differences of videos
+
+
+def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1."""
+    squared = ((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean((-3, -2, -1))
+    with np.errstate(divide="ignore"):
+        return -10 * np.log10(squared)
+
+
+def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
+    """Structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1, square windows."""
+
+    def mean(x: np.ndarray) -> np.ndarray:
+        sums = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (1, 0)]).cumsum(-1).cumsum(-2)
+        right, left = sums[..., window:], sums[..., :-window]
+        corners = right[..., window:, :] + left[..., :-window, :]
+        return (corners - left[..., window:, :] - right[..., :-window, :]) / window**2
+
+    x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    mean_x, mean_y, c1, c2 = mean(x), mean(y), 0.01**2, 0.03**2
+    variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
+    index = (2 * mean_x * mean_y + c1) * (2 * (mean(x * y) - mean_x * mean_y) + c2)
+    return (index / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))).mean((-3, -2, -1))
