@@ -11,7 +11,7 @@ in a window that never sees frame 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -222,7 +222,7 @@ def effects_of(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
     return {name: first_frame_effect(matrices(view), view.block_sizes).effect for name, view in whole.items()}
 
 
-def pass_rows(effects: Mapping[str, np.ndarray]) -> list[dict[str, str | float]]:
+def pass_rows(effects: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     """Mean effect of every pass, and the correlation of its heads with those of the first pass."""
     first = next(iter(effects.values()), np.empty(0))
     there = np.isfinite([first, *effects.values()]).all(0)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.analysis.first_frame import context_cells, mean_without_nan
+from experiments.analysis.first_frame import context_cells
 from experiments.analysis.panels import HeadMap, HeadPanel
+from experiments.analysis.stats import mean_without_nan
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
 

@@ -183,7 +183,8 @@ def threshold_transfer(rates: Mapping[str, np.ndarray], labels: np.ndarray) -> l
     rows, grid = [], np.linspace(0, 1, 101)
     pairs = [Thresholds(anchor, veil) for anchor, veil in product(grid, grid) if veil < anchor]
     for name, rate in rates.items():
-        chosen = max(pairs, key=lambda pair, rate=rate: agreement(kinds(rate, pair), labels))
+        shares = [agreement(kinds(rate, pair), labels) for pair in pairs]
+        chosen = pairs[int(np.argmax(shares))]
         row = {"chosen on": name, "anchor from": chosen.anchor_min, "veil to": chosen.veil_max}
         rows.append(row | {f"on {there}": agreement(kinds(r, chosen), labels) for there, r in rates.items()})
     return rows

@@ -19,8 +19,8 @@ import numpy as np
 from PIL import Image
 
 from experiments.analysis.axes import AXES, has_slots, key_columns
-from experiments.analysis.first_frame import mean_without_nan
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
+from experiments.analysis.stats import mean_without_nan
 from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache

@@ -181,7 +181,7 @@ def _thin(axis: Axis, inches: float) -> None:
     if not some.get_visible() or some.get_rotation():
         return
     labels, points = axis.get_major_formatter().format_ticks(list(places)), float(some.get_fontsize())
-    letter = points / 72 * (0.62 if axis.axis_name == "x" else 0)
+    letter = points / 72 * (0.62 if axis is axis.axes.xaxis else 0)
     room = [max(map(len, label.split("\n"))) * letter + (0.05 if letter else points / 72) for label in labels]
     ends = axis.get_transform().transform(np.array(axis.get_view_interval()))
     at = (axis.get_transform().transform(places) - ends[0]) / (ends[1] - ends[0]) * inches
@@ -239,7 +239,7 @@ def label_figure(
     """Set a title and a small subtitle, an x label under the lowest axes, one y label for all, and below a
     legend and a note. The figure grows by their height."""
     (width, height), top = figure.get_size_inches(), 0.03
-    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)
+    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # type: ignore[arg-type]
     for gid, text, points, color in (("title", title, TITLE, "0"), ("subtitle", subtitle, SMALL, "0.3")):
         if text:
             text = wrapped(text, points, width - 0.1)
@@ -295,7 +295,7 @@ def show_picture(axis: Axes, pixels: np.ndarray) -> None:
 
 
 def picture_grid(
-    rows: Mapping[str, Sequence[np.ndarray]], columns: Sequence[str]
+    rows: Mapping[str, Sequence[np.ndarray] | np.ndarray], columns: Sequence[str]
 ) -> tuple[Figure, list[Axes], list[int]]:
     """Draw rows of pictures [height, width, 3] under the names of their columns, of as many as have room.
 
