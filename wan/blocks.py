@@ -79,18 +79,6 @@ def earlier_block(block_sizes: Sequence[int]) -> "Tensor":
     return later_block(block_sizes).T
 
 
-def check_window(local_attn_size: int, sink_size: int, block_size: int) -> None:
-    """Raise ConfigError where a window does not hold the sink and one block; -1 means no window."""
-    if sink_size < 0:
-        raise ConfigError(f"sink_size must be 0 or more frames, not {sink_size}")
-    least = sink_size + block_size
-    if local_attn_size != -1 and local_attn_size < least:
-        raise ConfigError(
-            f"local_attn_size {local_attn_size} cannot hold {sink_size} sink frames and a block of "
-            f"{block_size}; it must be at least {least}, or -1 for no window"
-        )
-
-
 def visible_frames(
     block_sizes: Sequence[int], block: int, local_attn_size: int = -1, sink_size: int = 0
 ) -> list[int]:

@@ -1,27 +1,30 @@
-"""The KV cache of a rollout, and the face of the policies that fill and empty it.
+"""The KV caches of a rollout, and the face of the policies that fill and empty them.
 
-A KVCache holds slots of one frame each. It appends, moves, drops and rotates them; which ones, a CachePolicy
-says (wan/policies.py has ten). Letters: B batch, S tokens per frame, H heads, D head dim.
+A KVCache holds slots of one frame each. A PerHeadCache has a KVCache for each class of heads. In a
+HeadwiseCache heads keep single tokens. What stays, a CachePolicy says (wan/policies.py). Letters: B batch,
+S tokens per frame, H heads, h heads of a kind, D head dim, n keys.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, check_fields, short_repr
 from wan.kernels import fused_kernels
-from wan.keys import EMPTY, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, rotate, send
+from wan.keys import CHOSEN, EMPTY, MIXED, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, rotate, send
 
 CUT_POSITION = 45  # where Infinity-RoPE's cut puts a block
 FLUSH_KEEPS = 2  # the newest frames that a flush leaves
 NEEDS_ROTATION = -97  # Slot.position of keys that were moved and are about to be rotated
 
+How = Literal["keep", "recache", "flush", "cut"]  # what a change of prompts does to the cache
 RopeTables = tuple[Tensor, Tensor]
 Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and values of every layer
 Seen = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
@@ -40,198 +43,99 @@ def no_rope(positions: Sequence[int]) -> RopeTables:
     raise ValueError("this policy moves keys: the KV cache needs the tables of RoPE")
 
 
-class Capacity(NamedTuple):
-    """Memory of a policy, in slots of one frame."""
+@dataclass(frozen=True)
+class CacheSizes:
+    """What the cache of one video is made for."""
 
-    slots: int
-    raw_slots: int = 0  # the first slots that keep un-rotated keys as well
-    state_frames: int = 0  # keys and values in float32 that the policy holds beside the cache
-
-
-@dataclass
-class CachePolicy:
-    """Decide what a block may look at: which slots stay, and at which temporal positions their keys stand.
-
-    A policy is a subclass with its settings as fields. Every KV cache works with a copy, so state set in
-    start() lives as long as one video. `released` asks for the numbers of a public release, quirks included:
-    by its name, or True for the first of `releases`.
-    """
-
-    released: bool | str = False
-
-    name: ClassVar[str]
-    releases: ClassVar[tuple[str, ...]] = ()
-    block_bound: ClassVar[tuple[str, ...]] = ()  # releases that only know blocks of 3 frames
-    positions_follow_slots: ClassVar[bool] = False  # keys stand at 0..n-1, whatever their frames
-    keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
-    chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
-    can_recache: ClassVar[bool] = True
-    by_heads: ClassVar[bool] = False  # heads of a layer may keep different keys
-    raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {}  # the least and greatest value of a field
-
-    def __post_init__(self) -> None:
-        fits = self.released in (False, *self.releases) or (self.released is True and bool(self.releases))
-        known = ", ".join(self.releases) or "none"
-        self.require(fits, f"released {short_repr(self.released)} is not one of {known}; leave it out")
-        self.check()
-
-    def require(self, fits: bool, problem: str) -> None:
-        """Raise ConfigError where something does not fit."""
-        if not fits:
-            raise ConfigError(f"cache_policy {self.name}: {problem}")
+    num_heads: Sequence[int]  # per layer, of those that are here
+    head_dim: int
+    tokens_per_frame: int
+    num_frames: int
+    batch: int = 1
+    block_size: int = 3  # the largest
+    rope: Callable[[Sequence[int]], RopeTables] = no_rope  # tables [n·S, 1, D] of n temporal positions
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    head_shard: HeadShard | None = None  # where other heads are in other processes
 
     @property
-    def source(self) -> str:
-        """The public release to reproduce, or ""."""
-        return self.releases[0] if self.released is True else str(self.released or "")
+    def shard(self) -> HeadShard:
+        return self.head_shard or HeadShard.whole(max(self.num_heads, default=0))
+
+
+class AnyCache:
+    """What a rollout asks of every cache: room for a block, then a write in each layer of every pass."""
+
+    def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
+        """Raise ConfigError where the policy names heads of another model."""
+        self.policy: Any = copy(policy)  # its state belongs to one video
+        model = len(sizes.num_heads), sizes.shard.total
+        named = getattr(policy, "of_model", model)  # of a policy whose file names heads
+        policy.require(named == model, f"its file is of {named} layers and heads, the model has {model}")
+        self.sizes, self.shard, self.rope = sizes, sizes.shard, sizes.rope
+        self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
+        self.newest = range(0)  # frames of the newest block
+        self.query_positions: Sequence[int] = ()
+        self.key_positions: Sequence[int] = ()
+        self.layouts: list[KeyLayout] = []  # per layer, where write() returns no groups
+        self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
+
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        """Make room for the next block, whose queries see what stays.
+
+        text is for policies that choose by the prompt. cut: the block stands far away from what came before.
+        """
+
+    def flush(self) -> None:
+        """Forget the past but for the policy's sink and the last two frames."""
+
+    def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
+        """Make room for a forward over clean frames of the past, whose keys become the cache.
+
+        Where it lasts for one block alone, none of them becomes the sink.
+        """
+
+    def begin_pass(self, is_clean: bool) -> None:
+        """Announce the next pass."""
+
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Seen:
+        """Store the newest block's keys and values [B, L, H, D], over those of its earlier passes.
+
+        q [B, L, H, D] are its queries, for policies that choose by them. Returns what the call sees.
+        """
+        raise RuntimeError(f"{type(self).__name__} has no write()")
 
     @property
-    def num_frames(self) -> int | None:
-        """Frames that a call sees at most; None without a limit."""
-        return None
-
-    @property
-    def recomputed_frames(self) -> int | None:
-        """Frames that a change of prompts computes again at most; None for all of the past."""
-        return self.num_frames
-
-    @property
-    def lasting_sink(self) -> int:
-        """Frames of the sink that outlive a recache."""
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, with and without RoPE."""
         return 0
 
-    def describe(self) -> dict[str, Any]:
-        """Return the policy as a config has it: its name and the fields that differ from their defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {f.name: f.default for f in fields(self)}
-        differ = {key: x for key, x in values.items() if type(x) is not type(plain[key]) or x != plain[key]}
-        return {"name": self.name, **differ}
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
-        fits = self.source not in self.block_bound or set(block_sizes) <= {3}
-        self.require(fits, f"released by {self.source} has blocks of 3 frames; leave released out")
-        for name, (low, high) in self.bounds.items():
-            value = getattr(self, name)
-            fits = value is None or low <= value <= high
-            self.require(fits, f"{name} must be in {low:g}..{high:g}, not {value}")
-
-    def check_switch(self, how: str, frame: int) -> None:
-        """Raise ConfigError where a prompt that changes at a frame cannot change the cache in this way."""
-        fits = how != "recache" or self.can_recache
-        self.require(fits, "cannot compute its cache again; use keep or flush")
-        fits = how != "cut" or self.positions_follow_slots
-        self.require(fits, "cannot cut, as policies with keys at 0..n-1 can, such as relative; use flush")
-
-    def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        """Return the memory for a video of num_frames frames in blocks of at most block_size."""
-        return Capacity(num_frames, num_frames if self.positions_follow_slots else 0)
-
-    def most_slots(self, frames: int) -> int:
-        """Return how many slots a block sees at most once there were so many frames, its own among them."""
-        return min(frames, self.num_frames or frames)
-
-    def of_video(self, has_switches: bool) -> "CachePolicy":
-        """Return the policy of one video, whose prompt may change."""
-        return self
-
-    def start(self, cache: "KVCache") -> None:
-        """Begin a video, or go on after the cache was computed again: set the policy's state."""
-
-    def admit(self, cache: "KVCache", block: range) -> None:
-        """Make room for the frames of a block, and append them."""
-        cache.append(block)
-
-    def positions(self, cache: "KVCache", cut: bool) -> Sequence[int]:
-        """Return the temporal positions of all slots up to the block's own, which come last."""
-        if not self.positions_follow_slots:
-            return [slot.position for slot in cache.slots[: cache.own.stop]]
-        first = CUT_POSITION if cut else cache.own.start
-        return [*range(cache.own.start), *range(first, first + len(cache.own))]
-
-    def query_positions(self, cache: "KVCache") -> Sequence[int]:
-        """Return the temporal positions of the block's queries."""
-        return cache.key_positions
-
-    def own_slots(self, cache: "KVCache", layer: int) -> range:
-        """Return the slots that the present pass writes in a layer: of the block's frames the last ones."""
-        return cache.own
-
-    def written(self, cache: "KVCache", layer: int, q: Tensor) -> Seen:
-        """Return what the call sees, after a write by queries q [B, L, H, D]."""
-        return cache.view(layer)
-
-    def of_layer(self, cache: "KVCache", layer: int) -> tuple[Sequence[Slot], ChosenTokens | None]:
-        """Return the slots as one layer has them, and the tokens it chose, where chooses_by_layer."""
-        return cache.slots, None
-
-    def flush(self, cache: "KVCache") -> None:
-        """Forget the past but for the sink and the last two frames."""
-        sink = min(getattr(self, "sink", 0), len(cache.slots))
-        cache.drop(sink, len(cache.slots) - sink - FLUSH_KEEPS)
-        kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
-        cache.own = range(len(cache.slots) - kept, len(cache.slots))
-        cache.newest = range(cache.newest.stop - kept, cache.newest.stop)
-
-    def recache(self, cache: "KVCache", frames: range) -> None:
-        """Make the slots of frames, whose keys one forward is about to compute, the whole cache."""
-        kept = min(self.lasting_sink, len(cache.slots))
-        self.start(cache)
-        del cache.slots[kept:]
-        cache.append(frames, own=len(frames) - kept)
-
-    def new_cache(self, build: "Callable[..., KVCache]", num_layers: int, shard: HeadShard) -> "AnyCache":
-        """Return an empty cache; build makes one from its number of heads in every layer and its policy."""
-        return build([len(shard.heads)] * num_layers, self)
-
-
-class KVCache:
+class KVCache(AnyCache):
     """One buffer of keys and one of values per layer, [B, capacity·S, H, D], written in place.
 
     slots say what lies in them, in order; own are those of the newest block, which its passes overwrite.
     Policies whose keys change their position keep them un-rotated as well, in raw_keys.
     """
 
-    def __init__(
-        self,
-        num_heads: Sequence[int],
-        batch: int,
-        head_dim: int,
-        tokens_per_frame: int,
-        num_frames: int,
-        policy: CachePolicy,
-        block_size: int = 3,
-        rope: Callable[[Sequence[int]], RopeTables] = no_rope,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        shard: HeadShard | None = None,
-    ):
-        """num_heads: local heads per layer (see shard under head parallelism).
-
-        rope gives the tables [n·S, 1, D] of n temporal positions; policies that move keys need it.
-        """
-        self.num_layers, self.tokens_per_frame, self.rope = len(num_heads), tokens_per_frame, rope
-        self.policy = copy(policy)  # its state belongs to one video
-        size = self.policy.capacity(num_frames, block_size)
+    def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
+        super().__init__(sizes, policy)
+        size = self.policy.capacity(sizes.num_frames, sizes.block_size)
         self.capacity, self.raw_slots = size.slots, min(size.raw_slots, size.slots)
         self.sink: int = getattr(policy, "sink", 0)  # the first slots, which are never dropped
-        self.shard = shard or HeadShard.whole(max(num_heads, default=0))
         self.slots: list[Slot] = []
-        self.own, self.newest = range(0), range(0)  # slots and frames of the newest block
-        self.query_positions: Sequence[int] = ()
-        self.key_positions: Sequence[int] = ()
-        self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
+        self.own = range(0)
         self.text: Text = ()
 
         def buffers(slots: int) -> list[Tensor]:
-            shapes = [(batch, slots * tokens_per_frame, heads, head_dim) for heads in num_heads]
-            return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            how: Any = {"dtype": sizes.dtype, "device": sizes.device}
+            tokens = slots * self.tokens_per_frame
+            return [torch.empty(sizes.batch, tokens, n, sizes.head_dim, **how) for n in sizes.num_heads]
 
         self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
         self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
         self._given: tuple[Tensor, ...] = ()  # the last places()
-        self.layouts = [KeyLayout((), tokens_per_frame)] * len(self.keys)
+        self.layouts = [KeyLayout((), self.tokens_per_frame)] * self.num_layers
         self.policy.start(self)
 
     @property
@@ -240,25 +144,16 @@ class KVCache:
         return [slot.frame for slot in self.slots]
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        """Make room for the next block. From here on its queries see slots, and writes go to own.
-
-        text is for policies that choose by the prompt. cut: the block stands far away from what came before.
-        """
         self.text = text or self.text
         self._drop_empty()
         self.policy.admit(self, block)
         self._publish(cut)
 
     def flush(self) -> None:
-        """Forget the past but for the policy's sink and the last two frames."""
         self._drop_empty()
         self.policy.flush(self)
 
     def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
-        """Make room for a forward over clean frames of the past, whose keys become the cache.
-
-        Where it lasts for one block alone, none of them becomes the sink.
-        """
         self.text = text
         self.sink = self.sink if lasts else self.policy.lasting_sink
         self._drop_empty()
@@ -280,11 +175,9 @@ class KVCache:
         self._given = self.keys[layer][:, self.tokens(own)], self.values[layer][:, self.tokens(own)]
         return self._given
 
-    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Seen:
-        """Store the newest block's keys and values [B, L, H, D], over those of its earlier passes.
-
-        q [B, L, H, D] are its queries, for policies that choose by them. Returns what the call sees.
-        """
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         own, S = self.policy.own_slots(self, layer), self.tokens_per_frame
         first = k.shape[1] - len(own) * S  # the first frames may have no slot
         if not any(k is place for place in self._given):  # else both were computed there
@@ -307,8 +200,9 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values, with and without RoPE."""
         return sum(x.nbytes for x in (*self.keys, *self.values, *self.raw_keys))
+
+    # -- for policies ----------------------------------------------------------------------------------------
 
     def tokens(self, slots: range | int) -> slice:
         """Return the tokens of consecutive slots, or of one, in a buffer."""
@@ -399,22 +293,23 @@ class HeadClass(NamedTuple):
     here: list[Tensor]  # the numbers on the device
 
 
-class PerHeadCache:
-    """A KVCache for each class of heads, with the face of one; write() returns groups of heads.
+class PerHeadCache(AnyCache):
+    """A KVCache for each class of heads. A class has one in every process, also where no head of it is."""
 
-    A class has a cache in every process of a sharded model, also where none of its heads are.
-    """
-
-    def __init__(self, policy: CachePolicy, classes: Sequence[HeadClass]):
-        self.policy, self._classes = policy, classes
-        self.caches = [one.cache for one in classes]
-        self.newest, self.stores_raw = range(0), False
-        self.query_positions: Sequence[int] = ()
-        self.key_positions: Sequence[int] = ()
+    def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
+        super().__init__(sizes, policy)
+        self.classes = []
+        for label, of_class in self.policy.policies.items():
+            heads = [[head for head, other in enumerate(row) if other == label] for row in self.policy.labels]
+            numbers = [tuple(self.shard.local(row)) for row in heads]
+            cache = KVCache(replace(sizes, num_heads=[*map(len, numbers)]), of_class)
+            there = [torch.tensor(row, dtype=torch.long, device=sizes.device) for row in numbers]
+            if any(heads):
+                self.classes.append(HeadClass(cache, [*map(bool, heads)], numbers, there))
+        self.caches = [one.cache for one in self.classes]
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        """Make room for the next block in every class."""
-        for one in self._classes:
+        for one in self.classes:
             rows = zip(text, one.here, strict=False)
             one.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
         first, self.newest = self.caches[0], block
@@ -425,10 +320,6 @@ class PerHeadCache:
         for cache in self.caches:
             cache.flush()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
-
     def begin_pass(self, is_clean: bool) -> None:
         for cache in self.caches:
             cache.begin_pass(is_clean)
@@ -437,38 +328,338 @@ class PerHeadCache:
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> list[HeadGroup]:
-        """Store the newest block's keys and values [B, L, H, D] -> what each class of heads sees."""
         groups = []
-        for cache, has_heads, numbers, here in self._classes:
+        for cache, has_heads, numbers, here in self.classes:
             if not has_heads[layer]:
                 continue
             row = here[layer]
             raw = raw_k[:, :, row] if raw_k is not None and cache.stores_raw else None
             queries = q[:, :, row]
-            seen = cast(tuple[Tensor, Tensor], cache.write(layer, queries, k[:, :, row], v[:, :, row], raw))
+            seen = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
             if len(row):
                 parts = partial(cache.parts, layer, len(row))
                 groups.append(HeadGroup(numbers[layer], row, queries, *seen, parts))
         return groups
 
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
 
-class HeadCaches(Protocol):
-    """The face that PerHeadCache shares with the HeadwiseCache of wan/headwise.py."""
 
-    policy: CachePolicy
-    newest: range
-    stores_raw: bool
-    query_positions: Sequence[int]
-    key_positions: Sequence[int]
+@dataclass(eq=False)
+class Kind:
+    """Heads of a layer that see equally many keys: the past ones, with room for the block behind them."""
+
+    heads: tuple[int, ...]  # among those that are here
+    here: Tensor | slice  # the same as an index on the device
+    keys: Tensor  # [B, past + own, h, D]
+    values: Tensor
+    ids: Tensor  # number in the video, frame·S + place, of every past key, [B or 1, past, h or 1]
 
     @property
-    def nbytes(self) -> int: ...
-    def advance(self, block: range, text: Text = (), cut: bool = False) -> None: ...
-    def flush(self) -> None: ...
-    def begin_pass(self, is_clean: bool) -> None: ...
+    def past(self) -> int:
+        return self.ids.shape[1]
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its heads of x [B, L, H, D]."""
+        return x if isinstance(self.here, slice) else x.index_select(2, self.here)
+
+
+class HeadwiseCache(AnyCache):
+    """Keys that differ from head to head; write() returns kinds of heads, as groups of wan/keys.py.
+
+    Keys are stored rotated at their own frame and stay there. After the clean pass of a block the policy says
+    which of the tokens that a head saw stay.
+    """
+
+    def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
+        super().__init__(sizes, policy)
+        self.head_dim, self.block_size = sizes.head_dim, sizes.block_size
+        self.device = torch.device(sizes.device)
+        # Where items of a batch keep other frames, heads are those of all items, one item behind the other.
+        self.items = sizes.batch if self.policy.keeps_items_apart else 1
+        self.num_heads = sizes.num_heads[0] * self.items
+        shape = sizes.batch // self.items, 0, self.num_heads, sizes.head_dim
+        empty = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
+        nothing = torch.empty(1, 0, 1, dtype=torch.long, device=sizes.device)
+        everyone = tuple(range(self.num_heads))
+        self.kinds = [[Kind(everyone, slice(None), empty, empty, nothing)] for _ in sizes.num_heads]
+        self.block = -1  # the number of the newest block
+        self.sink = range(self.policy.sink)  # the frames of the sink
+        self.own = 0  # tokens of the newest frames that have room; of a cache computed again the last ones
+        self.is_recache = self.is_clean = False
+        self.policy.start(self)
+
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        self.block += 1
+        self.policy.admit(self, block)
+        self._announce(block, len(block) * self.tokens_per_frame, is_recache=False)
+
+    def recache(self, frames: range, text: Text = (), lasts: bool = True) -> None:
+        self._announce(frames, self.policy.forget(self, frames), is_recache=True)
+
+    def begin_pass(self, is_clean: bool) -> None:
+        self.is_clean = is_clean
+
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
-    ) -> list[HeadGroup]: ...
+    ) -> list[HeadGroup]:
+        """Store the newest frames' keys and values [B, L, H, D] -> what each kind of heads sees.
+
+        The clean pass's last layer ends the block: from then on heads hold what the policy lets them keep.
+        """
+        if self.items > 1:
+            q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # [1, L, items·H, D]
+        groups = []
+        for kind in self.kinds[layer]:
+            kind.keys[:, kind.past :] = kind.of(k[:, -self.own :])
+            kind.values[:, kind.past :] = kind.of(v[:, -self.own :])
+            seen = kind.of(q), kind.keys, kind.values
+            groups.append(HeadGroup(kind.heads, kind.here, *seen, partial(self.parts, kind, self.sink)))
+        if self.is_clean:
+            self.policy.observe(self, layer, q)
+            if layer + 1 == self.num_layers:
+                (self.policy.recached if self.is_recache else self.policy.finish)(self)
+        return groups
+
+    def parts(self, kind: Kind, sink: range) -> list[tuple[list[int], KeyLayout]]:
+        """Return the layouts of a kind's keys, each with the places of its heads that see the same tokens."""
+        if self.items > 1:
+            problem = f"videos of a batch of {self.items} keep other frames"
+            self.policy.require(False, f"{problem}; capture and edit them one by one")
+        stop = self.newest.stop * self.tokens_per_frame
+        past = kind.ids.cpu()  # [B or 1, past, h or 1]
+        alike: dict[bytes, tuple[Tensor, list[int]]] = {}
+        own = torch.arange(stop - self.own, stop).expand(len(past), -1)
+        for head in range(len(kind.heads)):
+            row = past[..., min(head, past.shape[2] - 1)]
+            alike.setdefault(row.numpy().tobytes(), (row, []))[1].append(head)
+        return [(heads, self._layout(torch.cat([row, own], 1), sink)) for row, heads in alike.values()]
+
+    def _layout(self, ids: Tensor, sink: range) -> KeyLayout:
+        """Return the layout of keys by their numbers in the video, int64 [B or 1, n].
+
+        Slots are of whole frames where they can be, else of as many tokens as divide all. A slot whose tokens
+        are of several frames, or of other ones for each batch item, is CHOSEN.
+        """
+        S, size = self.tokens_per_frame, math.gcd(self.tokens_per_frame, ids.shape[1])
+        seen = torch.stack([ids // S, ids % S])
+        frames, tokens = seen.unflatten(2, (-1, size))  # [B or 1, slots, size]
+        one_frame = (frames == frames[:1, :, :1]).all(2).all(0)
+        whole = one_frame & (tokens == torch.arange(S)[:size]).all(2).all(0) & (size == S)
+        slots = tuple(
+            Slot(frame, frame) if is_one else Slot(CHOSEN, MIXED)
+            for frame, is_one in zip(frames[0, :, 0].tolist(), one_frame.tolist(), strict=True)
+        )
+        chosen, mixed = None, (~whole).nonzero().flatten().tolist()
+        if mixed:
+            at = range(mixed[0], mixed[-1] + 1)
+            of, place = seen[:, :, at.start * size : at.stop * size]
+            chosen = ChosenTokens(at, of, place, of, torch.zeros_like(of))
+        own = range(len(slots) - self.own // size, len(slots))
+        deep = next((n for n in range(own.start) if slots[n].frame not in sink), own.start)
+        return KeyLayout(slots, size, own, tuple(self.newest), chosen, sink=range(deep))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for kinds in self.kinds for kind in kinds for x in (kind.keys, kind.values))
+
+    # -- for policies ----------------------------------------------------------------------------------------
+
+    def rows(self, *tokens: range) -> Tensor:
+        """Return an index [1, n, 1] of these tokens, as keep() takes it."""
+        each = [torch.arange(one.start, one.stop, device=self.device) for one in tokens]
+        return torch.cat(each)[None, :, None]
+
+    def keep(self, layer: int, kept: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+        """Let heads hold these of the tokens that they see: for heads that become a kind, an index.
+
+        An index is [B or 1, n, h or 1]. Heads that become one kind were of one kind before.
+        """
+        before, self.kinds[layer] = self.kinds[layer], []
+        for heads, index in kept:
+            if not len(heads):
+                continue
+            old = next(kind for kind in before if heads[0] in kind.heads)
+            here, found = old.here, [old.keys, old.values, self.seen(old)]
+            if len(heads) < len(old.heads):
+                here = send(torch.tensor(heads), self.device)
+                columns = send(torch.tensor([old.heads.index(head) for head in heads]), self.device)
+                found = [x if x.shape[2] == 1 else x.index_select(2, columns) for x in found]
+            keys, values = (taken(x, index, self.own) for x in found[:2])
+            ids = found[2].take_along_dim(index, 1)
+            self.kinds[layer].append(Kind(tuple(heads), here, keys, values, ids))
+
+    def keep_first(self, count: int) -> None:
+        """Make all heads of a layer one kind again, with its first tokens, which all of them have."""
+        for layer, kinds in enumerate(self.kinds):
+            first, everyone = kinds[0], tuple(range(self.num_heads))
+            count = min(count, first.past)
+            keys = first.keys.new_empty(first.keys.shape[0], count, self.num_heads, self.head_dim)
+            values, ids = torch.empty_like(keys), first.ids[:, :count]
+            for kind in kinds:
+                keys[:, :, kind.here], values[:, :, kind.here] = kind.keys[:, :count], kind.values[:, :count]
+            ids = ids if len(kinds) == 1 else ids[:1, :, :1]
+            self.kinds[layer] = [Kind(everyone, slice(None), keys, values, ids)]
+
+    def seen(self, kind: Kind) -> Tensor:
+        """Return the number in the video of every key that a kind sees, its own too, [B or 1, n, h or 1]."""
+        stop = self.newest.stop * self.tokens_per_frame
+        own = torch.arange(stop - self.own, stop, device=self.device)[None, :, None]
+        return torch.cat([kind.ids, own.expand(kind.ids.shape[0], -1, kind.ids.shape[2])], 1)
+
+    def _announce(self, frames: range, own: int, is_recache: bool) -> None:
+        self.newest, self.own, self.is_recache = frames, own, is_recache
+        self.query_positions = self.key_positions = frames
+        for kind in (kind for kinds in self.kinds for kind in kinds):
+            if kind.keys.shape[1] != kind.past + own:
+                past = self.rows(range(kind.past))
+                kind.keys, kind.values = (taken(x, past, own) for x in (kind.keys, kind.values))
 
 
-AnyCache = KVCache | HeadCaches
+def taken(x: Tensor, index: Tensor, room: int) -> Tensor:
+    """Take tokens [B or 1, n, h or 1] of x [B, N, h, D], with room behind them -> [B, n + room, h, D]."""
+    n = index.shape[1]
+    out = x.new_empty(x.shape[0], n + room, *x.shape[2:])
+    if index.shape[0] == index.shape[2] == 1:
+        torch.index_select(x, 1, index.flatten(), out=out[:, :n])
+    else:
+        torch.gather(x, 1, index[..., None].expand(x.shape[0], n, *x.shape[2:]), out=out[:, :n])
+    return out
+
+
+class Capacity(NamedTuple):
+    """Memory of a policy, in slots of one frame."""
+
+    slots: int
+    raw_slots: int = 0  # the first slots that keep un-rotated keys as well
+    state_frames: int = 0  # keys and values in float32 that the policy holds beside the cache
+
+
+@dataclass
+class CachePolicy:
+    """Decide what a block may look at: which slots stay, and at which temporal positions their keys stand.
+
+    A policy is a subclass with its settings as fields. Every KV cache works with a copy, so state set in
+    start() lives as long as one video. `released` asks for the numbers of a public release, quirks included:
+    by its name, or True for the first of `releases`.
+    """
+
+    released: bool | str = False
+
+    name: ClassVar[str]
+    cache_type: ClassVar[type[AnyCache]] = KVCache
+    releases: ClassVar[tuple[str, ...]] = ()
+    block_bound: ClassVar[tuple[str, ...]] = ()  # releases that only know blocks of 3 frames
+    positions_follow_slots: ClassVar[bool] = False  # keys stand at 0..n-1, whatever their frames
+    keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
+    chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
+    can_recache: ClassVar[bool] = True
+    by_heads: ClassVar[bool] = False  # heads of a layer may keep different keys
+    raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"cache_policy {self.name}: ")
+        fits = self.released in (False, *self.releases) or (self.released is True and bool(self.releases))
+        known = ", ".join(self.releases) or "none"
+        self.require(fits, f"released {short_repr(self.released)} is not one of {known}; leave it out")
+        self.check()
+
+    def require(self, fits: bool, problem: str) -> None:
+        """Raise ConfigError where something does not fit."""
+        if not fits:
+            raise ConfigError(f"cache_policy {self.name}: {problem}")
+
+    @property
+    def source(self) -> str:
+        """The public release to reproduce, or ""."""
+        return self.releases[0] if self.released is True else str(self.released or "")
+
+    @property
+    def num_frames(self) -> int | None:
+        """Frames that a call sees at most; None without a limit."""
+        return None
+
+    @property
+    def recomputed_frames(self) -> int | None:
+        """Frames that a change of prompts computes again at most; None for all of the past."""
+        return self.num_frames
+
+    @property
+    def lasting_sink(self) -> int:
+        """Frames of the sink that outlive a recache."""
+        return 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the policy as a config has it: its name and the fields that differ from their defaults."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        differ = {key: x for key, (x, plain) in values.items() if type(x) is not type(plain) or x != plain}
+        return {"name": self.name, **differ}
+
+    def check(self, block_sizes: Sequence[int] = ()) -> None:
+        """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
+        fits = self.source not in self.block_bound or set(block_sizes) <= {3}
+        self.require(fits, f"released by {self.source} has blocks of 3 frames; leave released out")
+
+    def switch_from(self, how: How) -> int | None:
+        """Return the first frame at which a change of prompts can change the cache in this way, or None."""
+        can = {"recache": self.can_recache, "cut": self.positions_follow_slots}
+        return 0 if can.get(how, True) else None
+
+    def check_switch(self, how: How, frame: int) -> None:
+        """Raise ConfigError where a prompt that changes at a frame cannot change the cache in this way."""
+        known = {one: self.switch_from(one) for one in get_args(How)}
+        said = ", ".join(f"{one} from frame {at} on" for one, at in known.items() if at is not None)
+        first = known[how]
+        self.require(first is not None and frame >= first, f"cannot {how} at frame {frame}; it can {said}")
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        """Return the memory for a video of num_frames frames in blocks of at most block_size."""
+        return Capacity(num_frames, num_frames if self.positions_follow_slots else 0)
+
+    # -- called by a KVCache ---------------------------------------------------------------------------------
+
+    def start(self, cache: Any) -> None:
+        """Begin a video, or go on after the cache was computed again: set the policy's state."""
+
+    def admit(self, cache: Any, block: range) -> None:
+        """Make room for the frames of a block, and append them."""
+        cache.append(block)
+
+    def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
+        """Return the temporal positions of all slots up to the block's own, which come last."""
+        if not self.positions_follow_slots:
+            return [slot.position for slot in cache.slots[: cache.own.stop]]
+        first = CUT_POSITION if cut else cache.own.start
+        return [*range(cache.own.start), *range(first, first + len(cache.own))]
+
+    def query_positions(self, cache: KVCache) -> Sequence[int]:
+        """Return the temporal positions of the block's queries."""
+        return cache.key_positions
+
+    def own_slots(self, cache: KVCache, layer: int) -> range:
+        """Return the slots that the present pass writes in a layer: of the block's frames the last ones."""
+        return cache.own
+
+    def written(self, cache: KVCache, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the call sees, after a write by queries q [B, L, H, D]."""
+        return cache.view(layer)
+
+    def of_layer(self, cache: KVCache, layer: int) -> tuple[Sequence[Slot], ChosenTokens | None]:
+        """Return the slots as one layer has them, and the tokens it chose, where chooses_by_layer."""
+        return cache.slots, None
+
+    def flush(self, cache: KVCache) -> None:
+        """Forget the past but for the sink and the last two frames."""
+        sink = min(getattr(self, "sink", 0), len(cache.slots))
+        cache.drop(sink, len(cache.slots) - sink - FLUSH_KEEPS)
+        kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
+        cache.own = range(len(cache.slots) - kept, len(cache.slots))
+        cache.newest = range(cache.newest.stop - kept, cache.newest.stop)
+
+    def recache(self, cache: KVCache, frames: range) -> None:
+        """Make the slots of frames, whose keys one forward is about to compute, the whole cache."""
+        kept = min(self.lasting_sink, len(cache.slots))
+        self.start(cache)
+        del cache.slots[kept:]
+        cache.append(frames, own=len(frames) - kept)

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from wan.blocks import (
     block_ranges,
     block_sizes,
-    check_window,
     latent_frames,
     rolling_attention_size,
     steps_of_blocks,
 )
-from wan.errors import ConfigError, did_you_mean, reason_of, require_text, short_repr
-from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, read_yaml
+from wan.errors import ConfigError, check_fields, did_you_mean, reason_of, short_repr
+from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, Count, Frames, read_yaml
 
 if TYPE_CHECKING:
     from wan.cache import CachePolicy
@@ -34,6 +33,13 @@ CARDS = {  # GPU -> multiprocessors, and threads of each: they decide which valu
 NOISES = ("seeded", "released", *CARDS)
 NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 MAX_SCALE = 1000.0  # shift of noise levels, guidance
+TINY = 1e-9  # below any shift or LoRA alpha
+
+Layer = Annotated[int, 0, MAX_LAYERS - 1]
+Place = Annotated[str, 1, 4096]  # of a file or folder
+Prompt = Annotated[str, 0, MAX_TEXT]
+Scale = Annotated[float, TINY, MAX_SCALE]
+Side = Annotated[int, 1, 1024]
 
 # The default reference set of mean ablation: subjects, cameras and styles that lie apart.
 REFERENCE_PROMPTS = (
@@ -102,60 +108,58 @@ WAN_NEGATIVE_PROMPT = (
 class BaseSampling:
     """Bidirectional sampling of the base weights with classifier-free guidance (wan/text2video.py)."""
 
-    shift: float = 8.0  # these two are Wan's own for 1.3B; 5 and 5 for 14B
-    guidance_scale: float = 6.0
-    num_steps: int = 50
-    negative_prompt: str = WAN_NEGATIVE_PROMPT
-    num_video_frames: int = 21  # 4n + 1
-    layer_index: int = 20  # the last one where the model has fewer
+    shift: Scale = 8.0  # these two are Wan's own for 1.3B; 5 and 5 for 14B
+    guidance_scale: Annotated[float, -MAX_SCALE, MAX_SCALE] = 6.0
+    num_steps: Annotated[int, 1, 10_000] = 50
+    negative_prompt: Prompt = WAN_NEGATIVE_PROMPT
+    num_video_frames: Annotated[int, 1, 4 * MAX_FRAMES - 3] = 21  # 4n + 1
+    layer_index: Layer = 20  # the last one where the model has fewer
 
     def __post_init__(self) -> None:
-        check_sampling(self.shift, self.num_steps)
-        check_number("guidance_scale", self.guidance_scale, -MAX_SCALE, MAX_SCALE)
-        require_text(self.negative_prompt, "negative_prompt", MAX_TEXT)
-        check_number("num_frames", self.num_video_frames, 1, 4 * MAX_FRAMES - 3)
+        check_fields(self, "base: ")
         latent_frames(self.num_video_frames)
-        check_number("base.layer_index", self.layer_index, 0, MAX_LAYERS - 1)
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """All that one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
-    model: str = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
-    ckpt_dir: str = "wan_models/Wan2.1-T2V-1.3B"
-    checkpoint_path: str | None = None  # .pt or .safetensors (docs/models.md); None runs the base weights
+    model: Annotated[str, 0, 200] = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
+    ckpt_dir: Place = "wan_models/Wan2.1-T2V-1.3B"
+    checkpoint_path: Place | None = None  # .pt or .safetensors (docs/models.md); None runs the base weights
     use_ema: bool = True
-    lora_path: str | None = None  # merged into the weights on loading
-    lora_rank: int | None = None  # what the file must have; lora_alpha is rarely in it
-    lora_alpha: float | None = None
+    lora_path: Place | None = None  # merged into the weights on loading
+    lora_rank: Annotated[int, 1, MAX_SIZE] | None = None  # what the file must have; alpha is rarely in it
+    lora_alpha: Annotated[float, TINY, MAX_SIZE] | None = None
     release: dict[str, Any] | None = None  # who published the weights, and how (docs/models.md)
 
-    prompt: str = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
-    num_frames: int = 21  # latent frames
-    height: int = 60  # of a latent frame, 1/8 of the video's
-    width: int = 104
-    seed: int = 42
-    noise: str = "seeded"  # released: as the public scripts draw it, on this GPU or on one of CARDS
+    prompt: Prompt = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
+    num_frames: Count = 21  # latent frames
+    height: Side = 60  # of a latent frame, 1/8 of the video's
+    width: Side = 104
+    seed: Annotated[int, -(2**63), 2**63 - 1] = 42
+    noise: Annotated[str, NOISES] = "seeded"  # released: as public scripts draw it, here or on one of CARDS
 
-    num_frame_per_block: int = 3
+    num_frame_per_block: Count = 3
     independent_first_frame: bool = False
-    local_attn_size: int = -1  # frames; -1: attend to the whole past
-    sink_size: int = 0  # frames
+    local_attn_size: Annotated[int, -1, MAX_FRAMES] = -1  # frames; -1: attend to the whole past
+    sink_size: Frames = 0  # frames
     cache_policy: dict[str, Any] | None = None  # name and fields (wan/policies.py)
     prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
 
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
     first_block_steps: list[int] | None = None  # of block 0, where they differ
     warp_denoising_step: bool = True
-    timestep_shift: float = 5.0
-    context_noise: int = 0  # timestep of the clean pass
-    recompute_context: int = 0  # frames whose keys are computed again before each block (Krea)
-    sampler: str = "blocks"  # or rolling_forcing: a window of blocks at rising noise levels
+    timestep_shift: Scale = 5.0
+    context_noise: Annotated[int, 0, NUM_TRAIN_TIMESTEPS] = 0  # timestep of the clean pass
+    recompute_context: Frames = 0  # whose keys are computed again before each block (Krea)
+    sampler: Annotated[str, SAMPLERS] = (
+        "blocks"  # or rolling_forcing: a window of blocks at rising noise levels
+    )
 
     layer_indices: list[int] = field(default_factory=lambda: [1, 5])
     layer_index: int = 3
-    step: int = 0  # which pass is extracted; 0 is t = 1000
+    step: Frames = 0  # which pass is extracted; 0 is t = 1000
 
     interventions: list[Any] = field(default_factory=list)  # docs/interventions.md; none
     reference_prompts: list[str] = field(default_factory=lambda: list(REFERENCE_PROMPTS))  # of mean ablation
@@ -163,79 +167,48 @@ class RunConfig:
     base: BaseSampling = field(default_factory=BaseSampling)
 
     device: str = "auto"
-    dtype: str = "auto"  # bfloat16 on a GPU, float32 on a CPU
-    gpus: int = 1  # how many make one rollout together, by heads (wan/parallel.py)
+    dtype: Annotated[str, DTYPES] = "auto"  # bfloat16 on a GPU, float32 on a CPU
+    gpus: Annotated[int, 1, 4096] = 1  # how many make one rollout together, by heads (wan/parallel.py)
     offload: bool = False  # the layers' weights stay on the host and are streamed
     t5_cpu: bool = False  # umT5 runs on the CPU, where it rounds otherwise
-    prompt_embeds: str | None = None  # a file of prompt embeddings, in place of umT5
-    embeds_dir: str | None = "cache/prompt_embeds"  # where prompt embeddings are remembered; None: nowhere
+    prompt_embeds: Place | None = None  # a file of prompt embeddings, in place of umT5
+    embeds_dir: Place | None = "cache/prompt_embeds"  # where prompt embeddings are remembered; None: nowhere
 
     def __post_init__(self) -> None:
-        require_text(self.model, "model", 200)
-        require_text(self.prompt, "prompt", MAX_TEXT)
-        for name in ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir"):
-            path = getattr(self, name)
-            if path is not None and not require_text(path, name, 4096).strip():
-                raise ConfigError(f"{name} is empty; give a path, or null where nothing is meant")
-        for name, most in (("num_frames", MAX_FRAMES), ("gpus", 4096), ("height", 1024), ("width", 1024)):
-            check_number(name, getattr(self, name), 1, most)
-        check_seed(self.seed)
+        check_fields(self)
         check_device(self.device)
-        for name, known in (("dtype", DTYPES), ("sampler", SAMPLERS), ("noise", NOISES)):
-            if getattr(self, name) not in known:
-                value = short_repr(getattr(self, name))
-                raise ConfigError(f"{name} {value} is not one of {', '.join(known)}")
-        for name in ("lora_rank", "lora_alpha"):
-            value = getattr(self, name)
-            if value is not None and self.lora_path is None:
-                raise ConfigError(f"{name} {value} is of no file; give lora_path, or leave it out")
-            if value is not None and not 0 < value <= MAX_SIZE:
-                raise ConfigError(f"{name} must be above 0 and at most {MAX_SIZE}, not {short_repr(value)}")
-
-        if not 1 <= len(self.layer_indices) <= MAX_LAYERS:
-            raise ConfigError(f"layer_indices has {len(self.layer_indices)} layers, not 1..{MAX_LAYERS}")
-        for layer in (*self.layer_indices, self.layer_index):
-            if not 0 <= layer < MAX_LAYERS:
-                said = short_repr(layer)
-                raise ConfigError(f"layer {said} is not in 0..{MAX_LAYERS - 1}; layers count from 0")
-
+        if self.lora_path is None and (self.lora_rank is not None or self.lora_alpha is not None):
+            raise ConfigError("lora_rank and lora_alpha are of a file; give lora_path, or leave them out")
+        layers = [*self.layer_indices, self.layer_index]
+        if not 2 <= len(layers) <= MAX_LAYERS + 1 or not all(0 <= layer < MAX_LAYERS for layer in layers):
+            said = f"{short_repr(layers)} are not 1..{MAX_LAYERS} in 0..{MAX_LAYERS - 1}"
+            raise ConfigError(f"layer_indices and layer_index {said}; layers count from 0")
         check_steps("denoising_step_list", self.denoising_step_list)
         if self.first_block_steps is not None:
             check_steps("first_block_steps", self.first_block_steps)
-        check_shift("timestep_shift", self.timestep_shift)
-        check_number("context_noise", self.context_noise, 0, NUM_TRAIN_TIMESTEPS)
-        last = self.num_passes - 1
-        if not 0 <= self.step <= last:
-            raise ConfigError(f"step {short_repr(self.step)} is not in 0..{last}; {last} is the clean pass")
-
-        block_sizes(self.num_frames, self.num_frame_per_block, self.independent_first_frame)
-        check_window(self.local_attn_size, self.sink_size, self.num_frame_per_block)
+        if self.step >= self.num_passes:
+            last = self.num_passes - 1
+            raise ConfigError(f"step {self.step} is not in 0..{last}; {last} is the clean pass")
+        sizes = self.block_sizes
         if self.sampler == "rolling_forcing":
             steps, size = len(self.denoising_step_list), self.num_frame_per_block
             rolling_attention_size(self.local_attn_size, steps, size)
-            if self.gpus > 1:
-                raise ConfigError(f"sampler rolling_forcing runs on one GPU, not {self.gpus}; leave gpus out")
-            names = ("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame")
-            if unknown := [n for n in (*names, "recompute_context", "interventions") if getattr(self, n)]:
-                raise ConfigError(
-                    f"sampler rolling_forcing knows no {unknown[0]}; leave it out, or take blocks"
-                )
-        if self.cache_policy is not None and (self.local_attn_size != -1 or self.sink_size):
-            raise ConfigError(
-                f"local_attn_size {self.local_attn_size} and sink_size {self.sink_size} mean cache_policy "
-                f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}; leave them out "
-                "where cache_policy is given"
-            )
-        if self.cache_policy is not None or self.prompt_schedule or self.recompute_context:
-            from wan.policies import (  # a config must not wait for torch
-                check_recompute,
-                check_schedule,
-            )
+            names = "cache_policy prompt_schedule first_block_steps independent_first_frame recompute_context"
+            unknown = [name for name in (*names.split(), "interventions") if getattr(self, name)]
+            unknown += ["gpus above 1"] * (self.gpus > 1)
+            if unknown:
+                raise ConfigError(f"sampler rolling_forcing knows no {unknown[0]}; leave it out")
+        has_window = self.local_attn_size != -1 or self.sink_size > 0
+        if self.cache_policy is not None and has_window:
+            said = f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}"
+            remedy = "leave them out where cache_policy is given"
+            raise ConfigError(f"local_attn_size and sink_size mean cache_policy {said}; {remedy}")
+        if self.cache_policy is not None or has_window or self.prompt_schedule or self.recompute_context:
+            from wan.policies import check_recompute, check_schedule  # a config must not wait for torch
 
-            policy = self.policy
-            policy.check(self.block_sizes)
-            check_schedule(self.switches, block_ranges(self.block_sizes), policy)
-            check_recompute(self.recompute_context, policy, self.num_frame_per_block)
+            self.policy.check(sizes)
+            check_schedule(self.switches, block_ranges(sizes), self.policy)
+            check_recompute(self.recompute_context, self.policy, self.num_frame_per_block)
 
     @property
     def policy(self) -> "CachePolicy":
@@ -304,25 +277,6 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
         raise ConfigError(f"{path}: {reason_of(error)}{said}") from error
 
 
-def check_number(name: str, value: float, low: float, high: float) -> None:
-    """Raise ConfigError for a number that is not in low..high, as nan never is."""
-    if type(value) not in (int, float) or not low <= value <= high:  # ${...} in a YAML is a text
-        raise ConfigError(f"{name} is {short_repr(value)}, not in {low:g}..{high:g}")
-
-
-def check_sampling(shift: float, num_steps: int) -> None:
-    """Raise ConfigError unless a sampler of the base model takes a step, at levels between 0 and 1."""
-    check_number("num_steps", num_steps, 1, 10_000)
-    check_shift("shift", shift)
-
-
-def check_shift(name: str, shift: float) -> None:
-    """Raise ConfigError unless a shift s of levels, σ -> s σ / (1 + (s - 1) σ), is above 0 and finite."""
-    if not 0 < shift <= MAX_SCALE:
-        said = short_repr(shift)
-        raise ConfigError(f"{name} must be above 0 and at most {MAX_SCALE:g}, not {said}; try 5.0")
-
-
 def check_steps(name: str, steps: Sequence[int]) -> None:
     """Raise ConfigError unless denoising steps go down from at most 1000; the last one alone may be 0."""
     T, falls = NUM_TRAIN_TIMESTEPS, all(a > b for a, b in pairwise(steps))
@@ -338,10 +292,3 @@ def check_device(name: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise ConfigError(f"device {short_repr(name)} is not one of auto, cpu, cuda, cuda:N")
     return name
-
-
-def check_seed(seed: int) -> int:
-    """Return a seed. Raise ConfigError beyond 64 bits."""
-    if not -(2**63) <= seed < 2**63:
-        raise ConfigError(f"seed {short_repr(seed)} does not fit 64 bits; try 0")
-    return seed

@@ -3,8 +3,10 @@
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
 class UserError(Exception):
@@ -72,6 +74,42 @@ def require_text(value: str, name: str, limit: int | None = None) -> str:
     if limit is not None and len(value) > limit:
         raise ConfigError(f"{name} has {len(value)} characters, at most {limit} are read")
     return value
+
+
+def check_fields(settings: Any, where: str = "") -> None:
+    """Raise ConfigError where a field of a dataclass is not what its annotation says.
+
+    Annotated[int, low, high] names a range, of a text that of its length; Annotated[str, words] and Literal
+    all that is known. Other classes than numbers, texts and None are not looked into.
+    """
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if type(value) is str:
+            require_text(value, where + each.name)
+        kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
+        if not any(_is_of(value, kind)[0] for kind in kinds):
+            known = " or ".join(_is_of(value, kind)[1] for kind in kinds)
+            raise ConfigError(f"{where}{each.name} {short_repr(value)} is not {known}")
+
+
+def _is_of(value: Any, kind: Any) -> tuple[bool, str]:
+    """Return whether a value is of a kind, and the kind in words."""
+    limits: tuple = ()
+    if get_origin(kind) is Annotated:
+        kind, *limits = get_args(kind)  # type: ignore[assignment]
+    if get_origin(kind) is Literal:
+        kind, limits = str, (get_args(kind),)
+    if kind not in (bool, int, float, str, NoneType):
+        return True, ""
+    name = {NoneType: "null", str: "text"}.get(kind, getattr(kind, "__name__", ""))
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if len(limits) == 1:
+        return fits and value in limits[0], f"one of {', '.join(limits[0])}"
+    if len(limits) == 2:
+        low, high = limits
+        size = len(value.strip()) if fits and kind is str else value
+        return fits and low <= size <= high, f"{name} in {low}..{high}" + " characters" * (kind is str)
+    return fits, name
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo, is_zipfile
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ MAX_FRAMES = 1 << 14  # latent frames of one rollout: 68 minutes of video
 MAX_TEXT = 100_000  # characters of a prompt; the encoder reads 512 tokens
 MAX_PROMPTS = 100_000  # of a sweep
 MAX_DEPTH = 32  # containers in containers; a cache has 3
+
+Frames = Annotated[int, 0, MAX_FRAMES]  # of settings, whose fields errors.check_fields checks
+Count = Annotated[int, 1, MAX_FRAMES]
+Share = Annotated[float, 0, 1]
 
 CONFIG_BYTES = 1 << 18  # of a YAML file
 TEXT_BYTES = 1 << 26  # of any other text: prompts, curves, JSON (a large tokenizer has 20 MB)

@@ -1,7 +1,7 @@
 """The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
-from wan.blocks import check_window
-from wan.cache import AnyCache, CachePolicy, KVCache
+from wan.cache import AnyCache, CachePolicy, CacheSizes, KVCache
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
@@ -233,7 +232,7 @@ class SelfAttention(_Attention):
             if isinstance(seen, list):
                 return attention_by_heads(seen, self.site, len(q))
             k, v = seen  # [B, Lk, H, D]
-            layout = kv_cache.layouts[self.site.layer]  # type: ignore[union-attr]  # no groups: a KVCache
+            layout = kv_cache.layouts[self.site.layer]
         return attention(q, k, v, self.site, mask, layout)
 
     def merge(self, seen: Tensor, out: Tensor | None = None) -> Tensor:
@@ -486,7 +485,6 @@ class CausalWanModel(WanModel):
 
     def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
         super().__init__(**sizes)
-        check_window(local_attn_size, sink_size, block_size=1)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
         self.head_shard = HeadShard.whole(self.config.num_heads)  # wan/parallel.py has less of them here
 
@@ -529,22 +527,19 @@ class CausalWanModel(WanModel):
         _, patch_h, patch_w = config.patch_size
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
 
-        def build(num_heads: Sequence[int], of_class: CachePolicy, make: type = KVCache) -> Any:
-            return make(
-                num_heads,
-                batch,
-                config.head_dim,
-                config.tokens_per_frame(height, width),
-                num_frames,
-                of_class,
-                block_size,
-                rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
-                dtype=self.dtype,
-                device=device,
-                shard=shard,
-            )
-
-        return policy.new_cache(build, config.num_layers, shard)
+        sizes = CacheSizes(
+            [len(shard.heads)] * config.num_layers,
+            config.head_dim,
+            config.tokens_per_frame(height, width),
+            num_frames,
+            batch,
+            block_size,
+            rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
+            dtype=self.dtype,
+            device=device,
+            head_shard=shard,
+        )
+        return policy.cache_type(sizes, policy)
 
 
 def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.blocks import block_ranges, block_sizes, check_window, steps_of_blocks
-from wan.cache import CachePolicy, KVCache
+from wan.blocks import block_ranges, block_sizes, steps_of_blocks
+from wan.cache import CachePolicy, CacheSizes, KVCache
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.interventions import BlockKeys, RolloutPlan
@@ -102,7 +102,6 @@ class CausalInferencePipeline:
         self.timesteps, self.sigmas = timesteps.tolist(), schedule.sigma(timesteps).tolist()
         self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
-        check_window(model.local_attn_size, model.sink_size, num_frame_per_block)
         self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
         check_recompute(recompute_context, self.cache_policy, num_frame_per_block)
@@ -247,7 +246,7 @@ class CausalInferencePipeline:
         knows_all = all(one.keeps_whole_frames for one in policies)
         size, rope = max(map(len, blocks)), (torch.zeros(()), torch.zeros(()))
         caches = [  # without heads
-            KVCache([0], 1, 2, 1, given + num_frames, one, size, rope=lambda _: rope)
+            KVCache(CacheSizes([0], 2, 1, given + num_frames, block_size=size, rope=lambda _: rope), one)
             for one in policies
             if one.keeps_whole_frames
         ]
@@ -298,10 +297,8 @@ class Rollout:
         self.text = self.model.text_keys_values(prompt_embeds)
         for embeds in (prompt_embeds, *(switch.prompt_embeds for switch in prompt_schedule)):
             check_batch(batch if embeds is None else len(embeds), batch)
-        policy = pipeline.cache_policy.of_video(bool(prompt_schedule))
-        self.kv_cache = self.model.new_kv_cache(
-            batch, num_frames, height, width, policy, pipeline.num_frame_per_block
-        )
+        policy, size = pipeline.cache_policy, pipeline.num_frame_per_block
+        self.kv_cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
         self.switches = {switch.frame: switch for switch in prompt_schedule}
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
         self.context = pipeline.recompute_context

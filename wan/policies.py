@@ -1,12 +1,16 @@
 """Cache policies: what a block may look at, and what a change of prompts does to the cache.
 
-Each class is a policy of a publication. The face that they share is CachePolicy in wan/cache.py.
+Each class is a policy of a publication. The face that they share is CachePolicy in wan/cache.py. Letters: B
+batch, S tokens per frame, H heads, h heads of a kind, D head dim, n keys.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import csv
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,15 +20,16 @@ from wan.cache import (
     AnyCache,
     CachePolicy,
     Capacity,
-    HeadClass,
+    HeadwiseCache,
+    How,
+    Kind,
     KVCache,
     PerHeadCache,
     rotate_into,
 )
-from wan.errors import ConfigError, require_text, short_repr
-from wan.files import MAX_FRAMES, MAX_TEXT
-from wan.headwise import DummyForcing, ForcingKV, HeadBudget, TriAttention, read_columns
-from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadShard, Slot, send
+from wan.errors import ConfigError, check_fields, library_reads, short_repr
+from wan.files import CONFIG_BYTES, MAX_TEXT, Count, Frames, Share, read_json, read_text
+from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, RotaryTable, Slot, rotate, send
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -41,10 +46,9 @@ class Full(CachePolicy):
 class WindowedPolicy(CachePolicy):
     """A window of W frames, the first S of them a sink: the oldest after the sink leave."""
 
-    window: int = 21
-    sink: int = 0
+    window: Count = 21
+    sink: Frames = 0
 
-    bounds: ClassVar = {"sink": (0, MAX_FRAMES)}
     reserved: ClassVar[int] = 0  # slots of the window that are neither sink nor recent frames
     least_blocks: ClassVar[int] = 1  # that a window holds
     zero_sink: ClassVar[tuple[str, ...]] = ()  # releases whose block 0 sees a whole sink, the rest zeros
@@ -111,11 +115,10 @@ class Window(LongLiveSink):
     """
 
     global_sink: bool = False
-    stride: int = 1
+    stride: Count = 1
 
     name = "window"
     keeps_whole_frames = True
-    bounds = WindowedPolicy.bounds | {"stride": (1, MAX_FRAMES)}
     releases = ("self_forcing", "longlive")
     block_bound = zero_sink = ("longlive",)
 
@@ -146,10 +149,9 @@ class Relative(LongLiveSink):
     zero_sink = ("longlive_infinity",)
     positions_follow_slots = True
 
-    def check_switch(self, how: str, frame: int) -> None:
-        super().check_switch(how, frame)
-        fits = how != "cut" or self.source != "longlive_infinity" or frame >= self.sink
-        self.require(fits, f"no raw keys of the sink; cut after its {self.sink} frames, or use flush")
+    def switch_from(self, how: How) -> int | None:
+        late = how == "cut" and self.source == "longlive_infinity"  # before, the sink has no raw keys
+        return self.sink if late else super().switch_from(how)
 
     def query_positions(self, cache: KVCache) -> Sequence[int]:
         at = cache.key_positions
@@ -212,10 +214,11 @@ class RollingSink(WindowedPolicy):
     turned to p.
     """
 
+    sink: Annotated[int, 0, 0] = 0
+
     name = "rolling_sink"
     releases = block_bound = ("rolling_sink",)
     can_recache = False
-    bounds: ClassVar = {"sink": (0, 0)}
     least_blocks = 2
     raw_by_frame = True  # of the first frames, which keep their places where a flush moves slots
 
@@ -269,12 +272,11 @@ class EmaSink(WindowedPolicy):
     where the frames that leave are not as many as the sink, and block 0 sees unwritten sink slots as zeros.
     """
 
-    window: int = 9
-    sink: int = 3
-    alpha: float = 0.999
+    window: Count = 9
+    sink: Count = 3
+    alpha: Share = 0.999
 
     name = "ema_sink"
-    bounds: ClassVar = {"sink": (1, MAX_FRAMES), "alpha": (0, 1)}
     releases = block_bound = zero_sink = ("reward_forcing",)
     positions_follow_slots = True
 
@@ -308,13 +310,12 @@ class TwoMemories(WindowedPolicy):
     both, and the frames that stood there are lost.
     """
 
-    window: int = 12
-    sink: int = 3
-    alpha_long: float = 0.01
-    alpha_short: float = 0.1
+    window: Count = 12
+    sink: Frames = 3
+    alpha_long: Share = 0.01
+    alpha_short: Share = 0.1
 
     name = "two_memories"
-    bounds = WindowedPolicy.bounds | {"alpha_long": (0, 1), "alpha_short": (0, 1)}
     releases = ("memrope",)
     positions_follow_slots = True
     reserved = 2
@@ -356,13 +357,12 @@ class MemoryBank(WindowedPolicy):
     window as large as the video is not the whole past.
     """
 
-    window: int = 12
-    sink: int = 3
-    bank: int = 3
-    interval: int = 3
+    window: Count = 12
+    sink: Frames = 3
+    bank: Count = 3
+    interval: Count = 3
 
     name = "memory_bank"
-    bounds = WindowedPolicy.bounds | {"bank": (1, MAX_FRAMES), "interval": (1, MAX_FRAMES)}
     releases = block_bound = ("memflow",)
     chooses_by_layer = True
     can_recache = False
@@ -372,10 +372,7 @@ class MemoryBank(WindowedPolicy):
         return self.window + self.bank
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        return Capacity(self.most_slots(num_frames))
-
-    def most_slots(self, frames: int) -> int:
-        return min(frames, self.window) + self.bank  # a banked frame may lie in the window, too
+        return Capacity(min(num_frames, self.window) + self.bank)  # a banked frame may lie in the window, too
 
     def start(self, cache: KVCache) -> None:
         self._blocks = 0
@@ -450,15 +447,14 @@ class Participative(WindowedPolicy):
     turned first by first_turn - N frames, later by as much as the window moved on.
     """
 
-    sink: int = 10
-    budget: int = 16
-    recent: int = 4
-    reuse_limit: int | None = None
-    first_turn: int = 21
+    sink: Frames = 10
+    budget: Frames = 16
+    recent: Frames = 4
+    reuse_limit: Count | None = None
+    first_turn: Frames = 21
 
     name = "participative"
     releases = block_bound = ("deep_forcing",)
-    bounds = WindowedPolicy.bounds | {"reuse_limit": (1, MAX_FRAMES), "first_turn": (0, MAX_FRAMES)}
     chooses_by_layer = True
     can_recache = False
 
@@ -565,6 +561,9 @@ class Participative(WindowedPolicy):
         cache.layouts[layer] = replace(cache.layouts[layer], chosen=chosen)
 
 
+# --- Classes of heads, each with a policy and a cache of its own
+
+
 @dataclass
 class PerHead(CachePolicy):
     """Give each class of heads a policy and a cache of its own. Pyramid Forcing, Forcing-KV, Dummy Forcing.
@@ -577,18 +576,23 @@ class PerHead(CachePolicy):
     policies: dict[str, CachePolicy] = field(default_factory=dict)
 
     name = "per_head"
+    cache_type = PerHeadCache
     by_heads = True
     can_recache = False
 
     def __post_init__(self) -> None:
-        fits = bool(self.file) and isinstance(self.policies, Mapping) and bool(self.policies)
-        self.require(fits, "needs a file of head classes and policies for them")
-        classes = self.policies.items()
-        self.policies = {
-            str(label): one if isinstance(one, CachePolicy) else read_policy(one) for label, one in classes
-        }
-        self.labels = next(iter(read_columns(self.name, self.file).values()))
+        remedy = "give a CSV of layers x heads, or of columns layer, head and more that name every head"
+        with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
+            self.labels = self.classes(read_columns(self.file))
+        self.of_model = len(self.labels), len(self.labels[0])
         super().__post_init__()
+
+    def classes(self, columns: dict[str, list[list[str]]]) -> list[list[str]]:
+        """Return the class of every head from the columns of the file, and read the policies of classes."""
+        fits = isinstance(self.policies, Mapping) and bool(self.policies)
+        self.require(fits, "needs a file of head classes and policies for them")
+        self.policies = {str(label): read_policy(one) for label, one in self.policies.items()}
+        return next(iter(columns.values()))
 
     def describe(self) -> dict[str, Any]:
         classes = {label: policy.describe() for label, policy in self.policies.items()}
@@ -607,12 +611,10 @@ class PerHead(CachePolicy):
         problem = "queries of classes stand at different positions; policies with keys at 0..n-1"
         self.require(fits, f"{problem} ({', '.join(by_slot)}) go together only, with one window")
 
-    def check_switch(self, how: str, frame: int) -> None:
+    def switch_from(self, how: How) -> int | None:
+        """Return None after a flush, too, where queries behind sinks of several sizes would stand apart."""
         sinks = {getattr(one, "sink", 0) for one in self.policies.values() if one.positions_follow_slots}
-        fits = how not in ("flush", "cut") or len(sinks) < 2
-        problem = f"after a flush, queries behind sinks of {sorted(sinks)} frames would stand apart"
-        self.require(fits, f"{problem}; use keep, or one sink")
-        super().check_switch(how, frame)
+        return None if how in ("flush", "cut") and len(sinks) > 1 else super().switch_from(how)
 
     @property
     def chooses_by_layer(self) -> bool:  # type: ignore[override]  # of a class's policy a constant
@@ -625,27 +627,623 @@ class PerHead(CachePolicy):
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory of the mean head, rounded up."""
-        sizes = [policy.capacity(num_frames, block_size) for policy in self.policies.values()]
-        counts = [sum(row.count(label) for row in self.labels) for label in self.policies]
-        slots = -(-sum(n * size.slots for n, size in zip(counts, sizes, strict=True)) // sum(counts))
-        has_raw = any(size.raw_slots for size in sizes)
-        return Capacity(slots, slots if has_raw else 0, max(size.state_frames for size in sizes))
+        sizes = {label: one.capacity(num_frames, block_size) for label, one in self.policies.items()}
+        slots = [sizes[label].slots for row in self.labels for label in row]
+        has_raw, mean = any(size.raw_slots for size in sizes.values()), math.ceil(sum(slots) / len(slots))
+        return Capacity(mean, mean if has_raw else 0, max(size.state_frames for size in sizes.values()))
 
-    def new_cache(self, build: Callable[..., KVCache], num_layers: int, shard: HeadShard) -> PerHeadCache:
-        here, model = (len(self.labels), len(self.labels[0])), (num_layers, shard.total)
-        sizes = f"{here[0]} layers x {here[1]} heads, the model {model[0]} x {model[1]}"
-        self.require(here == model, f"{self.file} has {sizes}")
-        classes = []
-        for label, policy in self.policies.items():
-            heads = [[head for head, other in enumerate(row) if other == label] for row in self.labels]
-            if any(heads):
-                numbers = [tuple(shard.local(row)) for row in heads]
-                cache = build([len(row) for row in numbers], policy)
-                device = cache.keys[0].device
-                there = [send(torch.tensor(row, dtype=torch.long), device) for row in numbers]
-                classes.append(HeadClass(cache, [bool(row) for row in heads], numbers, there))
-        return PerHeadCache(self, classes)
 
+@dataclass
+class HeadBudget(PerHead):
+    """Give every head a window and a sink of its own, in frames. file: a CSV of layer, head, window, sink."""
+
+    policies: dict[str, CachePolicy] = field(init=False, default_factory=dict)
+
+    name = "head_budget"
+
+    def classes(self, columns: dict[str, list[list[str]]]) -> list[list[str]]:
+        problem = f"{self.file} has columns {', '.join(columns)}; it needs layer, head, window and sink"
+        self.require({"window", "sink"} <= {*columns}, problem)
+        pairs = [[*zip(*rows, strict=True)] for rows in zip(columns["window"], columns["sink"], strict=True)]
+        self.policies = {
+            f"{window}, {sink}": Window(window=int(window), sink=int(sink))
+            for window, sink in sorted({pair for row in pairs for pair in row})
+        }
+        return [[", ".join(pair) for pair in row] for row in pairs]
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "file": self.file}
+
+
+# --- Policies that say after each block which tokens every head keeps
+
+
+@dataclass
+class HeadwisePolicy(CachePolicy):
+    """Decide which of the tokens that a head saw it keeps, after the clean pass of a block.
+
+    A change of prompts keeps the cache, or computes it again over the last recomputed_frames.
+    """
+
+    cache_type = HeadwiseCache
+    by_heads = True
+    keeps_items_apart: ClassVar[bool] = False  # videos of a batch have classes of their own
+    can_recache = False  # before every block; at a change of prompts they do
+    sink: ClassVar[int] = 0
+
+    def switch_from(self, how: How) -> int | None:
+        return 0 if how in ("keep", "recache") else None
+
+    def admit(self, cache: HeadwiseCache, block: range) -> None:
+        """Make room for the frames of a block, where that takes more than finish() did."""
+
+    def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
+        """Look at the queries [B, L, H, D] of a clean pass, whose keys lie in the cache."""
+
+    def finish(self, cache: HeadwiseCache) -> None:
+        """Let heads keep what they may of what they saw, after a block's clean pass; by default all of it."""
+        for layer, kinds in enumerate(cache.kinds):
+            cache.keep(layer, [(kind.heads, cache.rows(range(kind.keys.shape[1]))) for kind in kinds])
+
+    def forget(self, cache: HeadwiseCache, frames: range) -> int:
+        """Empty the cache but for a lasting sink; return how many tokens of frames to compute have room."""
+        cache.keep_first(self.lasting_sink * cache.tokens_per_frame)
+        return len(frames) * cache.tokens_per_frame
+
+    def recached(self, cache: HeadwiseCache) -> None:
+        """Let heads keep what they may of frames that were computed again."""
+        self.finish(cache)
+
+
+def tail(start: int, stop: int, count: int) -> range:
+    """Return the last count of start..stop - 1."""
+    return range(max(start, stop - count), stop)
+
+
+SINK, NEIGHBOUR, DUMMY = range(3)
+
+
+@dataclass
+class DummyForcing(HeadwisePolicy):
+    """Half of the heads see hardly any past: Dummy Forcing, arXiv 2601.20499.
+
+    Until the clean pass of block ar_start all heads see frame 0 and local_context_length blocks. Attention of
+    rows of that pass, drawn by row_seed (None: by torch's own generator, as released), then makes three
+    classes over all layers: the num_dummy heads with the least mass on first and middle frames see the last
+    frame, the others frame 0 (sink) or local_context_length blocks (neighbour). As released, those of a
+    batch's first item are the classes of all.
+
+    Released by https://github.com/csguoh/DummyForcing at 28128ed (wan/modules/dummyforcing.py). The clean
+    rule is the same, for blocks of any size: in both, neighbour heads see all recomputed frames but the first
+    in the block after a recache that begins before block local_context_length.
+    """
+
+    ar_start: Frames = 1
+    local_context_length: Count = 1
+    num_dummy: Frames = 180
+    row_seed: int | None = None
+    num_recomputed: Count = 12
+
+    name = "dummy_forcing"
+    releases = block_bound = ("dummy_forcing",)
+    sink = 1
+
+    def check(self, block_sizes: Sequence[int] = ()) -> None:
+        super().check(block_sizes)
+        problem = "ar_start 0 has no middle frames to classify by; take 1 or more"
+        self.require(self.ar_start > 0 or bool(self.source), problem)
+
+    @property
+    def keeps_items_apart(self) -> bool:  # type: ignore[override]  # of others a constant
+        return not self.source
+
+    @property
+    def recomputed_frames(self) -> int:
+        return self.num_recomputed
+
+    def switch_from(self, how: How) -> int | None:
+        return 3 * self.ar_start + 1 if how == "recache" and self.source else super().switch_from(how)
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        return Capacity(min(num_frames, 1 + (self.local_context_length + 1) * block_size))
+
+    def start(self, cache: HeadwiseCache) -> None:
+        total = cache.num_layers * cache.shard.total
+        self.require(self.num_dummy <= total, f"num_dummy {self.num_dummy} of a model of {total} heads")
+        self.head_class: Tensor | None = None  # [items, layers, heads]
+        self.head_mass: list[Tensor] = []  # per layer [items, heads, (first, middle, own)]
+        self.sampled_rows: list[Tensor] = []
+        self._generator = None if self.row_seed is None else torch.Generator().manual_seed(self.row_seed)
+
+    def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
+        if cache.is_recache or cache.block != self.ar_start:
+            return
+        own = q.shape[1]
+        first = cache.tokens_per_frame if self.ar_start == 1 else own
+        rows = torch.randint(0, own, (first // 3,), generator=self._generator)
+        [kind] = cache.kinds[layer]
+        asking = q[0, send(rows, q.device)].float().transpose(0, 1)  # [H, rows, D]
+        logits = asking @ kind.keys[0].float().permute(1, 2, 0) * cache.head_dim**-0.5
+        weights, shares = logits.softmax(-1), (slice(first), slice(first, -own), slice(-own, None))
+        mass = torch.stack([weights[:, :, keys].sum(-1).mean(-1) for keys in shares], -1)  # [H, 3]
+        self.sampled_rows.append(rows)
+        self.head_mass.append(cache.shard.gather(mass.unflatten(0, (cache.items, -1)), 1).cpu())
+
+    def finish(self, cache: HeadwiseCache) -> None:
+        S, L = cache.tokens_per_frame, self.local_context_length
+        number = cache.newest.start // cache.block_size if cache.is_recache else cache.block
+        is_whole = self.head_class is None or cache.is_recache  # all heads have seen the same
+        if cache.block == self.ar_start and not cache.is_recache:
+            self.head_class = torch.stack([*map(self._classes, torch.stack(self.head_mass, 1))])
+        here = slice(cache.shard.heads.start, cache.shard.heads.stop)
+        for layer, kinds in enumerate(cache.kinds):
+            kept: list[tuple[Sequence[int], Tensor]] = []
+            for kind in kinds:
+                n = kind.keys.shape[1]
+                local = tail(S if self.head_class is None else 0, n, L * cache.block_size * S)
+                if is_whole and number < L:
+                    local = range(S, n)
+                if self.head_class is None:
+                    kept.append((kind.heads, cache.rows(range(S), local)))
+                    continue
+                of_head = self.head_class[:, layer, here].flatten().tolist()
+                kept.append(([head for head in kind.heads if of_head[head] == NEIGHBOUR], cache.rows(local)))
+                # Sink and dummy heads keep a frame each, and so go through attention together.
+                packed = [head for head in kind.heads if of_head[head] != NEIGHBOUR]
+                starts = torch.tensor([0 if of_head[head] == SINK else n - S for head in packed]).long()
+                kept.append((packed, send(starts, cache.device) + cache.rows(range(S))))  # [1, S, h]
+            cache.keep(layer, kept)
+
+    def recached(self, cache: HeadwiseCache) -> None:
+        cache.sink = cache.newest[:1]
+        self.finish(cache)
+
+    def _classes(self, mass: Tensor) -> Tensor:
+        """Return the class of every head [layers, heads] from masses [layers, heads, 3]."""
+        first, middle = (mass[..., i].flatten() / mass[..., i].sum() for i in (0, 1))
+        found = torch.where(first < middle, NEIGHBOUR, SINK)
+        found[torch.maximum(first, middle).argsort()[: self.num_dummy]] = DUMMY
+        return found.view(mass.shape[:2])
+
+
+@dataclass
+class ForcingKV(HeadwisePolicy):
+    """Static heads keep few recent frames, dynamic heads what changes: Forcing-KV, arXiv 2605.09681.
+
+    Until the clean pass of block ar_start all heads see a sink and the last max(spatial_context_length,
+    temporal_context_length) frames; layer 0 goes on so. Then static heads keep the last
+    spatial_context_length frames, dynamic ones the last temporal_context_length, and before them
+    dynamic_context_length frames' worth of chunks, num_frame_patch a frame, of the three frames from the
+    recent ones on: those least like the same tokens of the next frame, by the cosine of the rotated keys of
+    layer 1's dynamic heads. heads: a CSV or the release's JSON, or an array [layers, heads], 1 static.
+
+    Released by https://github.com/zju-jiyicheng/Forcing-KV at 50ac1f4
+    (wan/modules/causal_model_forcingkv.py). As there, the first item of a batch chooses for all, and rings of
+    more than three frames write values behind their keys (_ring_append_ moves the pointer first); the clean
+    rule does neither. num_recomputed: frames that a recache computes, None for all of the past (the release's
+    local_attn_size -1); with a window the release takes max(sink, context lengths, 1).
+    """
+
+    sink: Frames = 1  # type: ignore[misc]  # a field here
+    ar_start: Frames = 1
+    spatial_context_length: Frames = 1
+    temporal_context_length: Frames = 1
+    dynamic_context_length: Frames = 1
+    dynamic_temporal_enabled: bool = True
+    num_frame_patch: Count = 6
+    sim_retention_ratio: Share = 0.33
+    heads: Any = ""
+    global_sink: bool = True
+    num_recomputed: Count | None = None
+
+    name = "forcing_kv"
+    releases = block_bound = ("forcing_kv",)
+
+    def __post_init__(self) -> None:
+        self.is_static = read_static_heads(self.heads)
+        self.of_model = self.is_static.shape
+        super().__post_init__()
+
+    @property
+    def num_frames(self) -> int:
+        longest = max(self.spatial_context_length, self.temporal_context_length + self.dynamic_context_length)
+        return self.sink + longest + 3
+
+    @property
+    def recomputed_frames(self) -> int | None:
+        return self.num_recomputed
+
+    @property
+    def lasting_sink(self) -> int:
+        return self.sink if self.global_sink else 0
+
+    @property
+    def chunks_kept(self) -> int:
+        return self.dynamic_context_length * self.num_frame_patch if self.dynamic_temporal_enabled else 0
+
+    @property
+    def lengths(self) -> dict[bool | None, int]:
+        """Recent frames of static heads, of dynamic ones, and of layers that are not divided."""
+        static, dynamic = self.spatial_context_length, self.temporal_context_length
+        return {True: static, False: dynamic, None: max(static, dynamic)}
+
+    def check(self, block_sizes: Sequence[int] = ()) -> None:
+        super().check(block_sizes)
+        if not self.dynamic_temporal_enabled:
+            return
+        fits = set(block_sizes) <= {3} and 1 <= self.temporal_context_length <= 3
+        problem = "chosen chunks need blocks of 3 frames and a temporal_context_length of 1 to 3"
+        self.require(fits, f"{problem}; set dynamic_temporal_enabled: false")
+        asked, kept = round(3 * self.num_frame_patch * self.sim_retention_ratio), self.chunks_kept
+        problem = f"sim_retention_ratio {self.sim_retention_ratio:g} keeps {asked} chunks"
+        remedy = f"dynamic_context_length x num_frame_patch are {kept}; make them equal"
+        self.require(asked == kept <= 3 * self.num_frame_patch, f"{problem}, {remedy}")
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        """Return the memory of the mean head after the division, rounded up; layer 0 keeps the longer one."""
+        static, dynamic = self.spatial_context_length, self.temporal_context_length
+        dynamic += self.dynamic_context_length if self.dynamic_temporal_enabled else 0
+        frames = np.where(self.is_static, static, dynamic)
+        frames[0] = max(static, dynamic)
+        return Capacity(min(num_frames, self.sink + block_size + math.ceil(frames.mean())))
+
+    def start(self, cache: HeadwiseCache) -> None:
+        fits = not self.chunks_kept or cache.tokens_per_frame % self.num_frame_patch == 0
+        tokens = f"a frame of {cache.tokens_per_frame} tokens"
+        self.require(fits, f"num_frame_patch {self.num_frame_patch} does not divide {tokens}")
+        self.is_divided = False
+        self.dynamic_keep: list[Tensor] = []  # per choice the numbers of the chunks kept, [B or 1, n]
+        self.dynamic_score: list[Tensor] = []  # and the scores of all of them, [B or 1, 3, chunks a frame]
+        self._recent = 0  # tokens of recent frames that dynamic heads hold
+        self._chosen = 0  # tokens of chosen chunks before them
+        self._rings: dict[bool | None, Ring] = {}  # as released, of static heads and of dynamic ones
+
+    def recached(self, cache: HeadwiseCache) -> None:
+        cache.sink = cache.sink if self.global_sink else cache.newest[: self.sink]
+        self._divide(cache)
+
+    def finish(self, cache: HeadwiseCache) -> None:
+        if not self.is_divided and cache.block == self.ar_start:
+            self._divide(cache)
+            return
+        S, own = cache.tokens_per_frame, cache.own
+        chunks = self._choose(cache) if self.is_divided and self._recent >= S else None
+        for layer, kinds in enumerate(cache.kinds):
+            cache.keep(layer, [(kind.heads, self._kept(cache, layer, kind, chunks)) for kind in kinds])
+            for kind, old in zip(cache.kinds[layer], kinds, strict=True):
+                if ring := self._rings.get(self._class(cache, layer, kind)):
+                    ring.write(layer, kind, old.values[:, -own:])
+        for ring in self._rings.values():
+            ring.advance(own)
+        self._recent = min(self.temporal_context_length * S, self._recent + own)
+        self._chosen = 0 if chunks is None else chunks.shape[1]
+
+    def _class(self, cache: HeadwiseCache, layer: int, kind: Kind) -> bool | None:
+        """Return whether a kind's heads are static; None where they are not divided."""
+        if not self.is_divided or layer == 0:
+            return None
+        return bool(self.is_static[layer, cache.shard.heads[kind.heads[0]]])
+
+    def _kept(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
+        """Return the index of the tokens that a kind keeps."""
+        S, n, is_static = cache.tokens_per_frame, kind.keys.shape[1], self._class(cache, layer, kind)
+        first, recent = range(min(self.sink * S, n)), self.lengths[is_static] * S
+        if ring := self._rings.get(is_static):
+            order = [*first, *ring.keys(first.stop, n, cache.own)]
+            return send(torch.tensor(order), cache.device)[None, :, None]
+        if is_static is not False:
+            return cache.rows(first, tail(first.stop, n, recent))
+        if chunks is None:
+            return cache.rows(first, tail(first.stop + self._chosen, n, recent))
+        ends = (cache.rows(one).expand(len(chunks), -1, -1) for one in (first, range(n - recent, n)))
+        sink, newest = ends
+        return torch.cat([sink, first.stop + self._chosen + chunks[:, :, None], newest], 1)
+
+    def _divide(self, cache: HeadwiseCache) -> None:
+        """Let static and dynamic heads keep frames of their own, of what all of them saw."""
+        S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
+        sink, own = min(self.sink * S, n), cache.block_size * S
+        self.is_divided, self._chosen = True, 0
+        self._recent = min(self.temporal_context_length * S, n - sink)
+        rings = {one: self.lengths[one] * S for one in (True, False) if self.source}
+        self._rings = {one: Ring(size, n - sink) for one, size in rings.items() if size > own}
+        for layer in range(cache.num_layers):
+            here = self.is_static[layer, cache.shard.heads.start : cache.shard.heads.stop]
+            classes: dict[bool | None, Any] = {True: here, False: ~here} if layer else {None: here | ~here}
+            kept = []
+            for one, heads in classes.items():
+                index = cache.rows(range(sink), tail(sink, n, self.lengths[one] * S))
+                kept.append((np.flatnonzero(heads).tolist(), index))
+            cache.keep(layer, kept)
+            for kind in cache.kinds[layer]:
+                if ring := self._rings.get(self._class(cache, layer, kind)):
+                    ring.begin(layer, kind)
+
+    def _choose(self, cache: HeadwiseCache) -> Tensor | None:
+        """Return the tokens of the chunks to keep, ascending from the first recent one on, [B or 1, n]."""
+        if not self.chunks_kept or cache.num_layers < 2:
+            return None
+        S, P = cache.tokens_per_frame, self.num_frame_patch
+        first = self.sink * S + self._chosen
+        parts = torch.zeros(3, 1, 3, S, device=cache.device)  # products and squares of frame i and i + 1
+        for kind in cache.kinds[1]:
+            if not self._class(cache, 1, kind):
+                frames = kind.keys[:, first : first + 4 * S].float().unflatten(1, (4, S))  # [B, 4, S, h, D]
+                one, other = frames[:, :3], frames[:, 1:]
+                pairs = ((one, other), (one, one), (other, other))
+                parts = torch.stack([(x * y).sum((-1, -2)) for x, y in pairs])  # [3, B, 3, S]
+        dot, *squares = cache.shard.sum(parts)
+        cosine = dot / (squares[0].sqrt().clamp_min(1e-8) * squares[1].sqrt().clamp_min(1e-8))
+        score = cosine.unflatten(2, (P, -1)).mean(3)  # [B, 3, P]
+        score = score[:1] if self.source else score
+        chosen = score.flatten(1).topk(self.chunks_kept, largest=False).indices.sort().values
+        self.dynamic_score.append(score)
+        self.dynamic_keep.append(chosen)
+        size = S // P
+        return (chosen[:, :, None] * size + torch.arange(size, device=cache.device)).flatten(1)
+
+
+class Ring:
+    """A ring of recent tokens as Forcing-KV releases it: values are written where the next keys belong."""
+
+    def __init__(self, size: int, held: int):
+        self.size, self.valid = size, min(size, held)
+        self.pointer = self.valid % size
+        self.values: dict[int, Tensor] = {}  # per layer [B, size, h, D]
+
+    def keys(self, first: int, n: int, own: int) -> list[int]:
+        """Return which of n tokens, the last of them own, lie in the ring that begins at first."""
+        order = [*range(first, first + self.valid), *[-1] * (self.size - self.valid)]
+        for i in range(own):
+            order[(self.pointer + i) % self.size] = n - own + i
+        return order[: self.valid + own]
+
+    def begin(self, layer: int, kind: Kind) -> None:
+        held = kind.values[:, kind.past - self.valid : kind.past]
+        self.values[layer] = held.new_zeros(held.shape[0], self.size, *held.shape[2:])
+        self.values[layer][:, : self.valid] = held
+
+    def write(self, layer: int, kind: Kind, own: Tensor) -> None:
+        """Store a block's values, and let a kind that has its keys see those of the ring."""
+        count = own.shape[1]
+        rows = (self.pointer + count + torch.arange(count, device=own.device)) % self.size
+        self.values[layer][:, rows] = own
+        valid = min(self.size, self.valid + count)
+        kind.values[:, kind.past - valid : kind.past] = self.values[layer][:, :valid]
+
+    def advance(self, count: int) -> None:
+        self.pointer = (self.pointer + count) % self.size
+        self.valid = min(self.size, self.valid + count)
+
+
+@dataclass
+class TriAttention(HeadwisePolicy):
+    """A window's tokens compressed to budget_tokens by a score of each head: TriAttention, arXiv 2604.04921.
+
+    After a block's clean pass, compress_every_n_frames or more after the last time, the sink, the last
+    keep_last_frames and the tokens of highest score stay. The score of a key is what the calibrated mean
+    query of its head would give it from 1, 2, 4, ... offset_max_frames frames later, their mean or max, and
+    the mean modulus of queries beyond that mean times the modulus of the key. pruning_mode layer_perhead
+    ranks by (layer, head), perhead by the mean (mean_of_layer_max) or max over layers. statistics: an .npz or
+    a mapping of q_mean_real, q_mean_imag (or a complex q_mean) and q_abs_mean, [layers, heads, D / 2]; of a
+    file of several, "FILE:120f" takes q_mean_120f and q_abs_mean_120f.
+
+    Released by https://github.com/WeianMao/triattention at c3744ee (longlive/kv_compression.py). As there,
+    rows and columns of keys are taken as if nothing had been chosen before (_sync_position_state), and a
+    pipeline's next video goes on with the noise of the one before and is compressed only beyond its last
+    compressed frame. The clean rule knows where keys stand and begins every video anew.
+    """
+
+    window: Count = 12
+    sink: Frames = 3  # type: ignore[misc]  # a field here
+    budget_tokens: Annotated[int, 1, 1 << 24] = 9360
+    compress_every_n_frames: Count = 3
+    keep_last_frames: Frames = 3
+    pruning_mode: Annotated[str, ("layer_perhead", "perhead")] = "layer_perhead"
+    score_aggregation: Annotated[str, ("mean", "max")] = "mean"
+    perhead_layer_aggregation: Annotated[str, ("mean_of_layer_max", "mean", "max")] = "mean_of_layer_max"
+    offset_max_frames: Frames = 128
+    normalize_scores: bool = True
+    tie_break_noise: bool = True
+    tie_break_noise_scale: Share = 1e-6
+    random_seed: Annotated[int, 0, 2**63 - 1] = 0
+    protect_sink: bool = True
+    statistics: Any = ""
+
+    name = "triattention"
+    releases = block_bound = ("triattention",)
+
+    def __post_init__(self) -> None:
+        self.q_mean, self.q_abs_mean = read_statistics(self.statistics)
+        self.of_model = tuple(self.q_mean.shape[:2])
+        self._before: dict[str, Any] = {"frame": 0, "noise": None}  # of the pipeline's last video
+        super().__post_init__()
+
+    @property
+    def num_frames(self) -> int:
+        return self.window
+
+    @property
+    def lasting_sink(self) -> int:
+        return self.sink
+
+    def check(self, block_sizes: Sequence[int] = ()) -> None:
+        super().check(block_sizes)
+        least = self.sink + max(block_sizes, default=1)
+        self.require(self.window >= least, f"window {self.window} is too small; it must be at least {least}")
+        fits = self.sink <= 3 or not self.source
+        self.require(fits, f"released knows a sink of at most 3 frames, not {self.sink}; leave released out")
+
+    def switch_from(self, how: How) -> int | None:
+        return self.window + 1 if how == "recache" and self.source else super().switch_from(how)
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        return Capacity(min(num_frames, self.window))
+
+    def start(self, cache: HeadwiseCache) -> None:
+        most, pairs = self.window * cache.tokens_per_frame, cache.head_dim // 2
+        problem = f"budget_tokens {self.budget_tokens} must be below those of the window, {most}"
+        self.require(self.budget_tokens < most, problem)
+        problem = f"statistics have {self.q_mean.shape[2]} frequencies, heads of this model {pairs}"
+        self.require(self.q_mean.shape[2] == pairs, problem)
+        self.compressions: list[tuple[int, int]] = []  # frames done and tokens held at every compression
+        self.raw_scores: Tensor | None = None  # of the last one, [layers, B, h, tokens]
+        self._noise, self._last = torch.Generator().manual_seed(self.random_seed), 0
+        if self.source and self._before["noise"] is not None:
+            self._last = self._before["frame"]
+            self._noise.set_state(self._before["noise"])
+
+    def admit(self, cache: HeadwiseCache, block: range) -> None:
+        """As in LongLive's window, the oldest tokens behind the sink leave where the block finds no room."""
+        S, n = cache.tokens_per_frame, cache.kinds[0][0].past
+        excess = n + (len(block) - self.window) * S
+        if excess > 0:
+            sink, cache.own = self.sink * S, 0
+            for layer, [kind] in enumerate(cache.kinds):
+                cache.keep(layer, [(kind.heads, cache.rows(range(sink), range(sink + excess, n)))])
+
+    def forget(self, cache: HeadwiseCache, frames: range) -> int:
+        n, room = cache.kinds[0][0].past, super().forget(cache, frames)
+        return min(n - cache.kinds[0][0].past, room)
+
+    def recached(self, cache: HeadwiseCache) -> None:
+        self._compress(cache, is_due=True)
+
+    def finish(self, cache: HeadwiseCache) -> None:
+        self._compress(cache, is_due=cache.newest.stop - self._last >= self.compress_every_n_frames)
+
+    def _compress(self, cache: HeadwiseCache, is_due: bool) -> None:
+        S, n, done = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1], cache.newest.stop
+        if not is_due or n <= self.budget_tokens:
+            super().finish(cache)
+            return
+        sink = min(self.sink * S, n) if self.protect_sink else 0  # even where it exceeds the budget
+        last = min(self.keep_last_frames * S, max(0, self.budget_tokens - sink))
+        between, count = range(sink, n - last), max(0, self.budget_tokens - sink - last)
+        first, newest = cache.rows(range(sink)), cache.rows(range(n - last, n))
+        scores = self._scores(cache, between, done) if count else None
+        self.compressions.append((done, n))
+        for layer, [kind] in enumerate(cache.kinds):
+            index = torch.cat([first, newest], 1)
+            if scores is not None:
+                chosen = sink + scores[layer].topk(count).indices.sort().values.mT  # [B, count, h]
+                ends = (each.expand(len(chosen), -1, chosen.shape[2]) for each in (first, newest))
+                index = torch.cat([next(ends), chosen, next(ends)], 1)
+            cache.keep(layer, [(kind.heads, index)])
+        self._last = done
+        if self.source:
+            self._before |= {"frame": done, "noise": self._noise.get_state()}
+
+    def _scores(self, cache: HeadwiseCache, between: range, done: int) -> Tensor:
+        """Return scores [layers, B, h, tokens] of tokens that may leave."""
+        S, here = cache.tokens_per_frame, slice(cache.shard.heads.start, cache.shard.heads.stop)
+        # 1. The mean query of each head, in time at its distance from frame 0; as pairs of dims of a key.
+        offsets = [2**i for i in range(max(1, self.offset_max_frames.bit_length()))]
+        of_time = RotaryTable(cache.head_dim).freqs_cis(
+            0, torch.tensor(offsets) + done
+        )  # [offsets, pairs of time]
+        turns = torch.ones(len(offsets), self.q_mean.shape[2], dtype=torch.complex128)
+        turns[:, : of_time.shape[1]] = of_time
+        asking = torch.view_as_real(self.q_mean[:, here, None] * turns).flatten(-2)  # [layers, h, offsets, D]
+        if self.score_aggregation == "mean":
+            asking = asking.mean(2, keepdim=True)
+        beyond = self.q_abs_mean[:, here] - self.q_mean[:, here].abs()  # [layers, h, D / 2]
+        asking, beyond = (send(x.float(), cache.device) for x in (asking, beyond))
+        # 2. Keys at frame 0, row 0 and column 0, but for their own frame.
+        cos, sin = (table[:, 0] for table in cache.rope(range(1)))  # [S, D]
+        raw = []
+        for layer, [kind] in enumerate(cache.kinds):
+            places = cache.seen(kind)
+            if self.source:  # as if nothing had been chosen: sink, and the newest tokens of the video
+                n, sink = kind.keys.shape[1], self.sink * S
+                places = cache.rows(range(sink), range(done * S - n + sink, done * S))
+            places = places[:, between.start : between.stop] % S
+            keys = kind.keys[:, between.start : between.stop].float()  # [B, n, h, D]
+            keys = rotate(keys, cos[places], -sin[places])
+            sizes = keys.unflatten(-1, (-1, 2)).norm(dim=-1)
+            score = torch.einsum("bnhd,hod->bhno", keys, asking[layer]).amax(3)
+            raw.append(score + torch.einsum("bnhf,hf->bhn", sizes, beyond[layer]))
+        # 3. Normalise rows, break ties, and let all layers of a head agree where they shall.
+        scores = self.raw_scores = torch.stack(raw)  # [layers, B, h, n]
+        if self.normalize_scores:
+            spread = scores.std(-1, unbiased=False, keepdim=True).clamp_min(1e-6)
+            scores = (scores - scores.mean(-1, keepdim=True)) / spread
+        if self.tie_break_noise:
+            noise = torch.rand(cache.num_layers, cache.shard.total, len(between), generator=self._noise)
+            scores = scores + send(noise[:, None, here] * self.tie_break_noise_scale, cache.device)
+        if self.pruning_mode == "perhead":
+            is_max = self.perhead_layer_aggregation == "max"
+            scores = (scores.amax(0) if is_max else scores.mean(0)).expand_as(scores)
+        return scores
+
+
+# --- Files of heads
+
+
+def read_columns(file: str) -> dict[str, list[list[str]]]:
+    """Read values of layers x heads from a CSV: rows of layers (named ""), or columns layer, head and others.
+
+    Raises ValueError or LookupError for a file that is none.
+    """
+    lines = (line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#"))
+    rows = [[cell.strip() for cell in row] for row in csv.reader(lines) if row]
+    header = rows[0]
+    if len({*map(len, rows)}) != 1:
+        raise ValueError("rows of different lengths")
+    if not {"layer", "head"} <= {*header}:
+        return {"": rows}
+    at = {(int(row[header.index("layer")]), int(row[header.index("head")])): row for row in rows[1:]}
+    layers, heads = (max(index) + 1 for index in zip(*at, strict=True))
+    names = [name for name in header if name not in ("layer", "head")]
+    return {x: [[at[i, j][header.index(x)] for j in range(heads)] for i in range(layers)] for x in names}
+
+
+def read_static_heads(heads: Any) -> np.ndarray:
+    """Return bool [layers, heads] from a CSV or an array of 1 (static) and 0, or Forcing-KV's JSON.
+
+    A layer that the JSON leaves out has dynamic heads alone.
+    """
+    remedy = "give a CSV, Forcing-KV's JSON or an array [layers, heads] of 1 (static) and 0 (dynamic)"
+    with library_reads(f"cache_policy forcing_kv: heads {short_repr(heads)}", remedy=remedy):
+        if isinstance(heads, str) and heads.endswith(".json"):
+            content = read_json(heads)
+            table = np.zeros((int(content["num_layers"]), int(content["num_heads"])))
+            for row in content["layers"]:
+                table[row["layer_idx"], row["static_head"]] = 1
+        else:
+            labels = next(iter(read_columns(heads).values())) if isinstance(heads, str) else heads
+            table = np.asarray(labels).astype(float)
+        if table.ndim != 2 or not table.size or not np.isin(table, (0, 1)).all():
+            raise ValueError(f"an array of shape {table.shape}, or of other values")
+    return table.astype(bool)
+
+
+def read_statistics(statistics: Any) -> tuple[Tensor, Tensor]:
+    """Return mean queries complex64 and their mean moduli float32, [layers, heads, D / 2] each."""
+    suffix, arrays = "", statistics
+    named = short_repr(statistics) if isinstance(statistics, str) else "given as a mapping"
+    remedy = (
+        "give an .npz (make_head_classes.py --rule triattention makes it) or a mapping of q_mean, or "
+        "q_mean_real and q_mean_imag, and q_abs_mean, [layers, heads, D / 2]"
+    )
+    with library_reads(f"cache_policy triattention: statistics {named}", remedy=remedy):
+        if isinstance(statistics, str):
+            path, _, suffix = statistics.partition(":")
+            with np.load(path, allow_pickle=False) as file:
+                arrays = dict(file)
+        end = f"_{suffix}" if suffix else ""
+        if f"q_mean{end}" in arrays:
+            mean = torch.as_tensor(arrays[f"q_mean{end}"]).to(torch.complex64)
+        else:
+            parts = (torch.as_tensor(arrays[f"q_mean_{part}{end}"]).float() for part in ("real", "imag"))
+            mean = torch.complex(*parts)
+        sizes = torch.as_tensor(arrays[f"q_abs_mean{end}"]).float()
+        if mean.ndim != 3 or mean.shape != sizes.shape:
+            raise ValueError(f"shapes {tuple(mean.shape)} and {tuple(sizes.shape)}")
+    return mean, sizes
+
+
+# --- By name, and from settings
 
 POLICIES: dict[str, type[CachePolicy]] = {
     policy.name: policy
@@ -675,24 +1273,17 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
     """
     if name not in POLICIES:
         raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
-    known: dict[str, Any] = {f.name: f.type for f in fields(POLICIES[name])}
-    for key, value in chosen.items():
-        if key not in known:
-            names = ", ".join(known)
-            raise ConfigError(f"cache_policy {name} has no field {short_repr(key)}; it has {names}")
-        types = get_args(known[key]) or (known[key],)
-        fits = type(value) in types or (float in types and type(value) is int) or Any in types
-        most = max(MAX_FRAMES, POLICIES[name].bounds.get(key, (0, 0))[1])
-        fits = fits and (type(value) is not int or value <= most)
-        if not fits and get_origin(known[key]) is not dict:
-            kinds = " or ".join("null" if one is type(None) else one.__name__ for one in types)
-            said = f"{kinds}, numbers at most {MAX_FRAMES}, not {short_repr(value)}"
-            raise ConfigError(f"cache_policy {name}: {key} must be {said}")
+    known = [f.name for f in fields(POLICIES[name]) if f.init]
+    if unknown := [key for key in chosen if key not in known]:
+        said = f"{short_repr(unknown[0])}; it has {', '.join(known)}"
+        raise ConfigError(f"cache_policy {name} has no field {said}")
     return POLICIES[name](**chosen)
 
 
-def read_policy(settings: Mapping[str, Any]) -> CachePolicy:
+def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
     """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}."""
+    if isinstance(settings, CachePolicy):
+        return settings
     if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
         raise ConfigError(f"cache_policy needs settings with a name, one of {', '.join(POLICIES)}")
     return make_policy(**{str(key): value for key, value in settings.items()})
@@ -700,14 +1291,10 @@ def read_policy(settings: Mapping[str, Any]) -> CachePolicy:
 
 def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
     """Return the policy that the older settings mean: the whole past (-1), or a window with a sink."""
-    if local_attn_size == -1:
-        return make_policy("full")
-    return make_policy("window", window=local_attn_size, sink=sink_size)
+    return Full() if local_attn_size == -1 else Window(window=local_attn_size, sink=sink_size)
 
 
-# -- prompts that change, and keys that are computed again ---------------------------------------------------
-
-How = Literal["keep", "recache", "flush", "cut"]
+# --- Prompts that change, and keys that are computed again
 
 
 @dataclass(frozen=True, eq=False)
@@ -720,27 +1307,21 @@ class PromptSwitch:
     """
 
     frame: int
-    prompt: str | None = None
+    prompt: Annotated[str, 1, MAX_TEXT] | None = None
     how: How = "keep"
     prompt_embeds: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.how not in get_args(How):
-            known = ", ".join(get_args(How))
-            raise ConfigError(f"prompt_schedule: {short_repr(self.how)} is not one of {known}")
+        check_fields(self, "prompt_schedule: ")
 
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
-    if unknown := [name for name in settings if name not in ("frame", "prompt", "how")]:
-        raise ConfigError(
-            f"prompt_schedule has no {short_repr(unknown[0])}; a switch has frame, prompt and how"
-        )
-    frame, prompt = settings.get("frame"), settings.get("prompt")
-    if type(frame) is not int or not isinstance(prompt, str) or not prompt.strip():
+    has = {*settings}
+    if not {"frame", "prompt"} <= has <= {"frame", "prompt", "how"} or settings["prompt"] is None:
         said = short_repr(dict(settings))
-        raise ConfigError(f"prompt_schedule: a switch needs a frame (a number) and a prompt, not {said}")
-    return PromptSwitch(frame, require_text(prompt, "prompt_schedule", MAX_TEXT), settings.get("how", "keep"))
+        raise ConfigError(f"prompt_schedule: a switch has a frame, a prompt and perhaps how, not {said}")
+    return PromptSwitch(**settings)
 
 
 def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
@@ -772,10 +1353,8 @@ def apply_switch(cache: AnyCache, how: How, past: int, context: int) -> tuple[in
 
 def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:
     """Raise ConfigError where keys of the last context frames cannot be computed again (0: they are not)."""
-    if context < 0:
-        raise ConfigError(f"recompute_context must be 0 or more frames, not {context}")
     if context:
         policy.require(policy.can_recache, "cannot compute its cache again; take window or relative")
         least = context + block_size
-        fits = policy.num_frames is None or least <= policy.num_frames
+        fits = context > 0 and (policy.num_frames is None or least <= policy.num_frames)
         policy.require(fits, f"recompute_context {context} and a block do not fit; take a window of {least}")

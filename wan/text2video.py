@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.config import check_sampling
+from wan.config import BaseSampling
 from wan.errors import ConfigError
 from wan.interventions import BlockKeys, RolloutPlan
 from wan.model import TextKeysValues, WanModel
@@ -27,7 +27,7 @@ class TextToVideoPipeline:
 
     def __init__(self, model: WanModel, shift: float = 8.0, guidance_scale: float = 6.0, num_steps: int = 50):
         """shift 8 and guidance_scale 6 are Wan's for 1.3B, 5 and 5 for 14B."""
-        check_sampling(shift, num_steps)
+        BaseSampling(shift, guidance_scale, num_steps)  # checks them
         self.model, self.shift, self.guidance_scale, self.num_steps = model, shift, guidance_scale, num_steps
 
     def solver(self) -> "UniPCMultistepScheduler":

@@ -147,7 +147,8 @@ def _kept_of_call(
         config.num_frames,
         config.block_sizes[block],
     )
-    seen = config.policy.most_slots(sum(config.block_sizes[: block + 1]))
+    frames = sum(config.block_sizes[: block + 1])
+    seen = min(frames, config.policy.num_frames or frames)
     keys = seen * S if kind == "self" else model.text_len
     heads = _count(request.heads, model.num_heads)
     if request.granularity == "map" and kind == "self":  # logits and mass

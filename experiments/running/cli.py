@@ -16,11 +16,11 @@ from dataclasses import fields, replace
 from os.path import isfile
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, ClassVar, NoReturn, TextIO
+from typing import Any, ClassVar, NoReturn, TextIO, get_type_hints
 
 from experiments.caches.files import RunError, StoppedError
 from experiments.running.locks import require_distinct
-from wan.config import DTYPES, NOISES, RunConfig, check_seed, load_config
+from wan.config import DTYPES, NOISES, RunConfig, load_config
 from wan.errors import ConfigError, UserError, did_you_mean, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
@@ -140,10 +140,10 @@ OUTPUT_FLAGS = ("output_path", "save_video", "save_base", "log_file", "log", "sh
 
 def whole_number(text: str) -> int:
     """Read a number of 64 bits."""
-    try:
-        return check_seed(int(text))
-    except ValueError:  # no number, or a ConfigError
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number of 64 bits") from None
+    with suppress(ValueError):
+        if -(2**63) <= (number := int(text)) < 2**63:
+            return number
+    raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number of 64 bits")
 
 
 def finite_number(text: str) -> float:
@@ -254,7 +254,7 @@ OPTIONS: dict[Any, dict[str, Any]] = {
 
 def add_config_flags(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add a flag for each named field of RunConfig."""
-    kinds = {field.name: field.type for field in fields(RunConfig)}
+    kinds = get_type_hints(RunConfig)
     for name in names:
         options = OPTIONS.get(name) or OPTIONS.get(kinds[name], {})
         parser.add_argument(f"--{name}", help=CONFIG_FLAGS[name], **options)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from wan.cache import KVCache
+from wan.cache import CacheSizes, KVCache
 from wan.keys import CHOSEN, RotaryTable, rotate
 
 POLICIES: list[dict[str, Any]] = [  # all of them forget within 8 frames, in blocks of two or three
@@ -57,8 +57,8 @@ class Simulation:
     def __init__(self, policy, sizes):
         table = RotaryTable(self.DIM)
         self.rope = lambda positions: table(positions, *self.GRID, torch.device("cpu"))
-        shape = [self.HEADS] * self.LAYERS, self.BATCH, self.DIM, self.S, sum(sizes), policy, max(sizes)
-        self.cache = KVCache(*shape, rope=self.rope, dtype=torch.float64)
+        shape = [self.HEADS] * self.LAYERS, self.DIM, self.S, sum(sizes), self.BATCH, max(sizes)
+        self.cache = KVCache(CacheSizes(*shape, self.rope, torch.float64), policy)
         self.generator = torch.Generator().manual_seed(0)
         self.text = [(self.draw(5), self.draw(5)) for _ in range(self.LAYERS)]
         self.fed: list[dict[int, tuple]] = [{} for _ in range(self.LAYERS)]  # raw keys, values [B, S, H, D]

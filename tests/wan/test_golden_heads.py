@@ -90,7 +90,7 @@ class Recorder:
         monkeypatch.setattr(layers, "attention_by_heads", self.attend)
 
     def attend(self, groups, site, batch):
-        self.policy = groups[0].parts.policy
+        self.policy = groups[0].parts.func.__self__.policy
         if site.layer == 0 and now().step == 0:
             self.blocks.append({})
         for group in groups if now().step == 0 else ():
@@ -141,7 +141,7 @@ def check_choices(policy, golden):
 
 def test_scores_are_those_of_the_release(monkeypatch):
     found, golden = [], of_case("tri_lph_s3_b192_e3")["score_0"]
-    from wan.headwise import TriAttention
+    from wan.policies import TriAttention
 
     original = TriAttention._scores
 

@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.cache import KVCache
+from wan.cache import CacheSizes, KVCache
 from wan.policies import make_policy, of_window
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
 
 def new_cache(num_frames: int, window: int = -1, sink: int = 0, S: int = 2) -> KVCache:
-    return KVCache([HEADS] * LAYERS, 1, DIM, S, num_frames, of_window(window, sink))
+    return KVCache(CacheSizes([HEADS] * LAYERS, DIM, S, num_frames), of_window(window, sink))
 
 
 @given(
@@ -73,7 +73,7 @@ def test_places_are_of_whole_blocks_alone(shape, fits):
 def test_whoever_asks_for_places_leaves_a_block_its_first_pass(batch):
     """As LongLive releases it, that pass alone writes the sink; memory that nobody wrote would stay there."""
     policy = make_policy("window", window=12, sink=6, released="longlive")
-    cache = KVCache([HEADS] * LAYERS, batch, DIM, 2, 9, policy)
+    cache = KVCache(CacheSizes([HEADS] * LAYERS, DIM, 2, 9, batch), policy)
     cache.advance(range(3))
     cache.advance(range(3, 6))
     for first in (True, False):

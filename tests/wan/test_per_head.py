@@ -131,7 +131,7 @@ def test_classes_of_one_sink_go_on_behind_a_flush_and_others_are_refused(per_hea
     for how in ("flush", "cut"):
         settings = per_head(RELATIVE, memories | {"sink": 3}).describe()
         switch = {"frame": 12, "prompt": "a", "how": how}
-        with pytest.raises(ConfigError, match=r"sinks of \[1, 3\] frames .*; use keep, or one sink"):
+        with pytest.raises(ConfigError, match=f"cannot {how} at frame 12; it can keep"):
             RunConfig(cache_policy=settings, prompt_schedule=[switch])
 
 
@@ -162,8 +162,8 @@ def test_labels_may_be_named_by_columns(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no CSV of"),
-        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "is no CSV of"),
+        (b"", "give a CSV"),
+        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "give a CSV of layers x heads"),
         (b"a,b\nc\n", "rows of different lengths"),
         (b"\xff\xfea", "is not text in UTF-8"),
     ],
@@ -189,7 +189,7 @@ def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):
         assert call["key_frames"] == other["key_frames"]
         torch.testing.assert_close(call["frame_mass"], other["frame_mass"], atol=1e-5, rtol=0, equal_nan=True)
     write_labels(tmp_path / "budget.csv", [*rows[:-1], [4, 11, 3, 1]])
-    with pytest.raises(ConfigError, match="layer 4, head 11: window 3 does not hold sink 1"):
+    with pytest.raises(ConfigError, match="window 3 is too small"):
         make_policy("head_budget", file=file).check([3])
 
 
@@ -198,14 +198,14 @@ def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):
     [
         ({"name": "dummy_forcing", "ar_start": 0}, "ar_start 0 has no middle frames"),
         ({"name": "dummy_forcing", "num_dummy": 61}, "num_dummy 61 of a model of 60 heads"),
-        ({"name": "forcing_kv"}, "not found; give a CSV"),
-        ({"name": "forcing_kv", "heads": [[2]]}, "of 1 .static. and 0"),
+        ({"name": "forcing_kv"}, "cannot be read"),
+        ({"name": "forcing_kv", "heads": [[2]]}, "of 1 .static. and 0 .dynamic."),
         ({"name": "forcing_kv", "heads": [[1, 0]], "sim_retention_ratio": 0.5}, "keeps 9 chunks"),
         ({"name": "forcing_kv", "heads": [[1, 0]], "temporal_context_length": 4}, "length of 1 to 3"),
-        ({"name": "forcing_kv", "heads": [[1, 0]]}, "1 layers x 2 heads, the model of 5 x 12"),
-        ({"name": "forcing_kv", "heads": LABELS, "num_frame_patch": 5}, "must be a file or an array"),
-        ({"name": "triattention", "statistics": "nowhere.npz"}, "nowhere.npz' not found"),
-        ({"name": "triattention", "statistics": {"q_mean": 1}}, "need q_mean"),
+        ({"name": "forcing_kv", "heads": [[1, 0]]}, r"of \(1, 2\) layers and heads, the model has \(5, 12\)"),
+        ({"name": "forcing_kv", "heads": LABELS}, "give a CSV, Forcing-KV's JSON or an array"),
+        ({"name": "triattention", "statistics": "nowhere.npz"}, "nowhere.npz' cannot be read"),
+        ({"name": "triattention", "statistics": {"q_mean": 1}}, "or a mapping of q_mean"),
         ({"name": "head_budget", "file": "nowhere.csv"}, "not found"),
     ],
 )
