@@ -1,12 +1,11 @@
-"""Choose the kernel of attention on CUDA: cuDNN's, or FlashAttention-4's for long calls, and the FFN's GELU.
+"""Choose the kernel of attention on CUDA: cuDNN's, or FlashAttention-4's for long calls.
 
     WAN_ATTENTION=auto|cudnn|fa4      auto, the default, takes FlashAttention-4 where it is and runs
 
 The choice follows from that variable, what is installed, the device and the sizes of a call, never from
 whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
 wan/kernels/fa4.py, and elsewhere by its own function: torch's activate_flash_attention_impl("FA4") unpacks
-two results where 4.0.0b36 gives five (torch 2.13). Where it is launched, the FFN is quack's, which comes with
-it (wan/kernels/gelu_linear.py).
+two results where 4.0.0b36 gives five (torch 2.13).
 """
 
 import os
@@ -22,11 +21,10 @@ from torch import Tensor
 from wan.errors import ConfigError, one_line, short_repr
 
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
-FA4, QUACK = "flash-attn-4", "quack-kernels"
+FA4 = "flash-attn-4"
 HOPPER, BLACKWELL = 9, 10  # major compute capability, of data centres
 HALF = (torch.bfloat16, torch.float16)
 LAUNCHED = "4.0.0b36"  # the version whose kernel kernels/fa4.py launches; others go by their own function
-LAUNCHED_QUACK = "0.6.5"  # likewise, gelu_linear.py
 # On an H200 FlashAttention-4 and cuDNN are within a tenth of each other at 512 keys, the text's, and at 1024;
 # beyond, the former wins. Its own function is slower up to 2048 keys, for its 0.07 ms on the host
 # (docs/benchmarks/attention_h200.json).
@@ -82,13 +80,6 @@ def is_launched(device: torch.device) -> bool:
     return installed_version(FA4) == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
-@cache
-def has_quack(device: torch.device) -> bool:
-    """Return whether a device's FFN is quack's, which comes with FlashAttention-4 (gelu_linear.py)."""
-    is_hopper = device.type == "cuda" and has_fa4(device) and is_launched(device)
-    return is_hopper and installed_version(QUACK) == LAUNCHED_QUACK
-
-
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
     """Name what computes attention on a GPU, for the record of a run; None on other devices."""
     if device.type != "cuda":
@@ -98,8 +89,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
     if not has_fa4(device):
         return "cudnn"
     fewest = FEWEST_KEYS if is_launched(device) else FEWEST_KEYS_OF_FUNCTION
-    name = f"fa4 {installed_version(FA4)}, cudnn below {fewest} keys"
-    return f"{name}; FFN by quack {LAUNCHED_QUACK}" if has_quack(device) else name
+    return f"fa4 {installed_version(FA4)}, cudnn below {fewest} keys"
 
 
 def imported(name: str) -> ModuleType:

@@ -13,7 +13,6 @@ from wan.cache import AnyCache, CachePolicy, CacheSizes, KVCache
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
-from wan.kernels.gelu_linear import gelu_linear
 from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
 from wan.policies import of_window
 from wan.sites import Site, visit, wanted, watchers
@@ -137,7 +136,8 @@ class FeedForward(nn.Sequential):
     def widened(self, x: Tensor) -> Tensor:
         """GELU of the first product by one kernel."""
         widen = cast(nn.Linear, self[0])
-        hidden = gelu_linear(x.flatten(0, 1), widen.weight, widen.bias)
+        rows = x.flatten(0, 1)
+        hidden = torch._addmm_activation(widen.bias, rows, widen.weight.t(), use_gelu=True)
         return hidden.unflatten(0, x.shape[:2])
 
 

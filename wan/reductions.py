@@ -161,10 +161,6 @@ def _weighted(mass: Tensor, bias: Tensor) -> Tensor:
 
 def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
     """frame_mass [B, H, Fq, Fk] from the sums that the attention kernel kept, tails [2, B, H, Fk, Lq]."""
-    if tails.is_cuda:
-        from wan.kernels import mass as mass_kernel
-
-        return mass_kernel.mass_of_tails(tails, num_query_frames)
     sums, maxima = tails.unbind()
     to_the_end = sums * (maxima - maxima[:, :, :1]).exp2() / sums[:, :, :1]  # from each frame's first key on
     mass = to_the_end - F.pad(to_the_end[:, :, 1:], (0, 0, 0, 1))

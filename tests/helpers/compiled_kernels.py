@@ -18,9 +18,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from wan.kernels import fused
-from wan.kernels import mass as map_kernel
 from wan.kernels import mass as mass_kernel
-from wan.kernels import split_keys as waves
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 
@@ -75,18 +73,13 @@ def main() -> None:
         )
         lse = torch.empty(1, 12, 4680)
         mass_kernel.query_frame_mass(q, k, lse, 6)
-        map_kernel.key_token_means(q, k, lse)
-        map_kernel.key_token_mass(q, k, lse)
-    tails, lses = torch.empty(2, 1, 12, 21, 4680), torch.empty(7, 12, 456)
-    mass_kernel.mass_of_tails(tails, 3)
-    waves.join(torch.empty(7, 456, 12, 128).bfloat16(), lses, q[0, 4224:], lse[0, :, 4224:])
-    waves.join_tails(tails[:, 0, ..., 4224:], lses, lse[0, :, 4224:], 4680, 1560)
+        mass_kernel.key_token_means(q, k, lse)
+        mass_kernel.key_token_mass(q, k, lse)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)
     fused.add_norm(x, x, rows, x[0, 0], x[0, 0], 1e-6, affine=True)
     fused.add_norm(x, x, None, rows, rows, 1e-6)
-    fused.add_norm(x, x, rows, rows, rows, 1e-6, outs=(x, torch.empty_like(x)))
     fused.rotate_into(x.unflatten(2, (12, 128)), x.unflatten(2, (12, 128)), *(torch.empty(15, 1, 128),) * 2)
     tables = (torch.empty(15, 1, 128),) * 2
     fused.norm_rotate(x, x[0, 0], tables, 12, 1e-6)

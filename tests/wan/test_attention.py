@@ -26,7 +26,7 @@ from wan.policies import make_policy
 aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32
 GPU, LONG, SHORT = torch.device("cuda:0"), backends.FEWEST_KEYS_OF_FUNCTION, backends.FEWEST_KEYS - 1
-INSTALLED, QUACK = backends.LAUNCHED, backends.LAUNCHED_QUACK
+INSTALLED = backends.LAUNCHED
 
 
 def drawn(seed, *shape) -> torch.Tensor:
@@ -138,7 +138,7 @@ def machine(monkeypatch):
     def counted(way, function):
         return lambda *args, **more: (calls.append(way), function(*args, **more))[1]
 
-    def prepare(installed=INSTALLED, capability=(9, 0), wanted="", quack=QUACK) -> list[str]:
+    def prepare(installed=INSTALLED, capability=(9, 0), wanted="") -> list[str]:
         package, module, of_hopper = map(ModuleType, ("flash_attn", "flash_attn.cute", "wan.kernels.fa4"))
         package.__spec__ = ModuleSpec("flash_attn", None)  # transformers looks at it
         module.flash_attn_func = counted("function", flash_attn_func)
@@ -146,7 +146,7 @@ def machine(monkeypatch):
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         monkeypatch.setitem(sys.modules, "flash_attn.cute", module if installed else None)
         monkeypatch.setitem(sys.modules, "wan.kernels.fa4", of_hopper if installed else None)
-        versions = {backends.FA4: installed, backends.QUACK: quack if installed else None}
+        versions = {backends.FA4: installed}
         monkeypatch.setattr(backends, "installed_version", versions.get)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
@@ -155,7 +155,7 @@ def machine(monkeypatch):
         return calls
 
     def forget():
-        for function in (backends.has_fa4, backends.has_quack, backends.is_launched):
+        for function in (backends.has_fa4, backends.is_launched):
             function.cache_clear()
 
     yield prepare
@@ -196,8 +196,7 @@ def test_the_rule(machine, found, capability, wanted, expected):
         assert calls == ([way] if way else [])
         calls.clear()
     below = SHORT + 1 if expected == "launched" else LONG
-    ffn = f"; FFN by quack {QUACK}" if expected == "launched" else ""
-    name = f"fa4 {found}, cudnn below {below} keys{ffn}" if expected else "cudnn"
+    name = f"fa4 {found}, cudnn below {below} keys" if expected else "cudnn"
     assert backends.kernel_name(GPU, HALF) == name and backends.kernel_name(GPU, FLOAT) == "efficient"
     assert backends.kernel_name(torch.device("cpu"), FLOAT) is None
 

@@ -1,6 +1,7 @@
 """Triton kernels between a layer's products: each reads its input once and writes once.
 
-They compute in float32 what wan/model.py says in PyTorch, which is the path of CPU and training.
+They compute in float32 what wan/model.py says in PyTorch, which is the path of CPU and training. Results are
+written into a contiguous out where that is given.
 """
 
 from functools import cache
@@ -11,41 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 power_of_2 = cache(triton.next_power_of_2)  # the next one; a launch asks for it
-
-
-@triton.jit
-def _layer_norm(x, inside, dim, eps):
-    """Of the first dim numbers of x, which are inside; the others are 0."""
-    centred = tl.where(inside, x - tl.sum(x) / dim, 0.0)
-    return centred * tl.rsqrt(tl.sum(centred * centred) / dim + eps)
-
-
-@triton.jit
-def _modulated_norm_kernel(
-    x_ptr, scale_ptr, shift_ptr, out_ptr, eps, dim, per_row, stride_scale, stride_shift, BLOCK: tl.constexpr
-):
-    """One token: LayerNorm, then * (1 + scale) + shift of its frame."""
-    token = tl.program_id(0).to(tl.int64)
-    row = token // per_row
-    columns = tl.arange(0, BLOCK)
-    inside = columns < dim
-    x = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0)
-    shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0)
-    result = _layer_norm(x, inside, dim, eps) * (1.0 + scale) + shift
-    tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated_add_kernel(x_ptr, y_ptr, gate_ptr, out_ptr, dim, tokens_per_row, stride_gate, BLOCK: tl.constexpr):
-    """One token: x + gate of its frame * y."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < dim
-    x = tl.load(x_ptr + token * dim + columns, mask=inside).to(tl.float32)
-    y = tl.load(y_ptr + token * dim + columns, mask=inside).to(tl.float32)
-    gate = tl.load(gate_ptr + token // tokens_per_row * stride_gate + columns, mask=inside)
-    tl.store(out_ptr + token * dim + columns, (x + gate * y).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -64,28 +30,35 @@ def _add_norm_kernel(
     stride_gate,
     stride_scale,
     stride_shift,
+    ADD: tl.constexpr,
     GATED: tl.constexpr,
+    NORM: tl.constexpr,
     AFFINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: x + y, or x + gate of its frame * y, and the norm of that sum as it is stored."""
+    """One token: x, x + y, or x + gate of its frame * y, and the norm of that sum as it is stored."""
     token = tl.program_id(0).to(tl.int64)
-    row = token // tokens_per_row
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
-    x = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        y *= tl.load(gate_ptr + token // tokens_per_gate * stride_gate + columns, mask=inside, other=0.0)
-    total = (x + y).to(sum_ptr.dtype.element_ty)
-    tl.store(sum_ptr + token * dim + columns, total, mask=inside)
-    total = total.to(tl.float32)
-    scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0).to(tl.float32)
-    if not AFFINE:
-        scale += 1.0
-    result = _layer_norm(total, inside, dim, eps) * scale + shift
-    tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
+    total = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        y = tl.load(y_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            gate = gate_ptr + token // tokens_per_gate * stride_gate + columns
+            y *= tl.load(gate, mask=inside, other=0.0)
+        rounded = (total + y).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + token * dim + columns, rounded, mask=inside)
+        total = rounded.to(tl.float32)
+    if NORM:
+        row = token // tokens_per_row
+        scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(shift_ptr + row * stride_shift + columns, mask=inside, other=0.0).to(tl.float32)
+        if not AFFINE:
+            scale += 1.0
+        centred = tl.where(inside, total - tl.sum(total) / dim, 0.0)
+        normed = centred * tl.rsqrt(tl.sum(centred * centred) / dim + eps)
+        result = normed * scale + shift
+        tl.store(out_ptr + token * dim + columns, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -143,31 +116,13 @@ def _rotate_kernel(
 
 
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim].
-
-    It is written into a contiguous out where that is given.
-    """
-    x, grid, dim, block = _tokens(x)
-    out = torch.empty_like(x) if out is None else out
-    (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
-    numbers = eps, dim, x.shape[1] // scale.shape[1], stride_scale, stride_shift
-    warps = _warps_of_norm(block)
-    _modulated_norm_kernel[grid](x, scale, shift, out, *numbers, BLOCK=block, num_warps=warps)
-    return out
+    """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
+    return _launch(x, None, None, (scale, shift), eps, False, (None, out))[1]
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim].
-
-    It is written into a contiguous out where that is given, which may be x.
-    """
-    x, grid, dim, block = _tokens(x)
-    out = torch.empty_like(x) if out is None else out
-    gate, stride_gate = _rows(gate)
-    _gated_add_kernel[grid](
-        x, y.contiguous(), gate, out, dim, x.shape[1] // gate.shape[1], stride_gate, BLOCK=block
-    )
-    return out
+    """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim]; out may be x."""
+    return _launch(x, y, gate, None, 0.0, False, (out, None))[0]
 
 
 def add_norm(
@@ -178,31 +133,45 @@ def add_norm(
     shift: Tensor,
     eps: float,
     affine: bool = False,
-    outs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y (gate None: x + y), and the LayerNorm of that * (1 + scale) + shift; affine: * scale.
 
-    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim]. Both are
-    written into contiguous outs where they are given, of which the first may be x.
+    x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim].
     """
-    x, grid, dim, block = _tokens(x)
-    total, out = outs or (torch.empty_like(x), torch.empty_like(x))
-    length, tokens = x.shape[1], grid[0]
-    if affine:
-        stride_scale = stride_shift = 0
-    else:
+    return _launch(x, y, gate, (scale, shift), eps, affine, (None, None))
+
+
+def _launch(
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    rows: tuple[Tensor, Tensor] | None,
+    eps: float,
+    affine: bool,
+    outs: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Return the sum and its norm, x where one is not computed; both are contiguous [B, L, dim]."""
+    x, (batch, length, dim) = x.contiguous(), x.shape
+    total, out = (
+        x if not wanted else torch.empty_like(x) if given is None else given
+        for wanted, given in ((y is not None, outs[0]), (rows is not None, outs[1]))
+    )
+    scale, shift = rows or (x, x)
+    stride_scale = stride_shift = stride_gate = 0
+    tokens = tokens_per_row = tokens_per_gate = batch * length
+    if rows and not affine:
         (scale, stride_scale), (shift, stride_shift) = _rows(scale), _rows(shift)
-    gates, stride_gate = (scale, 0) if gate is None else _rows(gate)
-    tokens_per_gate = tokens if gate is None else length // gates.shape[1]
-    tokens_per_row = tokens if affine else length // scale.shape[1]
+        tokens_per_row = length // scale.shape[1]
+    if gate is not None:
+        gate, stride_gate = _rows(gate)
+        tokens_per_gate = length // gate.shape[1]
     numbers = eps, dim, tokens_per_gate, tokens_per_row, stride_gate, stride_scale, stride_shift
-    constants = {
-        "GATED": gate is not None,
-        "AFFINE": affine,
-        "BLOCK": block,
-        "num_warps": _warps_of_norm(block),
-    }
-    _add_norm_kernel[grid](x, y.contiguous(), gates, scale, shift, total, out, *numbers, **constants)
+    block = power_of_2(dim)
+    # The same warps for every norm: they decide in what order a token's numbers are summed.
+    constants = {"BLOCK": block, "num_warps": 2 * max(1, block // 2048) if rows else 4}
+    constants |= {"ADD": y is not None, "GATED": gate is not None, "NORM": rows is not None, "AFFINE": affine}
+    added, gates = x if y is None else y.contiguous(), x if gate is None else gate
+    _add_norm_kernel[(tokens,)](x, added, gates, scale, shift, total, out, *numbers, **constants)
     return total, out
 
 
@@ -214,10 +183,7 @@ def norm_rotate(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D].
-
-    It is written into a contiguous out [B, L, H, D] where that is given.
-    """
+    """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D]."""
     x, (batch, length, dim) = x.contiguous(), x.shape
     out = x.new_empty((batch, length, num_heads, dim // num_heads)) if out is None else out
     cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
@@ -234,17 +200,6 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     _rotate_kernel[length, batch](
         x, cos, sin, out, dim, head_dim, x.stride(0), out.stride(0), of_table, BLOCK=power_of_2(dim)
     )
-
-
-def _tokens(x: Tensor) -> tuple[Tensor, tuple[int], int, int]:
-    """x [B, L, dim] with tokens in a row, one program for each, dim, and the power of two that holds it."""
-    batch, length, dim = x.shape
-    return x.contiguous(), (batch * length,), dim, power_of_2(dim)
-
-
-def _warps_of_norm(block: int) -> int:
-    """The same for every norm: it decides in what order a token's numbers are summed."""
-    return 2 * max(1, block // 2048)
 
 
 def _rows(table: Tensor) -> tuple[Tensor, int]:

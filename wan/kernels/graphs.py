@@ -1,14 +1,12 @@
 """CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
 
-A GPU may compute its share of a layer sooner than Python launches its thirty kernels. Graphs launch most of
-them: the projections, and all that follows attention. Attention itself, the KV cache and whoever looks at
-them run as without graphs, in between.
+A GPU may compute its share of a layer sooner than Python launches its thirty kernels. Two graphs a layer
+launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
+whoever looks at them run as without graphs, in between.
 
-Graphs read and write at fixed addresses, and no activations are copied there. On one GPU one graph holds all
-from a layer's attention to the next layer's; keys and values are computed behind it, which lets them come to
-where the cache has them, and so is the product behind attention. On several a layer has two graphs, of which
-the first ends with the exchange's send(), so all processes record and replay alike; an exchange has fixed
-addresses of its own.
+Graphs read and write at fixed addresses. On one GPU keys and values are computed between the graphs, so that
+they come to where the cache has them, and so is the product behind attention. On several GPUs the first graph
+ends with the exchange's send(), so all processes record and replay alike.
 
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
@@ -21,7 +19,7 @@ Hooks inside a layer are not heard while it is replayed. On a CPU a replay compu
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import cache
 
 import torch
@@ -29,24 +27,11 @@ from torch import Tensor
 
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.cache import AnyCache
-from wan.kernels import fused_kernels
 from wan.keys import KeyLayout
-from wan.model import (
-    Block,
-    Cache,
-    CausalWanModel,
-    Mask,
-    Modulation,
-    Rope,
-    SelfAttention,
-    modulations_in,
-    multiply,
-)
+from wan.model import Block, Cache, CausalWanModel, Mask, Rope, SelfAttention, multiply
 from wan.sites import SiteCapture, is_hidden, watchers
 
 Replay = Callable[[], None]
-Rows = tuple[Modulation, Modulation]  # of self-attention and of the FFN
-Following = tuple[Block, Modulation] | None  # the next layer, with those of its self-attention
 
 
 def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
@@ -55,17 +40,15 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
     Under gradients, edits or captured text they run as before.
     """
     recorder, inputs = Recorder(model.device), dict[Hashable, OnOneGPU]()
-    replayed = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
-    for one, following in zip(replayed, [*replayed[1:], None], strict=True):
-        one.following = following
-        vars(one.block)["forward"] = one
+    for block in model.blocks:
+        vars(block)["forward"] = ReplayedBlock(block, recorder, inputs, after)
 
 
 def forget_cuda_graphs(model: CausalWanModel) -> None:
     """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
     for block in model.blocks:
         if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
-            for kept in (replayed.before, replayed.after, replayed.tables, replayed.texts, replayed.inputs):
+            for kept in (replayed.graphs, replayed.texts, replayed.inputs):
                 kept.clear()
 
 
@@ -102,7 +85,6 @@ class OnOneGPU:
         self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
         self.time = torch.empty_like(time)
         self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
-        self._projected: tuple[Block, int] | None = None  # whose projections are there already, and of what x
         self._taken: tuple[Tensor, Rope] | None = None
         self.allocate(num_heads)
 
@@ -121,26 +103,10 @@ class OnOneGPU:
             copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
             self._taken = time, rope  # also so that nothing else can be the same object
 
-    def set_projected(self, block: Block | None) -> None:
-        """Remember whose project() came with the graph that was replayed last."""
-        self._projected = None if block is None or self.x.is_inference() else (block, self.x._version)
-
-    def has_projected(self, block: Block, x: Tensor) -> bool:
-        """Return True unless somebody (a hook, say) changed x since: replays leave its version alone."""
-        return x is self.x and self._projected is not None and self._projected == (block, x._version)
-
-    def rehearse(self, finish: Callable[[], None]) -> None:
-        """Have the kernels of finish() compiled, which cannot be done while they are recorded."""
-        x, normed = self.x.clone(), self.normed.clone()
-        finish()
-        copy_all([self.x, self.normed], [x, normed])
-
-    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
-        """Compute the recorded part before attention, from x on. The first call is not recorded."""
+    def project(self, block: Block, with_raw: bool) -> None:
+        """Compute the recorded part before attention."""
+        attend, attn = block.modulations(self.time)[0], block.self_attn
         block.norm1(self.x, attend.scale, attend.shift, self.normed)
-        self._multiply(block.self_attn)
-
-    def _multiply(self, attn: SelfAttention) -> None:
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         multiply(attn.k, self.normed, self.keys)
 
@@ -151,31 +117,27 @@ class OnOneGPU:
         k, v = attn.norm_k(self.keys, self.rope.keys, k_out), attn.values(self.normed, v_out)
         attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
 
-    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
-        """Compute the recorded part behind attention, to x, and the following layer's project()."""
-        x, fed = block.feed(self.x, self.normed, *rows, text)
-        if following is None:
-            block.gate2(x, fed, rows[1].gate, self.x)
-            return
-        then, attend = following
-        if kernels := fused_kernels(x):  # the sum and the next layer's norm at once
-            outs = self.x, self.normed
-            kernels.add_norm(x, fed, rows[1].gate, attend.scale, attend.shift, then.norm1.eps, outs=outs)
-        else:
-            then.norm1(block.gate2(x, fed, rows[1].gate, self.x), attend.scale, attend.shift, self.normed)
-        self._multiply(then.self_attn)
+    def merged(self, attn: SelfAttention) -> Tensor:
+        """Return what self-attention gave, within the recorded part behind it."""
+        return self.normed
+
+    def finish(self, block: Block, text: tuple[Tensor, Tensor]) -> None:
+        """Compute the recorded part behind attention, to x."""
+        attend, feed = block.modulations(self.time)
+        x, fed = block.feed(self.x, self.merged(block.self_attn), attend, feed, text)
+        block.gate2(x, fed, feed.gate, self.x)
 
 
 class OnSeveralGPUs(OnOneGPU):
-    """The first graph sends tokens, the second one receives what heads saw; no layer follows in it."""
+    """The first graph sends tokens, the second one receives what heads saw."""
 
     def allocate(self, num_heads: int) -> None:
         self.own: tuple[Tensor, ...] = ()  # what a layer projects
         self.heads: Tensor | None = None  # what its heads saw
 
-    def project(self, block: Block, attend: Modulation, with_raw: bool) -> None:
-        normed = block.norm1(self.x, attend.scale, attend.shift)
-        own = block.self_attn.project(normed, self.rope, with_raw)
+    def project(self, block: Block, with_raw: bool) -> None:
+        attend = block.modulations(self.time)[0]
+        own = block.self_attn.project(block.norm1(self.x, attend.scale, attend.shift), self.rope, with_raw)
         self.own = self.own or own
         copy_all(self.own, own)
 
@@ -184,39 +146,33 @@ class OnSeveralGPUs(OnOneGPU):
         self.heads = heads if self.heads is None else self.heads
         copy_all([self.heads], [heads])
 
-    def rehearse(self, finish: Callable[[], None]) -> None:
-        """Its kernels are those of layers without graphs."""
-
-    def finish(self, block: Block, rows: Rows, text: tuple[Tensor, Tensor], following: Following) -> None:
+    def merged(self, attn: SelfAttention) -> Tensor:
         assert self.heads is not None
-        x, fed = block.feed(self.x, block.self_attn.merge(self.heads), *rows, text)
-        block.gate2(x, fed, rows[1].gate, self.x)
+        return attn.merge(self.heads)
 
 
 class TextInputs:
     """A layer's keys and values of the prompt, at fixed addresses."""
 
-    def __init__(self, text: Sequence[Tensor]):
+    def __init__(self, text: tuple[Tensor, Tensor]):
         self.own = torch.empty_like(text[0]), torch.empty_like(text[1])
         self._taken: Callable[[], Tensor | None] = lambda: None
 
-    def take(self, text: Sequence[Tensor]) -> None:
+    def take(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Copy them once a prompt."""
         if self._taken() is not text[0]:
             copy_all(self.own, text)
             self._taken = weakref.ref(text[0])
+        return self.own
 
 
 class ReplayedBlock:
     """The forward of a layer, from graphs and what stands between them."""
 
     def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, OnOneGPU], after: int):
-        self.block, self.recorder, self.inputs, self.after_calls = block, recorder, inputs, after
+        self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after
         self.eager = block.forward
-        self.before: dict[Hashable, Replay] = {}
-        self.after: dict[Hashable, Replay] = {}
-        self.tables: dict[Hashable, Tensor] = {}  # modulations, from whichever graph projects to the next one
-        self.following: ReplayedBlock | None = None
+        self.graphs: dict[Hashable, Replay] = {}
         self.texts: dict[Hashable, TextInputs] = {}
         self.calls: Counter[Hashable] = Counter()  # without graphs
 
@@ -239,7 +195,7 @@ class ReplayedBlock:
         attn = self.block.self_attn
         with_raw = attn.site.shard is not None and kv_cache.stores_raw  # one GPU has them between the graphs
         key = with_raw, x.shape, time.shape, rope.keys[0].shape, text[0].shape
-        if self.calls[key] < self.after_calls:
+        if self.calls[key] < self.after:
             self.calls[key] += 1
             return self.eager(x, time, rope, text, kv_cache)
 
@@ -248,50 +204,20 @@ class ReplayedBlock:
             self.inputs[key] = kind(x, time, rope, attn.num_heads)
         if text[0].shape not in self.texts:
             self.texts[text[0].shape] = TextInputs(text)
-        inputs, own_text = self.inputs[key], self.texts[text[0].shape]
+        inputs = self.inputs[key]
         inputs.take(x, time, rope)
-        own_text.take(text)
-        if not inputs.has_projected(self.block, x):
-            if key not in self.before:
-                self.before[key] = self._record_before(key, inputs, with_raw)
-            self.before[key]()
+        own_text = self.texts[text[0].shape].take(text)
+        if ("before", key) not in self.graphs:
+            inputs.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
+        self._replay(("before", key), lambda: inputs.project(self.block, with_raw))
         inputs.attend(attn, kv_cache)
-        following = None if attn.site.shard is not None else self.following
-        if key not in self.after:
-            self.after[key] = self._record_after(key, inputs, own_text.own, following)
-        self.after[key]()
-        inputs.set_projected(None if following is None else following.block)
+        self._replay(("after", key), lambda: inputs.finish(self.block, own_text))
         return inputs.x
 
-    def table(self, key: Hashable, inputs: OnOneGPU) -> Tensor:
-        """Return the memory of this layer's modulations."""
-        if key not in self.tables:
-            self.tables[key] = torch.empty_like(inputs.time)
-        return self.tables[key]
-
-    def _record_before(self, key: Hashable, inputs: OnOneGPU, with_raw: bool) -> Replay:
-        table = self.table(key, inputs)
-
-        def project() -> None:
-            inputs.project(self.block, self.block.modulations(inputs.time, table)[0], with_raw)
-
-        project()  # kernels that no layer without graphs called are compiled, and addresses found
-        return self.recorder.record(project)
-
-    def _record_after(
-        self, key: Hashable, inputs: OnOneGPU, text: tuple[Tensor, Tensor], following: "ReplayedBlock | None"
-    ) -> Replay:
-        rows = modulations_in(self.table(key, inputs))
-        next_table = None if following is None else following.table(key, inputs)
-
-        def finish() -> None:
-            then = None
-            if following is not None:
-                then = following.block, following.block.modulations(inputs.time, next_table)[0]
-            inputs.finish(self.block, rows, text, then)
-
-        inputs.rehearse(finish)
-        return self.recorder.record(finish)
+    def _replay(self, name: Hashable, call: Callable[[], None]) -> None:
+        if name not in self.graphs:
+            self.graphs[name] = self.recorder.record(call)
+        self.graphs[name]()
 
 
 @cache

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-BLOCK_ROWS = 512  # queries whose sums are read at once
 BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
 # Keys that a program takes, in whole frames: 3 of the 1.3B. On an H200 that is fastest at 21 key frames, and
 # even with 1 frame at 12 (docs/benchmarks/mass_h200.json). More programs leave fewer multiprocessors idle at
@@ -123,47 +122,7 @@ def query_frame_mass(
     return mass
 
 
-@triton.jit(do_not_specialize=["num_frames"])
-def _tails_kernel(tails_ptr, mass_ptr, part, num_frames, len_q, rows, BLOCK: tl.constexpr):
-    """One program: mean mass of a key frame over the queries of a query frame of one head."""
-    batch_head, query_frame, frame = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    sums = tails_ptr + batch_head * num_frames * len_q + query_frame * rows
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        there = row < rows
-        highest = tl.load(sums + part + row, mask=there, other=0.0)
-        here, after = sums + frame * len_q + row, sums + (frame + 1) * len_q + row
-        mass = _tail(here, part, highest, there)
-        mass -= _tail(after, part, highest, there & (frame + 1 < num_frames))
-        total += mass / tl.load(sums + row, mask=there, other=1.0)
-    out = mass_ptr + (batch_head * tl.num_programs(1) + query_frame) * num_frames + frame
-    tl.store(out, tl.sum(total) / rows)
-
-
-@triton.jit
-def _tail(sums, part, highest, there):
-    """Rescale partial sums, whose maxima lie part behind them, to the highest maximum."""
-    maximum = tl.load(sums + part, mask=there, other=0.0)
-    return tl.load(sums, mask=there, other=0.0) * tl.math.exp2(maximum - highest)
-
-
-def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
-    """Return mass by frame [B, H, Fq, Fk] from what the attention kernel kept, [2, B, H, Fk, Lq].
-
-    The whole sums and the largest maximum stand with the first frame: the kernel walks to it.
-    """
-    _, batch, heads, num_frames, len_q = tails.shape
-    mass = torch.empty(batch, heads, num_query_frames, num_frames, device=tails.device)
-    grid = (batch * heads, num_query_frames, num_frames)
-    rows = len_q // num_query_frames
-    _tails_kernel[grid](tails, mass, tails.stride(0), num_frames, len_q, rows, BLOCK=BLOCK_ROWS, num_warps=4)
-    return mass
-
-
-# What every key token receives.
-
-# As above with keys and queries swapped.
+# What every key token receives: as above with keys and queries swapped.
 COLUMN_BLOCK_Q, COLUMN_BLOCK_K = 64, 128
 
 
