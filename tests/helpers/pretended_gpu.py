@@ -1,12 +1,11 @@
 """A GPU that is not there: tensors that say cuda and compute on the CPU, and refuse what a GPU refuses.
 
-A test then finds without a GPU: tensors of two devices in one operation, host memory read without a copy, and
-mistakes in code that GPUs alone run.
+A test then finds without a GPU: tensors of two devices in one operation, host memory read without a copy,
+what waits for the device, and mistakes in code that GPUs alone run.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +25,10 @@ GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 COPIES = {aten.copy_.default, aten._to_copy.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 GUARDED = {Tensor.copy_, Tensor.contiguous, Tensor.__invert__}  # these ask a driver on their way
-HANDLED = {Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist, Tensor.numpy, Tensor.__array__} | GUARDED
 TO_HOST = {aten._local_scalar_dense.default, aten.equal.default}
+waited: list[
+    str
+] = []  # what waits for a real GPU: numbers that are read from it, unpinned ones that go there
 
 
 class OnGPU(Tensor):
@@ -35,15 +36,9 @@ class OnGPU(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> "OnGPU":
-        return Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device="cpu",
-            dispatch_device=True,  # asks __torch_dispatch__ where it is
-        )
+        same = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        # dispatch_device asks __torch_dispatch__ where it is
+        return Tensor._make_wrapper_subclass(cls, inner.shape, device="cpu", dispatch_device=True, **same)
 
     def __init__(self, inner: Tensor):
         self.inner = inner
@@ -72,11 +67,17 @@ def computed(function: Any, args: tuple, kwargs: dict) -> Any:
         return GPU if isinstance(args[0], OnGPU) else HOST
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = [x for x in given if isinstance(x, OnGPU)]
-    if here and any(x.dim() for x in given if not isinstance(x, OnGPU)) and not may_mix(function, args):
+    # copies go between devices; a GPU's tensor takes indices from the host, not the other way round
+    mixes = function in COPIES or (function in INDEXED and isinstance(args[0], OnGPU))
+    if here and any(x.dim() for x in given if not isinstance(x, OnGPU)) and not mixes:
         raise RuntimeError(f"{function}: Expected all tensors to be on the same device, not cuda:0 and cpu")
     device = kwargs.get("device")
     stays = bool(here) if device is None else torch.device(device).type == "cuda"
-    Event.given += stays
+    asynchronous = kwargs.get("non_blocking") and isinstance(args[0], OnGPU | Pinned)
+    crosses = device is not None and stays != bool(here) and function in COPIES and not asynchronous
+    reads = here and function in TO_HOST | {aten.nonzero.default}
+    if crosses or reads or (here and len(here) < len(given) and mixes):
+        waited.append(str(function))
     kwargs = kwargs if device is None else kwargs | {"device": HOST}
     inner_args, inner_kwargs = tree_map(inner_of, (args, kwargs))
     if function in FUSED_ATTENTION:
@@ -87,11 +88,6 @@ def computed(function: Any, args: tuple, kwargs: dict) -> Any:
         return found
     known = {id(x.inner): x for x in here}  # an operation in place returns what it was given
     return tree_map(lambda x: known.get(id(x), OnGPU(x)) if isinstance(x, Tensor) else x, found)
-
-
-def may_mix(function: Any, args: tuple) -> bool:
-    """Copies go between devices; a GPU's tensor takes indices from the host, not the other way round."""
-    return function in COPIES or (function in INDEXED and isinstance(args[0], OnGPU))
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -124,20 +120,6 @@ FUSED_ATTENTION = {
 }
 
 
-class Event:
-    """The end of what a GPU was given up to here. Whoever asks soon waits, and leaves it idle."""
-
-    given = 0  # operations of the GPU, so far
-    SOON = 50  # fewer than a layer of a model has
-
-    def __init__(self) -> None:
-        self.at = Event.given
-
-    def synchronize(self) -> bool:
-        """Whether somebody waits."""
-        return Event.given - self.at < self.SOON
-
-
 class Operations(TorchDispatchMode):
     """What makes tensors, too."""
 
@@ -152,37 +134,30 @@ class Functions(TorchFunctionMode):
         args = tuple(map(named, args))
         kwargs = {name: named(x) for name, x in kwargs.items()} if kwargs else {}
         if function is torch.tensor and kwargs.get("device") == GPU:
-            indexed([])  # numbers of the host go there
+            waited.append("numbers of the host")
             return OnGPU(torch.tensor(*args, **kwargs | {"device": HOST}))
         if function is Tensor.pin_memory:
             return args[0].clone().as_subclass(Pinned)
-        if args and isinstance(args[0], OnGPU):
-            if function not in HANDLED:
-                return function(*args, **kwargs)
-            inner, rest = args[0].inner, tree_map(inner_of, args[1:])
-            if function in (Tensor.__getitem__, Tensor.__setitem__):
-                indexed(args[1])
-            if function is Tensor.__getitem__:
-                return OnGPU(inner[rest[0]])
-            if function is Tensor.__setitem__:
-                inner[rest[0]] = rest[1]
-                return None
-            if function in GUARDED:
-                found = function(inner, *rest, **tree_map(inner_of, kwargs))
-                return args[0] if found is inner else OnGPU(found)
-            if function is Tensor.tolist:
-                return inner.tolist()
-            if function in (Tensor.numpy, Tensor.__array__):
-                raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if not args or not isinstance(args[0], OnGPU):
+            return function(*args, **kwargs)
+        inner, rest = args[0].inner, tree_map(inner_of, args[1:])
+        if function in (Tensor.__getitem__, Tensor.__setitem__):
+            if any(isinstance(x, list | Tensor) and not isinstance(x, OnGPU) for x in as_tuple(args[1])):
+                waited.append("an index of the host")
+            found = function(inner, *rest)
+            return found if found is None else OnGPU(found)
+        if function in GUARDED:
+            found = function(inner, *rest, **tree_map(inner_of, kwargs))
+            return args[0] if found is inner else OnGPU(found)
+        if function is Tensor.tolist:
+            return inner.tolist()
+        if function in (Tensor.numpy, Tensor.__array__):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
         return function(*args, **kwargs)
 
 
-def indexed(index: Any) -> bool:
-    """Whether some of an index goes to the GPU first."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(
-        isinstance(x, list) or (isinstance(x, Tensor) and x.dim() and not isinstance(x, OnGPU)) for x in parts
-    )
+def as_tuple(index: Any) -> tuple:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def named(x: Any) -> Any:
@@ -198,48 +173,12 @@ def pretended_gpu() -> Iterator[torch.device]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter becomes what it is moved to
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=Event))
         for module in (layers, cache):
             patch.setattr(module, "fused_kernels", lambda x: None)
         patch.setattr(reductions, "kernels_take", lambda q: False)
         patch.setattr(attention_backend, "takes", lambda q, k, v: False)
+        waited.clear()
         try:
             yield GPU
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-
-@contextmanager
-def waits() -> Iterator[list[str]]:
-    """What waits for a real GPU meanwhile: numbers that are read from it, and unpinned ones that go there."""
-    found, compute, by_index, by_event = [], computed, indexed, Event.synchronize
-
-    def noticed_index(index: Any) -> bool:
-        if by_index(index):
-            found.append(f"an index of the host: {index}")
-        return by_index(index)
-
-    def noticed(function: Any, args: tuple, kwargs: dict) -> Any:
-        on_gpu = {isinstance(x, OnGPU) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        device = kwargs.get("device")
-        leaves = (
-            function is aten._to_copy.default
-            and device
-            and {torch.device(device).type == "cuda"} != on_gpu
-            and not (kwargs.get("non_blocking") and isinstance(args[0], OnGPU | Pinned))
-        )
-        mixes = len(on_gpu) > 1 and function in COPIES | INDEXED
-        if leaves or mixes or (True in on_gpu and function in TO_HOST | {aten.nonzero.default}):
-            found.append(str(function))
-        return compute(function, args, kwargs)
-
-    def noticed_event(event: Event) -> bool:
-        if by_event(event):
-            found.append("what was given to the GPU just now")
-        return by_event(event)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Event, "synchronize", noticed_event)
-        patch.setitem(globals(), "computed", noticed)
-        patch.setitem(globals(), "indexed", noticed_index)
-        yield found
