@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments.caches.files import replacing, require_writable
 from experiments.extraction import causal
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
+from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count, run_parser
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.backends import kernel_name
@@ -42,6 +44,28 @@ def benchmark_parser(description: str) -> Parser:
     flag("--random_weights", action="store_true", help="the shapes of the config's model, without any file")
     flag("--repeats", type=count, default=5, help="timed rounds, of all rows in turn")
     return parser
+
+
+def finding_parser(description: str, output_path: str) -> Parser:
+    """Return the flags of a script that makes a published finding."""
+    parser = Parser(description=description.splitlines()[0])
+    flag = parser.add_argument
+    flag("--config_path", default="configs/wan_mini.yaml")
+    flag("--device", default="auto")
+    flag("--output_path", type=Path, default=Path(output_path))
+    flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
+    return parser
+
+
+def save_finding(
+    args: argparse.Namespace, report: Mapping[str, Any], figures: Mapping[str, Figure] | None = None
+) -> None:
+    """Write a report and its figures, and print their paths."""
+    made = {} if "environment" in report else {"environment": environment(choose_device(args.device))}
+    save_report(made | dict(report), args.output_path)
+    print(args.output_path)
+    for name, figure in (figures or {}).items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 def new_report(config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:

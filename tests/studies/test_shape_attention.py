@@ -73,7 +73,7 @@ def test_followers_the_table_and_the_heads_of_the_picture(tmp_path):
     assert follows[1, 2] and not follows[2, 3] and follows.sum() <= 2
     assert not followers(ShapeAttention(found.captions, [0], lifts[1:4], "0"), 0).follows.any()
     assert found.maps(4)[0].values.shape == (3, 4) and "follows" in {m.name for m in found.maps(4)}
-    report = report_of(found, "wan-mini")
+    report = report_of(found)
     best = report["passes"]["pass 0"]["top"][0]
     assert (best["layer"], best["head"], best["lifts"][0]) == (1, 2, 5.0)
     json.dumps(report)

@@ -9,7 +9,6 @@ captured ones, and what Band does to all heads in the denoising passes, a band a
 from contextlib import nullcontext
 from dataclasses import replace
 from math import pi
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,16 @@ import torch
 
 from experiments.analysis.rope_waves import fit_matrix, predicted_context, temporal_frequencies
 from experiments.analysis.stats import bootstrap, pearson, rounded
-from experiments.benchmarks.harness import save_report
-from experiments.caches.files import require_writable
+from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.extraction import causal
-from experiments.extraction.provenance import environment
 from experiments.miniature.tracking import EvalPool
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import count, main
 from experiments.running.progress import Progress
 from experiments.running.ranks import workers_of
 from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
 from experiments.studies.runs import Runs, distance
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
-from wan.capture import CapturedCall
 from wan.config import load_config
 from wan.interventions import Band, intervene
 from wan.vae import VAE
@@ -40,25 +36,26 @@ SHUFFLES = 200  # of heads, for the null of predicted curves
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
-    flag = parser.add_argument
-    flag("--config_path", default="configs/wan_mini.yaml")
-    flag("--captions", type=count, default=96, help="held-out captions of shapes behind a wall")
-    flag("--workers", type=count, help="processes that judge videos")
-    flag("--device", default="auto")
-    flag("--output_path", type=Path, default=Path("docs/band_edits.json"))
+    parser = finding_parser(__doc__, "docs/band_edits.json")
+    parser.add_argument("--captions", type=count, default=96, help="held-out, of shapes behind a wall")
+    parser.add_argument("--workers", type=count, help="processes that judge videos")
     args = parser.parse_args(argv)
-    require_writable(args.output_path)
     config = load_config(args.config_path, {"device": args.device, "dtype": "float32"})
     numbered, _ = captions_behind_a_wall(Design(args.captions, selection=0))
+    scenes = [scene for _, scene in numbered]
     with EvalPool(workers_of(args.workers)) as judges, Progress() as watch:  # it forks
-        session = causal.prepare(config, [], [scene.caption for _, scene in numbered], watch)
+        session = causal.prepare(config, [], [scene.caption for scene in scenes], watch)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         configs = [replace(config, prompt=scene.caption, seed=number) for number, scene in numbered]
-        runs, scenes = Runs(session, configs), [scene for _, scene in numbered]
-        head_dim, report = session.model_config.head_dim, {}
-        base: dict[str, np.ndarray] = {}
-        for name, edit in conditions(len(temporal_frequencies(head_dim))).items():
+        runs, head_dim = Runs(session, configs), session.model_config.head_dim
+        bands = temporal_frequencies(head_dim)
+        edits: dict[str, Band | None] = {"base": None}
+        for band in range(len(bands)):
+            edits[f"band {band}, π/2"] = Band((band,), phase=pi / 2, passes="denoise")
+            edits[f"band {band}, π"] = Band((band,), phase=pi, passes="denoise")
+            edits[f"band {band}, removed"] = Band((band,), scale=0.0, passes="denoise")
+        base, report = dict[str, np.ndarray](), dict[str, Any]()
+        for name, edit in edits.items():
             # The mean logits of the first pass, and the means of queries and keys of all passes.
             capture = ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False, query_key_means=True)
             with intervene(edit) if edit else nullcontext(), capture as calls:
@@ -66,7 +63,7 @@ def run(argv=None):
             logits = of_frames(calls, "frame_logits", 0)  # [captions, layers, H, F, F]
             if not base:
                 report["predicted curves"] = predicted(calls, logits, config.block_sizes, head_dim)
-            fit = fit_matrix(logits, config.block_sizes, temporal_frequencies(head_dim)[:FITTED])
+            fit = fit_matrix(logits, config.block_sizes, bands[:FITTED])
             found = {"s": fit.s, "wave": fit.waves.cosine - 1j * fit.waves.sine}  # amplitude e^{i phase}
             base = base or found
             change = distance(latents, runs.latents) / runs.between_seeds
@@ -78,27 +75,12 @@ def run(argv=None):
                 **crests(found, base, edit),
             }
             watch.print(f"{name}: {report[name]}")
-    about = {
-        "environment": environment(session.device),
-        "weights_sha256": session.sha256.result(),
-        "captions": args.captions,
-        "periods of the bands, frames": [round(2 * pi / w, 1) for w in temporal_frequencies(head_dim)],
-    }
-    save_report(about | report, args.output_path)
-    print(args.output_path)
+    periods = [round(2 * pi / w, 1) for w in bands]
+    about = {"captions": args.captions, "periods of the bands, frames": periods}
+    save_finding(args, {"weights_sha256": session.sha256.result()} | about | report)
 
 
-def conditions(bands: int) -> dict[str, Band | None]:
-    """Return nothing, and every band turned by a quarter, by a half, and removed."""
-    found: dict[str, Band | None] = {"base": None}
-    for band in range(bands):
-        found[f"band {band}, π/2"] = Band((band,), phase=pi / 2, passes="denoise")
-        found[f"band {band}, π"] = Band((band,), phase=pi, passes="denoise")
-        found[f"band {band}, removed"] = Band((band,), scale=0.0, passes="denoise")
-    return found
-
-
-def of_frames(calls: list[CapturedCall], name: str, step: int) -> np.ndarray:
+def of_frames(calls, name: str, step: int) -> np.ndarray:
     """Gather a value of all blocks in a pass (-1: the clean one), [captions, layers, H, F, ...]."""
     chosen = [call for call in calls if call["is_clean_pass"] == (step < 0) and step in (-1, call["step"])]
     layers, frames = 1 + max(call["layer"] for call in chosen), 1 + max(chosen[-1]["query_frames"])
@@ -110,7 +92,7 @@ def of_frames(calls: list[CapturedCall], name: str, step: int) -> np.ndarray:
     return found.numpy()
 
 
-def predicted(calls: list[CapturedCall], logits: np.ndarray, block_sizes, head_dim: int) -> dict[str, Any]:
+def predicted(calls, logits: np.ndarray, block_sizes, head_dim: int) -> dict[str, Any]:
     """Return r per head of captured last-block curves with those of one mean query and key, and its null."""
     last, generator = block_ranges(list(block_sizes))[-1], np.random.default_rng(0)
     captured = logits[..., last.start : last.stop, : last.start].mean(-2)  # [captions, layers, H, n]
@@ -121,12 +103,11 @@ def predicted(calls: list[CapturedCall], logits: np.ndarray, block_sizes, head_d
         shuffled = flat[:, generator.permutation(flat.shape[1])].reshape(curves.shape)
         null.append(np.median(pearson(shuffled, captured)))
     whole, later = (pearson(curves[..., n:], captured[..., n:]) for n in (0, 1))
+    other = [round(float(f(null)), 3) for f in (np.mean, np.max)]
     return {
         "r, median of heads": rounded(bootstrap(np.median(whole, (1, 2)))),
         "r, median of heads, without frame 0": rounded(bootstrap(np.median(later, (1, 2)))),
-        f"r with another head's means, mean and best of {SHUFFLES}": [
-            round(float(f(null)), 3) for f in (np.mean, np.max)
-        ],
+        f"r with another head's means, mean and best of {SHUFFLES}": other,
         "r by head": np.round(np.median(whole, 0), 3).tolist(),  # [layers, H], median of captions
     }
 
@@ -142,7 +123,7 @@ def crests(found: dict[str, np.ndarray], base: dict[str, np.ndarray], edit: Band
         turned = expected + np.percentile(beyond, (50, 25, 75))
         report[f"band {band}"] = {
             "heads": int(large.sum()),
-            "turned, radians: median, quartiles": [round(float(x), 2) for x in turned],
+            "turned, radians: median, quartiles": turned.round(2).tolist(),
             "amplitude after / before, median": round(float(np.median(np.abs(after / before)[large])), 2),
         }
     s, before = found["s"].mean(0), base["s"].mean(0)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -22,12 +22,11 @@ from experiments.analysis import published
 from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.rope_waves import fitted_frequencies, temporal_frequencies
-from experiments.benchmarks.harness import fill_, save_report
+from experiments.benchmarks.harness import fill_, finding_parser, save_finding
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
-from experiments.extraction.provenance import environment
-from experiments.running.cli import Parser, main
+from experiments.running.cli import main
 from wan import keys as rope
 from wan import model as wan_model
 from wan.attention import ATTENTION_WEIGHT_CAPTURE
@@ -43,32 +42,22 @@ PROMPTS = (
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_path", type=Path, default=Path("docs/check_model.json"))
-    args = parser.parse_args(argv)
-    config = load_config("configs/wan_mini.yaml", {"device": "cpu"})
-    report = {
-        "environment": environment(torch.device("cpu")),
-        "borders": {"agrees from r": AGREES, "wrong below r": OTHER_R, "wrong below own heads": OTHER_OWN},
-        "published": of_published(),
-        config.model: of_miniature(config),
-    }
-    save_report(report, args.output_path)
-    print(args.output_path)
+    args = finding_parser(__doc__, "docs/check_model.json").parse_args(argv)
+    config = load_config(args.config_path, {"device": "cpu"})
+    borders = {"agrees from r": AGREES, "wrong below r": OTHER_R, "wrong below own heads": OTHER_OWN}
+    report = {"borders": borders, "published": of_published(), config.model: of_miniature(config)}
+    save_finding(args, report)
 
 
 def row(*comparisons: Comparison) -> dict[str, Any]:
     """Return the mean over videos of each number, ranges of those that decide, and how often each verdict."""
-    each, verdicts = [one.numbers() for one in comparisons], [one.verdict for one in comparisons]
-    found: dict[str, Any] = {"videos": len(each)}
+    table = pd.DataFrame([one.numbers() for one in comparisons]).astype(float)
+    verdicts = [one.verdict for one in comparisons]
+    found: dict[str, Any] = {"videos": len(table)}
     for what, name in (("r", "r of last-block curves, median"), ("own heads", "heads most like their own")):
-        values = [float(one[name] or 0) for one in each]
-        found[f"{what}: lowest, highest"] = [min(values), max(values)]
+        found[f"{what}: lowest, highest"] = table[name].fillna(0).agg(["min", "max"]).tolist()
     found["verdicts"] = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
-    for name in each[0]:
-        known = [value for one in each if (value := one[name]) is not None]
-        found[name] = round(float(np.nanmean(known)), 3) if known else None
-    return found
+    return found | {name: None if np.isnan(x) else round(x, 3) for name, x in table.mean().items()}
 
 
 def of_published() -> dict[str, Any]:

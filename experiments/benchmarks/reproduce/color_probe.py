@@ -12,17 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.harness import save_report
-from experiments.caches.files import require_writable
+from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.extraction import causal
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
 from experiments.miniature.moving_shapes import (
     COLORS,
     Scene,
@@ -31,35 +27,29 @@ from experiments.miniature.moving_shapes import (
     render_batch,
     sample_scenes,
 )
-from experiments.running.cli import Parser, count, main
-from wan.blocks import VIDEO_FRAMES_PER_LATENT
-from wan.config import RunConfig, load_config
+from experiments.running.cli import count, main
+from wan.blocks import VIDEO_FRAMES_PER_LATENT as STRIDE
+from wan.config import load_config
 from wan.sites import SiteCapture, Where, watched
 from wan.vae import VAE
 
-OUTPUT = Path("docs/color_probe.json")
 GIVEN, FRAMES = 3, 12  # latent frames: of the rendered beginning, and of the whole video
-BATCH, SHUFFLES, DRAWS = 32, 20, 2000
+BATCH, SHUFFLES, DRAWS, SCENE_SEED = 32, 20, 2000, 77
 RIDGES = (1.0, 10.0, 100.0, 1000.0)
 PLACES = ("patch behind the wall", "mean of the frame")
-SCENE_SEED = 77
+Observed = tuple[Tensor, Tensor, Tensor]  # features [layers, passes, places, n, dim], colours [n], videos [n]
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config_path", default="configs/wan_mini.yaml")
+    parser = finding_parser(__doc__, "docs/color_probe.json")
     parser.add_argument("--train", type=count, default=192, help="videos that the probe is fitted on")
     parser.add_argument("--test", type=count, default=64, help="videos of held-out captions")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--output_path", type=Path, default=OUTPUT)
     args = parser.parse_args(argv)
-    require_writable(args.output_path)
     config = load_config(args.config_path, {"device": args.device, "num_frames": FRAMES})
     loaded = causal.prepare(config, [])
-    parts = [observe(loaded, config, scenes(n, held)) for n, held in ((args.train, False), (args.test, True))]
-    report = report_of(*parts) | {"environment": environment(choose_device(config.device))}
-    save_report({"model": config.model, "train": args.train, "test": args.test} | report, args.output_path)
-    print(args.output_path)
+    train, test = (observe(loaded, scenes(n, held)) for n, held in ((args.train, False), (args.test, True)))
+    about = {"model": config.model, "train": args.train, "test": args.test}
+    save_finding(args, about | report_of(train, test))
 
 
 def scenes(number: int, held_out: bool) -> list[Scene]:
@@ -69,148 +59,113 @@ def scenes(number: int, held_out: bool) -> list[Scene]:
 
 
 def hidden(scene: Scene) -> Tensor:
-    """Return in which latent frames the shape is wholly hidden, bool [FRAMES]; never in the given ones."""
-    share = hidden_share(scene, 1 + VIDEO_FRAMES_PER_LATENT * (FRAMES - 1))
-    behind = (share[1:] == 1).unflatten(0, (-1, VIDEO_FRAMES_PER_LATENT)).all(1)
-    return torch.cat([torch.zeros(GIVEN, dtype=torch.bool), behind[GIVEN - 1 :]])
+    """Return in which generated latent frames the shape is wholly hidden, bool [FRAMES - GIVEN]."""
+    share = hidden_share(scene, 1 + STRIDE * (FRAMES - 1))
+    return (share[1:] == 1).unflatten(0, (-1, STRIDE)).all(1)[GIVEN - 1 :]
 
 
-Observed = tuple[Tensor, Tensor, Tensor]
-
-
-def observe(loaded: causal.LoadedModel, config: RunConfig, chosen: Sequence[Scene]) -> Observed:
-    """Roll out scenes -> features [layers, passes, places, n, dim], colours [n], their videos [n]."""
+def observe(loaded: causal.LoadedModel, chosen: Sequence[Scene]) -> Observed:
+    """Roll out scenes and keep the features of frames in which the shape is hidden."""
+    config, side = loaded.config, loaded.config.height // 2
     vae, batches, owners, colors = VAE.from_pretrained(config.ckpt_dir, device=loaded.device), [], [], []
     for start in range(0, len(chosen), BATCH):
-        batch = chosen[start : start + BATCH]
-        size = 8 * config.height
-        first = render_batch(list(batch), 1 + VIDEO_FRAMES_PER_LATENT * (GIVEN - 1), size)  # [B, 3, F, H, W]
+        batch = list(chosen[start : start + BATCH])
+        first = render_batch(batch, 1 + STRIDE * (GIVEN - 1), 8 * config.height)  # [B, 3, F, H, W]
         given = vae.encode(((first + 1) / 2).transpose(1, 2).to(loaded.device))
-        drawn = [
-            causal.draw_noise(
-                replace(config, seed=start + n), loaded.model_config, loaded.dtype, loaded.device
-            )
-            for n in range(len(batch))
-        ]
+        seeds = [replace(config, seed=start + n) for n in range(len(batch))]
+        drawn = [causal.draw_noise(c, loaded.model_config, loaded.dtype, loaded.device) for c in seeds]
         noise = torch.cat([pair[0] for pair in drawn])[:, GIVEN:]
         renoise = torch.cat([pair[1] for pair in drawn], 1)[:, :, GIVEN:]
         text = torch.cat([loaded.texts[scene.caption][0] for scene in batch])
-        at = patches(batch, config.height // 2)
-        watcher = SiteCapture(("resid_post",), reduce=partial(of_places, at=at))
+        last = 1 + STRIDE * (FRAMES - 1)
+        centres = torch.stack([positions(scene, last)[::STRIDE, 0] for scene in batch])
+        x, y = (centres * side).long().clamp(0, side - 1).unbind(-1)
+        watcher = SiteCapture(("resid_post",), reduce=partial(of_places, at=y * side + x))
         with watched(watcher):
             loaded.pipeline.inference(noise, prompt_embeds=text, renoise=renoise, initial_latent=given)
-        batches.append(table(watcher, torch.stack([hidden(scene) for scene in batch])))
+        behind = torch.stack([hidden(scene) for scene in batch])
+        rows: dict[int, dict[int, list[Tensor]]] = {}  # layer -> pass -> blocks
+        for one in watcher.kept:
+            if one.where.frames[0] >= GIVEN:
+                steps = rows.setdefault(one.where.layer or 0, {})
+                steps.setdefault(one.where.step, []).append(one.value)
+        batches.append(
+            torch.stack(
+                [
+                    torch.stack([torch.cat(layer[step], 1)[behind].transpose(0, 1) for step in sorted(layer)])
+                    for _, layer in sorted(rows.items())
+                ]
+            )
+        )
         for n, scene in enumerate(batch):
-            owners += [start + n] * int(hidden(scene).sum())
-            colors += [list(COLORS).index(scene.movers[0].color)] * int(hidden(scene).sum())
+            owners += [start + n] * int(behind[n].sum())
+            colors += [list(COLORS).index(scene.movers[0].color)] * int(behind[n].sum())
     return torch.cat(batches, 3), torch.tensor(colors), torch.tensor(owners)
 
 
-def patches(batch: Sequence[Scene], side: int) -> Tensor:
-    """Return the patch that the shape's centre is in, by video and latent frame, int64 [B, FRAMES]."""
-    last = 1 + VIDEO_FRAMES_PER_LATENT * (FRAMES - 1)
-    centres = torch.stack([positions(scene, last)[::VIDEO_FRAMES_PER_LATENT, 0] for scene in batch])
-    x, y = (centres * side).long().clamp(0, side - 1).unbind(-1)
-    return y * side + x
-
-
 def of_places(x: Tensor, where: Where, at: Tensor) -> Tensor:
-    """Return one patch and the mean of all, [B, F, 2, dim]."""
+    """Return the patch that the shape's centre is in and the mean of all, [B, F, 2, dim]."""
     frames = x.unflatten(1, (len(where.frames), -1))  # [B, F, S, dim]
     index = at[:, list(where.frames), None, None].expand(-1, -1, 1, x.shape[-1]).to(x.device)
     return torch.cat([frames.gather(2, index), frames.mean(2, keepdim=True)], 2)
 
 
-def table(watcher: SiteCapture, behind: Tensor) -> Tensor:
-    """Return what was kept of hidden frames: [layers, passes, places, n, dim]."""
-    found: dict[tuple[int, int], list[Tensor]] = {}
-    for one in watcher.kept:
-        if one.where.frames[0] >= GIVEN:
-            found.setdefault((one.where.layer or 0, one.where.step), []).append(one.value)
-    layers, passes = (sorted({key[n] for key in found}) for n in (0, 1))
-    rows = [
-        torch.stack([torch.cat(found[layer, step], 1)[behind[:, GIVEN:]].transpose(0, 1) for step in passes])
-        for layer in layers
-    ]
-    return torch.stack(rows)
-
-
 # --- The probe
-def fitted(x: Tensor, colors: Tensor, ridge: float) -> Tensor:
-    """Fit one score a colour by ridge regression: x [n, dim + 1] -> weights [dim + 1, colours]."""
-    wanted = torch.nn.functional.one_hot(colors, len(COLORS)).double()
-    return torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype), x.T @ wanted)
-
-
-def scaled(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both in units of the training features, with a column of ones."""
+def read(train: Tensor, colors: Tensor, test: Tensor, ridge: float) -> Tensor:
+    """Fit one score a colour on standardised features [n, dim] -> the best colour of test rows."""
     mean, std = train.mean(0), train.std(0) + 1e-6
-    return tuple(  # type: ignore[return-value]
-        torch.cat([(x - mean) / std, x.new_ones(len(x), 1)], 1) for x in (train, test)
-    )
+    x, y = (torch.cat([(part - mean) / std, part.new_ones(len(part), 1)], 1) for part in (train, test))
+    wanted = torch.nn.functional.one_hot(colors, len(COLORS)).double()
+    weights = torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1], dtype=x.dtype), x.T @ wanted)
+    return (y @ weights).argmax(1)
 
 
 def probe(train: Tensor, colors: Tensor, owners: Tensor, test: Tensor) -> Tensor:
     """Return the colours that are read of test, with the ridge that does best over folds of the videos."""
-    right = []
-    for ridge in RIDGES:
-        hits = 0
-        for fold in range(4):
-            out = owners % 4 == fold
-            mine, others = scaled(train[~out], train[out])
-            hits += int(((others @ fitted(mine, colors[~out], ridge)).argmax(1) == colors[out]).sum())
-        right.append(hits)
-    mine, others = scaled(train, test)
-    return (others @ fitted(mine, colors, RIDGES[right.index(max(right))])).argmax(1)
 
+    def right(ridge: float) -> int:
+        outs = [owners % 4 == fold for fold in range(4)]
+        hits = (read(train[~out], colors[~out], train[out], ridge) == colors[out] for out in outs)
+        return sum(int(each.sum()) for each in hits)
 
-def shares(hits: Tensor, owners: Tensor) -> Tensor:
-    """Return the share of hits of each video."""
-    return torch.stack([hits[owners == owner].double().mean() for owner in owners.unique()])
+    return read(train, colors, test, max(RIDGES, key=right))
 
 
 def report_of(train: Observed, test: Observed) -> dict[str, Any]:
     """Return accuracy over test videos by place, layer and pass: mean, 95 % bootstrap interval, control."""
     (x, colors, owners), (y, truth, videos) = train, test
-    dice = torch.Generator().manual_seed(0)
-    each = len(videos.unique())
+    dice, each = torch.Generator().manual_seed(0), len(videos.unique())
     draws = torch.randint(each, (DRAWS, each), generator=dice)
     shuffles = [torch.randperm(int(owners.max()) + 1, generator=dice) for _ in range(SHUFFLES)]
     of_video = torch.zeros(int(owners.max()) + 1, dtype=torch.long)
     of_video[owners] = colors
-    most = torch.bincount(colors, minlength=len(COLORS)).argmax()
+
+    def shares(answers: Tensor) -> Tensor:
+        """Return the share of hits of each test video."""
+        hits = (answers == truth).double()
+        return torch.stack([hits[videos == video].mean() for video in videos.unique()])
+
     found: dict[str, Any] = {
         "frames": [len(colors), len(truth)],
-        "most frequent colour": round(shares(truth == most, videos).mean().item(), 4),
+        "most frequent colour": round(shares(colors.mode().values.expand_as(truth)).mean().item(), 4),
         "steps": "0 to 3 denoise, 4 is the clean pass",
         "places": {},
     }
     for place, name in enumerate(PLACES):
         rows = []
-        for layer in range(len(x)):
-            for step in range(x.shape[1]):
-                a, b = x[layer, step, place].double(), y[layer, step, place].double()
-                right = shares(probe(a, colors, owners, b) == truth, videos)
-                low, high = right[draws].mean(1).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
-                row = {
-                    "layer": layer,
-                    "step": step,
-                    "accuracy": right.mean().item(),
-                    "low": low,
-                    "high": high,
-                }
-                rows.append({key: round(value, 4) for key, value in row.items()})
+        for layer, step in torch.cartesian_prod(torch.arange(len(x)), torch.arange(x.shape[1])).tolist():
+            a, b = (part[layer, step, place].double() for part in (x, y))
+            right = shares(probe(a, colors, owners, b))
+            low, high = (
+                right[draws].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=right.dtype)).tolist()
+            )
+            numbers = {"accuracy": right.mean().item(), "low": low, "high": high}
+            rows.append({"layer": layer, "step": step} | {key: round(v, 4) for key, v in numbers.items()})
         best = max(rows, key=lambda row: row["accuracy"])
         a, b = (part[best["layer"], best["step"], place].double() for part in (x, y))
-        null = [
-            shares(probe(a, of_video[order][owners], owners, b) == truth, videos).mean() for order in shuffles
-        ]
-        control = torch.stack(null)
-        found["places"][name] = {
-            "best": best,
-            "shuffled": [round(control.mean().item(), 4), round(control.max().item(), 4)],
-            "rows": rows,
-        }
+        control = [shares(probe(a, of_video[order][owners], owners, b)).mean().item() for order in shuffles]
+        shuffled = [round(sum(control) / SHUFFLES, 4), round(max(control), 4)]
+        found["places"][name] = {"best": best, "shuffled": shuffled, "rows": rows}
     return found
 
 

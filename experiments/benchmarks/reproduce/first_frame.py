@@ -1,7 +1,8 @@
 """Measure the first-frame effect on the published atlases, or in training, and draw it (docs/first_frame.md).
 
     python experiments/benchmarks/reproduce/first_frame.py
-    python experiments/benchmarks/reproduce/first_frame.py --training outputs/seed_0 outputs/seed_1
+    python experiments/benchmarks/reproduce/first_frame.py --training outputs/seed_0 outputs/seed_1 \
+        --output_path docs/checkpoints_first_frame.json
 
 --training measures the miniature at every training checkpoint whose atlas is there: a folder holds those of
 one training (step_*.pt of measure_checkpoints.py; cache/wan-mini-training where none is named), several are
@@ -13,20 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 
 from experiments.analysis import measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
-from experiments.benchmarks.harness import save_report
+from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.caches import load_cache
-from experiments.caches.files import require_writable
 from experiments.caches.view import Profiles, open_passes, open_profiles
-from experiments.extraction.provenance import environment
 from experiments.figures.atlas import contrasts_by_frame
-from experiments.figures.style import save_svg
 from experiments.figures.training import effect_by_step
-from experiments.running.cli import Parser, main
+from experiments.running.cli import main
 from wan.errors import ConfigError
 from wan.files import read_json
 
@@ -41,37 +38,25 @@ ENDS = ("first pass", "clean pass")
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
-    flag = parser.add_argument
-    flag("--training", type=Path, nargs="*", metavar="FOLDER", help="of atlases, one a seed")
-    flag("--output_path", type=Path, help="docs/first_frame.json, or docs/checkpoints_first_frame.json")
-    flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
+    parser = finding_parser(__doc__, "docs/first_frame.json")
+    parser.add_argument("--training", type=Path, nargs="*", metavar="FOLDER", help="of atlases, one a seed")
     args = parser.parse_args(argv)
-    in_training = args.training is not None
-    usual = "docs/checkpoints_first_frame.json" if in_training else "docs/first_frame.json"
-    output = args.output_path or Path(usual)
-    require_writable(output)
-    made = {"environment": environment(torch.device("cpu"))}
-    if in_training:
+    if args.training is not None:
         rows = checkpoints(args.training or [TRAINING])
-        if output.exists():
-            before = read_json(output)["checkpoints"]
+        if args.output_path.exists():
+            before = read_json(args.output_path)["checkpoints"]
             found = {(row["seed"], row["step"], ENDS.index(row["pass"])): row for row in [*before, *rows]}
             rows = [found[key] for key in sorted(found)]
-        report, name, figure = {"checkpoints": rows}, "first_frame_training", draw_training(rows)
-    else:
-        views = {name: open_profiles(load_cache(published.FOLDER / file)) for name, file in ATLASES.items()}
-        lines = {
-            name: mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
-            for name, view in views.items()
-        }
-        title = "Key-frame contrasts, mean over 360 heads: "
-        title += "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)"
-        report, name = of_atlases(views), "key_frames_published"
-        figure = contrasts_by_frame(lines, title, block=3)
-    save_report(made | report, output)
-    print(output)
-    print(save_svg(figure, args.figures / f"{name}.svg"))
+        save_finding(args, {"checkpoints": rows}, {"first_frame_training": draw_training(rows)})
+        return
+    views = {name: open_profiles(load_cache(published.FOLDER / file)) for name, file in ATLASES.items()}
+    lines = {
+        name: mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
+        for name, view in views.items()
+    }
+    title = "Key-frame contrasts, mean over 360 heads: Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)"
+    figures = {"key_frames_published": contrasts_by_frame(lines, title, block=3)}
+    save_finding(args, of_atlases(views), figures)
 
 
 # --- The published atlases

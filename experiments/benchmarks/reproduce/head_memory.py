@@ -18,16 +18,15 @@ from matplotlib.figure import Figure
 from experiments.analysis.effects import budget_panels
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import bootstrap, partial_spearman, rounded, spearman
-from experiments.benchmarks.harness import save_report
-from experiments.caches.files import require_writable
+from experiments.benchmarks.harness import finding_parser, save_finding, save_report
+from experiments.benchmarks.reproduce.hidden_shapes import of_miniature
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves, head_maps, share_bars
-from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.recipe import FRAMES
 from experiments.miniature.tracking import EvalPool
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import count, main
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.studies.hidden_shapes import (
@@ -50,46 +49,28 @@ KNOWN = 8  # heads of the ranking of hidden_shapes.py
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = finding_parser(__doc__, "docs/head_memory.json")
     flag = parser.add_argument
-    flag("--config_path", default="configs/wan_mini.yaml")
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=Sizes.captions, help="behind a wall, that do not name the colour")
-    flag(
-        "--pairs", type=count, default=160, help="captions tried for pairs of colours; 60 % do not hide alike"
-    )
+    flag("--pairs", type=count, default=160, help="captions tried for pairs; 60 %% do not hide alike")
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
     flag("--draws", type=count, default=Sizes.draws, help="random sets of heads, matched by layer")
-    flag(
-        "--folds",
-        type=int,
-        choices=(1, 2),
-        default=2,
-        help="halves of the captions on which budgets are judged",
-    )
+    flag("--folds", type=int, choices=(1, 2), default=2, help="halves of the captions that judge budgets")
     flag("--ranking", type=Path, default=Path("docs/hidden_shapes.json"), help="the heads known before")
     flag("--judges", type=count, help="processes that judge videos")
-    flag("--device", default="auto")
     flag("--folder", type=Path, default=Path("cache/head_memory"), help="where trials are kept")
-    flag("--output_path", type=Path, default=Path("docs/head_memory.json"))
-    flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     flag("--draw", action="store_true", help="only draw the figures of --output_path again")
     args = parser.parse_args(argv)
-    require_writable(args.output_path)
     if not args.draw:
         save_report(measure(args), args.output_path)
-        print(args.output_path)
-    for name, figure in figures_of(args.output_path).items():
-        print(save_svg(figure, args.figures / f"{name}.svg"))
+    report = read_json(args.output_path)
+    save_finding(args, report, figures_of(report))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Make what is not done yet, and return the report. StoppedError after Ctrl-C."""
-    settings = {"device": args.device, "dtype": "float32"}
-    if args.ckpt_dir:
-        weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
-        settings |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": weights}
-    config = load_config(args.config_path, settings)
+    config = load_config(args.config_path, of_miniature(args))
     _, selection = captions_behind_a_wall(Design())  # on which the known heads were found
     ranked = {scene.caption: scene for _, scene in selection}
     scenes = unnamed_captions(max(args.captions, args.pairs), ranked)
@@ -118,9 +99,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "weights_sha256": session.sha256.result(),
         }
         return about | report_of(study, ceilings_of(study, vae, pool)) | read_json(paths)
-
-
-# -- the report --------------------------------------------------------------------------------------------
 
 
 def share(values: Sequence[float] | np.ndarray) -> list[float]:
@@ -200,12 +178,12 @@ def budgets_of(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
                 drawn = (
                     answers(f"random {n}", budget, sink, question) for n in range(study.sizes.budget_draws)
                 )
-                random = [values for values in drawn if values is not None]
-                each["random"] = np.mean(random, 0) if random else None
+                if random := [values for values in drawn if values is not None]:
+                    each["random"] = np.mean(random, 0)
                 for rule, values in each.items():
                     if values is not None:
-                        of_rule = table.setdefault(rule, {})
-                        of_rule[str(budget)] = [share(values), share(values - beside)]
+                        both = [share(values), share(values - beside)]
+                        table.setdefault(rule, {})[str(budget)] = both
             found[f"{question}, sink {sink}"] = table
     return found
 
@@ -228,23 +206,23 @@ def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
     return found
 
 
-def figures_of(path: Path) -> dict[str, Figure]:
+def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
-    report = read_json(path)
-    routes, (panels, ceilings, title) = report["routes"], budget_panels(report)
-    shown = {
-        "8 others of their layers": report["matched"]["mean"],
-        "all heads: past, all": report["no past"]["same"],
-    }
-    shown |= {name: one["same"] for name, one in routes.items() if name.startswith("known: ")}
+    panels, ceilings, title = budget_panels(report)
+    others, nobody = report["matched"]["mean"], report["no past"]["same"]
+    shown = {"8 others of their layers": others, "all heads: past, all": nobody}
+    known = {name: one["same"] for name, one in report["routes"].items() if name.startswith("known: ")}
     readers = report["paths"]["readers"]
-    layers = sorted({int(name.split()[1]) for name in readers})
-    heads = sum(name.startswith("layer 0 head") for name in readers)
-    shares = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
+    heads = [(int(name.split()[1]), int(name.split()[3])) for name in readers]
+    layers = sorted({layer for layer, _ in heads})
+    shares = np.full((len(layers), 1 + max(head for _, head in heads)), np.nan)
+    for (layer, head), values in zip(heads, readers.values(), strict=True):
+        shares[layers.index(layer), head] = np.mean(values)
     panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", shares)
+    subtitle = f"{report['paths']['pairs']} pairs of colours"
     return {
-        "routes": share_bars(shown, ceilings, "Eight heads lose a part of their past", SHARE),
-        "color_readers": head_maps([panel], layers, subtitle=f"{report['paths']['pairs']} pairs of colours"),
+        "routes": share_bars(shown | known, ceilings, "Eight heads lose a part of their past", SHARE),
+        "color_readers": head_maps([panel], layers, subtitle=subtitle),
         "head_budgets": budget_curves(panels, ceilings, title),
     }
 

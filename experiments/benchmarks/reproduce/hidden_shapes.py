@@ -1,6 +1,5 @@
 """Which heads bring a hidden shape back, and does attention to frame 0 predict the effect of removing it?
 
-    python experiments/benchmarks/reproduce/hidden_shapes.py --device cuda
     python experiments/benchmarks/reproduce/hidden_shapes.py --device cuda --workers 4
 
 Writes docs/hidden_shapes.json and two figures (docs/interventions.md). Pieces are kept in --folder: the same
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.analysis.effects import (
     BACK,
@@ -21,26 +21,17 @@ from experiments.analysis.effects import (
     knockouts_of,
 )
 from experiments.analysis.stats import bootstrap, rounded
-from experiments.benchmarks.harness import save_report
-from experiments.caches.files import require_writable
+from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
-from experiments.figures.style import save_svg
 from experiments.miniature.recipe import SHIPPED, SIDE
-from experiments.running.cli import Parser, add_engine_flags, count, main
+from experiments.running.cli import add_engine_flags, count, main
 from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.studies import causal_atlas, hidden_shapes
-from experiments.studies.hidden_shapes import (
-    QUESTIONS,
-    SEED_STEP,
-    Design,
-    HiddenShapes,
-    NumberedScenes,
-    Trials,
-)
+from experiments.studies.hidden_shapes import QUESTIONS, SEED_STEP, Design, HiddenShapes, Trials
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -48,43 +39,27 @@ from wan.files import read_json
 SCALE = 8  # pixels of a latent
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
 SHOWN = 12  # heads of the ranking in the report
-EVALUATION = SHIPPED / "evaluation.json"  # what the same judge says of rendered videos
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = finding_parser(__doc__, "docs/hidden_shapes.json")
     flag = parser.add_argument
-    flag("--config_path", default="configs/wan_mini.yaml")
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=96, help="captions behind a wall, on which heads are judged")
     flag("--seeds", type=int, choices=range(1, 10), default=3, help="seeds of each caption")
     flag("--judges", type=count, help="processes that judge videos; this worker's share of the cores")
     add_engine_flags(parser)
-    flag("--device", default="auto")
-    flag("--dtype", default="float32")
     flag("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
-    flag("--output_path", type=Path, default=Path("docs/hidden_shapes.json"))
-    flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the two SVGs")
     flag("--draw", action="store_true", help="only compute and draw --output_path's curves again")
     args = parser.parse_args(argv)
-    require_writable(args.output_path)
-    try:
-        report = read_json(args.output_path) if args.draw else measure(args)
-        report["knockouts"] |= curves_of(report["knockouts"])
-        save_report(report, args.output_path)
-        print(args.output_path)
-        draw_figures(report, args.figures)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{args.output_path} is not what this script writes: {error}") from None
+    report = read_json(args.output_path) if args.draw else measure(args)
+    report["knockouts"] |= curves_of(report["knockouts"])
+    save_finding(args, report, figures_of(report))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Make what is not done yet; return the report. StoppedError after Ctrl-C."""
-    settings = {"device": args.device, "dtype": args.dtype}
-    if args.ckpt_dir:
-        weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
-        settings |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": weights}
-    config = load_config(args.config_path, settings)
+    config = load_config(args.config_path, of_miniature(args))
     if config.height * SCALE != SIDE:
         raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
     design, judges, args.quiet = Design(args.captions, seeds=args.seeds), workers_of(args.judges), False
@@ -97,10 +72,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         sets = hidden_shapes.captions_behind_a_wall(design)
         walls = [scene.caption for scenes in sets for _, scene in scenes]
         session = called(crew, causal.prepare, config, [], [*walls, *of_frame_0])
-        made_by = config, session, args.folder, judges
-        test, selection = (
-            called(crew, identified, Trials(seeded(one, args.seeds), *made_by)) for one in sets
-        )
+        test, selection = (called(crew, trials_of, one, config, session, args, judges) for one in sets)
         shapes, folder = HiddenShapes(design, selection, test), args.folder / "first_frame"
         removed = hidden_shapes.first_frame_study(of_frame_0, args.seeds, config, session, folder)
         shapes.run(watch, crew)
@@ -116,15 +88,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def identified(trials: Trials) -> Trials:
-    """Return trials that know what they are of, by the device here."""
+def of_miniature(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of --device and --ckpt_dir, in float32."""
+    settings = {"device": args.device, "dtype": "float32"}
+    if args.ckpt_dir:
+        weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
+        settings |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": weights}
+    return settings
+
+
+def trials_of(scenes, config, session, args: argparse.Namespace, judges: int) -> Trials:
+    """Return trials of all scenes with their first seed, then with the next; they know what they are of."""
+    seeded = [(number + SEED_STEP * n, scene) for n in range(args.seeds) for number, scene in scenes]
+    trials = Trials(seeded, config, session, args.folder, judges)
     assert trials.identity
     return trials
-
-
-def seeded(scenes: NumberedScenes, seeds: int) -> NumberedScenes:
-    """Return all scenes with their first seed, then with the next."""
-    return [(number + SEED_STEP * n, scene) for n in range(seeds) for number, scene in scenes]
 
 
 def knockouts(study: HiddenShapes) -> dict[str, Any]:
@@ -140,7 +118,7 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
     measured, heads = study.selection_measures(), study.test.heads
     best = sorted(heads, key=lambda head: measured["effect"][head], reverse=True)[:SHOWN]
     scenes = [scene for _, scene in study.test.scenes][: design.captions]
-    judged = read_json(EVALUATION)["captions"]["behind a wall"]["shares"]
+    judged = read_json(SHIPPED / "evaluation.json")["captions"]["behind a wall"]["shares"]
     return {
         "captions": design.captions,
         "selection": design.selection,
@@ -165,24 +143,20 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
     }
 
 
-def draw_figures(report: dict[str, Any], folder: Path) -> None:
+def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Draw the curves, and the effect of removing frame 0 against what heads attend to."""
-    first, curves = report["first_frame"], knockouts_of(report)
+    first = report["first_frame"]
     shown = {name: np.array(x) for name, x in first["heads"].items() if name.endswith("first pass")}
     notes = {}
     for name in shown:
         both = (first["correlations"][name][key][:3] for key in ("rho", "partial_rho"))
         notes[name] = "ρ = {}\npartial ρ = {}".format(*("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in both))
     about = f"{report['model']}, {first['prompts']} captions × {report['knockouts']['seeds']} seeds"
-    subtitle = f"knock out the first frame: {about}"
-    drawn = {
-        "hidden_shapes.svg": knockout_curves(*curves),
-        "first_frame_removed.svg": effect_against(
-            np.array(first["heads"]["effect"]), shown, notes, subtitle=subtitle
-        ),
+    effect, about = np.array(first["heads"]["effect"]), f"knock out the first frame: {about}"
+    return {
+        "hidden_shapes": knockout_curves(*knockouts_of(report)),
+        "first_frame_removed": effect_against(effect, shown, notes, subtitle=about),
     }
-    for name, figure in drawn.items():
-        print(save_svg(figure, folder / name))
 
 
 if __name__ == "__main__":

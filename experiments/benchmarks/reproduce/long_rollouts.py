@@ -2,11 +2,9 @@
 
     python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2
     python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json
-    python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies --held_out 18
-    python experiments/benchmarks/reproduce/long_rollouts.py --first_frame
+    python experiments/benchmarks/reproduce/long_rollouts.py --first_frame --output_path effects.json
 
-A folder is that of a comparison which was cut short: prompts whose videos are all there count. Writes
-docs/long_rollouts.json; where the comparison kept mp4s of its first prompt, also the strips: a PNG of few
+Writes docs/long_rollouts.json; where the comparison kept mp4s of its first prompt, also strips: a PNG of few
 colours a policy, and the README's figure. --first_frame rolls the miniature out instead and measures the
 first-frame effect by length: mean logits of pass 0, fitted to the first frames of each length; placebos are
 the same fit for frames 1 to 14.
@@ -15,7 +13,6 @@ the same fit for frames 1 to 14.
 import argparse
 import base64
 import io
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +22,13 @@ from experiments.analysis.drift import FPS
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.long_rollouts import read_strips
 from experiments.analysis.stats import bootstrap
-from experiments.benchmarks.harness import save_report
-from experiments.caches.files import require_ffmpeg, require_writable
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
+from experiments.benchmarks.harness import finding_parser, save_finding, save_report
+from experiments.caches.files import require_ffmpeg
 from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import count, main
 from experiments.session import capture, load
-from experiments.studies.policy_comparison import held_out, read_policies
+from experiments.studies.policy_comparison import read_policies
 from experiments.studies.policy_findings import findings, short_label
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -47,76 +42,41 @@ ROWS = {  # label -> what the figure calls it
     "participative,window=21,sink=10,budget=16,recent=4": "participative 21/10",
     "vae": "rendered, through the VAE",
 }
-README_ROWS = (  # those that the README ranks, and the control
-    *("full", "window 9, no sink", "window 9, sink 3", "participative 21/10"),
-    "rendered, through the VAE",
-)
+UNRANKED = ("deep sink 21/10",)  # the README does not rank it
 COLOURS, SIDE = 32, 64
 POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")
 PLACEBOS = range(1, 15)
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = finding_parser(__doc__, "docs/long_rollouts.json")
     flag = parser.add_argument
-    flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py, or its folder")
-    flag("--held_out", type=count, default=18, help="of compare_policies.py, whose folder is given")
-    flag("--num_frames", type=count, default=240, help="likewise")
-    flag("--output_path", type=Path, help="docs/long_rollouts.json, or that of --first_frame")
-    flag("--figure", type=Path, default=Path("notebooks/figures/long_rollouts.svg"), help="of the README")
+    flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
     flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
-    flag("--config_path", default="configs/wan_mini.yaml", help="of --first_frame")
     flag("--lengths", type=count, nargs="+", default=[21, 45, 93, 141, 240], help="latent frames")
     flag("--prompts", type=count, default=4, help="reference prompts that are rolled out together")
-    flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
     if bool(args.comparison) == args.first_frame:
         raise ConfigError("give the comparison.json of compare_policies.py, or --first_frame")
-    usual = "docs/benchmarks/long_first_frame.json" if args.first_frame else "docs/long_rollouts.json"
-    output = args.output_path or Path(usual)
-    require_writable(output)
     if args.first_frame:
-        save_report(by_length(args), output)
+        save_finding(args, by_length(args))
         return
-    is_folder = args.comparison.is_dir()
-    comparison = (
-        whole(args.comparison, args.held_out, args.num_frames) if is_folder else read_json(args.comparison)
-    )
-    save_report(findings(comparison), output)
-    print(output)
+    comparison = read_json(args.comparison)
+    save_report(findings(comparison), args.output_path)
+    print(args.output_path)
     videos = {name: args.comparison.parent / f"videos/{label}_0.mp4" for label, name in ROWS.items()}
     if found := {name: path for name, path in videos.items() if path.is_file()}:
-        make_strips(comparison, found, output.with_name(f"{output.stem}_strips.json"), args.figure)
-
-
-def whole(folder: Path, num_scenes: int, num_frames: int) -> dict[str, Any]:
-    """Return the comparison of the prompts whose videos of all policies and seeds a folder has."""
-    videos = [read_json(path) for path in sorted((folder / "items").glob("*.json"))]
-    kinds = Counter((video["label"], video["seed"]) for video in videos)
-    made = Counter(video["prompt"] for video in videos)
-    scenes = {prompt: one for prompt, one in held_out(num_scenes).items() if made[prompt] == len(kinds)}
-    rows = [video for video in videos if video["prompt"] in scenes]
-    return {
-        "prompts": [*scenes],
-        "kinds": [scene.kind for scene in scenes.values()],
-        "unnamed": [scene.unnamed_color for scene in scenes.values()],
-        "num_frames": num_frames,
-        "weights_sha256": "",
-        "costs": {video["label"]: video.get("cost") for video in rows},
-        "videos": sorted(rows, key=lambda video: video["seed"]),
-    }
+        make_strips(comparison, found, args)
 
 
 # --- Frames of long videos side by side, a row a policy, small enough to be kept beside the findings
-def make_strips(comparison: dict[str, Any], videos: dict[str, Path], output: Path, figure: Path) -> None:
+def make_strips(comparison: dict[str, Any], videos: dict[str, Path], args: argparse.Namespace) -> None:
     """Write the strips of the first prompt's videos, and draw those of the README."""
     import imageio.v3 as iio
     from PIL import Image
 
-    for path in (output, figure):
-        require_writable(path)
     require_ffmpeg()
-    rows = {}
+    output, rows = args.output_path.with_name(f"{args.output_path.stem}_strips.json"), {}
     for name, path in videos.items():
         video = iio.imread(path)
         scale = video.shape[1] // SIDE
@@ -129,12 +89,9 @@ def make_strips(comparison: dict[str, Any], videos: dict[str, Path], output: Pat
     about = {"prompt": prompt, "seed": seed, "weights_sha256": comparison["weights_sha256"]}
     save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
     drawn, seconds, subtitle = read_strips(output)
-    chosen = {name: drawn[name] for name in README_ROWS if name in drawn}
-    print(
-        save_svg(
-            long_strips(chosen, seconds, f"{subtitle}; the first prompt and seed of the comparison"), figure
-        )
-    )
+    chosen = {name: drawn[name] for name in ROWS.values() if name in drawn and name not in UNRANKED}
+    figure = long_strips(chosen, seconds, f"{subtitle}; the first prompt and seed of the comparison")
+    print(save_svg(figure, args.figures / "long_rollouts.svg"))
 
 
 # --- The first-frame effect by length
@@ -156,7 +113,6 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "prompts": args.prompts,
         "weights_sha256": seen.runs[0].extraction.common["weights_sha256"],
-        "environment": environment(choose_device(args.device)),
         "rows": rows,
     }
 

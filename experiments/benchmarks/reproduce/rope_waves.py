@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from experiments.analysis import published
 from experiments.analysis.panels import choose_heads
@@ -26,15 +25,12 @@ from experiments.analysis.rope_waves import (
     temporal_frequencies,
 )
 from experiments.analysis.stats import pearson, spearman
-from experiments.benchmarks.harness import save_report
+from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.caches import load_cache
-from experiments.caches.files import replacing
 from experiments.caches.view import open_profiles
-from experiments.extraction.provenance import environment
 from experiments.figures.heads import curves_in_parts
 from experiments.figures.heads import first_by_block as draw_by_block
-from experiments.figures.style import save_svg
-from experiments.running.cli import Parser, main
+from experiments.running.cli import main
 
 PROMPTS, LENGTHS, HEAD_DIM = ("eagle", "castle"), (21, 72), 128
 SINK = 2.0  # logits above the other context frames: what earlier work calls a sink
@@ -45,12 +41,9 @@ PAPER_HEADS = {label: (layer, head) for layer, head, label in published.FIGURE4_
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_path", type=Path, default=Path("docs/rope_waves.json"))
+    parser = finding_parser(__doc__, "docs/rope_waves.json")
     parser.add_argument("--heads_path", type=Path, default=Path("docs/rope_waves_heads.csv"))
-    parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     args = parser.parse_args(argv)
-
     views = {
         (prompt, length): open_profiles(
             load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt")
@@ -64,7 +57,6 @@ def run(argv=None):
     fits = {key: fit_matrix(*pair, FREQUENCIES) for key, pair in matrices.items()}
     long = {prompt: curves[prompt, 72] for prompt in PROMPTS}
     report = {
-        "environment": environment(torch.device("cpu")),
         "frequencies": [round(float(w), 4) for w in FREQUENCIES],
         "curves of 72 frames": {prompt: of_curves(*long[prompt]) for prompt in PROMPTS},
         "bands": {prompt: by_number_of_bands(*long[prompt]) for prompt in PROMPTS},
@@ -74,19 +66,15 @@ def run(argv=None):
         "first frame by block of queries": {name(key): by_block(*matrices[key]) for key in matrices},
         "steady heads": steady_heads({p: (*matrices[p, 21], fits[p, 21]) for p in PROMPTS}),
     }
-    save_report(report, args.output_path)
-    print(args.output_path)
-    with replacing(args.heads_path) as file:
-        file.write(heads_table(curves, fits).encode())
-    print(args.heads_path)
     shown = choose_heads(views["eagle", 72], published.FIGURE4_HEADS).panels
     by_block_panels, parts = panels_of_view(views["eagle", 72], shown)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
-    for file_name, figure in {
-        "first_frame_by_block.svg": draw_by_block(by_block_panels, "Frame 0 by block of queries", about),
-        "curves_in_parts.svg": curves_in_parts(parts, "Context curves in parts", about),
-    }.items():
-        print(save_svg(figure, args.figures / file_name))
+    figures = {
+        "first_frame_by_block": draw_by_block(by_block_panels, "Frame 0 by block of queries", about),
+        "curves_in_parts": curves_in_parts(parts, "Context curves in parts", about),
+    }
+    args.heads_path.write_text(heads_table(curves, fits))
+    save_finding(args, report, figures)
 
 
 def name(key: tuple[str, int]) -> str:

@@ -5,17 +5,13 @@
 Writes docs/shape_attention.json (docs/on_the_video.md).
 """
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.benchmarks.harness import save_report
-from experiments.caches.files import require_writable
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
+from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.miniature.tracking import SETS, held_out_scenes
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import count, main
 from experiments.studies.shape_attention import MASKS, ShapeAttention, followers, measure
 from wan.config import load_config
 
@@ -24,32 +20,23 @@ LISTED = 5  # heads of the report, by the lower end of moving minus the best con
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
-    flag = parser.add_argument
-    flag("--config_path", default="configs/wan_mini.yaml")
-    flag("--captions", type=count, default=48, help="captions, half of them behind a wall")
-    flag("--device", default="auto")
-    flag("--output_path", type=Path, default=Path("docs/shape_attention.json"))
+    parser = finding_parser(__doc__, "docs/shape_attention.json")
+    parser.add_argument("--captions", type=count, default=48, help="captions, half of them behind a wall")
     args = parser.parse_args(argv)
-    require_writable(args.output_path)
     config = load_config(args.config_path, {"device": args.device})
     half = -(-args.captions // 2)
     scenes = held_out_scenes(SETS["one shape"], half)
     scenes += held_out_scenes(SETS["behind a wall"], args.captions - half)
-    found = measure(config, scenes, list(STEPS))
-    made = environment(choose_device(config.device))
-    save_report(report_of(found, config.model) | {"environment": made}, args.output_path)
-    print(args.output_path)
+    save_finding(args, {"model": config.model} | report_of(measure(config, scenes, list(STEPS))))
 
 
-def report_of(found: ShapeAttention, model: str) -> dict[str, Any]:
+def report_of(found: ShapeAttention) -> dict[str, Any]:
     """Return means over heads of every mask, how many heads follow, and those that do it most surely."""
     passes = {}
     for step, name in STEPS.items():
         mean, each = found.mean(step), followers(found, step)
         surely = np.where(each.follows, each.low, 0)
         order = np.argsort(-surely, axis=None)[:LISTED].tolist()
-        top = [divmod(i, surely.shape[1]) for i in order if surely.flat[i]]
         passes[name] = {
             "mean": np.nanmean(mean, (0, 2)).round(3).tolist(),
             "follow": int(each.follows.sum()),
@@ -61,17 +48,12 @@ def report_of(found: ShapeAttention, model: str) -> dict[str, Any]:
                     "lifts": mean[layer, :, head].round(3).tolist(),
                     "interval": [round(float(x[layer, head]), 3) for x in (each.low, each.high)],
                 }
-                for layer, head in top
+                for layer, head in (divmod(i, surely.shape[1]) for i in order if surely.flat[i])
             ],
         }
-    return {
-        "model": model,
-        "captions": len(found.captions),
-        "heads": found.lifts.shape[2] * found.lifts.shape[4],
-        "masks": MASKS,
-        "weights_sha256": found.weights_sha256,
-        "passes": passes,
-    }
+    heads = found.lifts.shape[2] * found.lifts.shape[4]
+    about = {"captions": len(found.captions), "heads": heads, "masks": MASKS}
+    return about | {"weights_sha256": found.weights_sha256, "passes": passes}
 
 
 if __name__ == "__main__":
