@@ -10,7 +10,6 @@ import torch
 from helpers.long_findings import KINDS, comparison
 
 from experiments.analysis.long_rollouts import LongRollouts
-from experiments.benchmarks.reproduce import long_rollouts
 from experiments.caches.files import CacheError
 from experiments.extraction.long_rollout import read_blocks
 from experiments.studies import policy_comparison
@@ -170,15 +169,3 @@ def test_more_seeds_that_say_the_same_narrow_no_interval():
     assert (one.pop("seeds"), thrice.pop("seeds")) == (1, 3) and thrice == one
     low, high = one["against_full"][SINK]["difference"][1:]
     assert low < high and one["against_full"][SINK]["p"] < 1
-
-
-def test_prompts_whose_videos_are_all_there_count(tmp_path):
-    """Of two policies and two seeds; the second prompt lacks one video."""
-    (tmp_path / "items").mkdir()
-    videos = comparison({"full": 0.0, "own": 0.1}, prompts=2)["videos"]
-    prompts = dict(zip(dict.fromkeys(video["prompt"] for video in videos), held_out(2), strict=True))
-    for number, video in enumerate(videos[:-1]):
-        video |= {"prompt": prompts[video["prompt"]], "cost": {"seconds": 1.0}}
-        (tmp_path / f"items/{number}.json").write_text(json.dumps(video))
-    found = long_rollouts.whole(tmp_path, 2, 240)
-    assert found["prompts"] == [*held_out(2)][:1] and {v["label"] for v in found["videos"]} == {"full", "own"}
