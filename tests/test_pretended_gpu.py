@@ -6,12 +6,10 @@ from conftest import golden_model
 from helpers.pretended_gpu import pretended_gpu, waited
 from helpers.rollouts import TWO_STEPS
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CaptureRequest
-from wan.interventions import Ablate, Bias, Knockout, Move, intervene
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
+from wan.interventions import Ablate, Bias, Knockout, Move, intervene, record_head_outputs
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
-from wan.recorders import record_head_outputs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 FRAMES = CaptureRequest(granularity="frame", kinds=("self", "cross"))

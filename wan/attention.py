@@ -1,27 +1,71 @@
-"""The one place where softmax(q kᵀ / √D) v is computed, and the hook that edits and observes it.
+"""The one place where softmax(q kᵀ / √D) v is computed, and where edits and captures meet it.
 
 Plain and captured runs make the same fused call, which returns its log-sum-exp (LSE) anyway, so looking
-changes no bit of what is generated. What is kept is computed beside it, from q, k and that LSE
-(wan/reductions.py).
+changes no bit of what is generated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wan import backends
-from wan.capture import Call
-from wan.keys import HeadGroup, KeyBias, KeyLayout, as_index, select, send
-from wan.legacy_api import OlderCapture
-from wan.sites import Site, now, visit, wanted, watchers
+from wan.errors import ConfigError
+from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
+from wan.sites import Pass, Site, now, observer, visit, wanted, watchers
 
 # Of q, k, v [B, H, L, D], under a mask of its own.
 MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, LSE; heads first
 
-ATTENTION_WEIGHT_CAPTURE = OlderCapture()
+
+@dataclass(eq=False)
+class Call:
+    """An attention call on its way: edits change q, k, v and bias before the softmax."""
+
+    site: Site
+    at: Pass | None  # None where nobody announced the forward
+    q: Tensor  # [B, Lq, H, D]
+    k: Tensor  # [B, Lk, H, D]
+    v: Tensor
+    layout: KeyLayout | None = None  # None for cross-attention
+    mask: Tensor | None = None  # [Lq, Lk], of a training step
+    bias: KeyBias | None = None
+    of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
+    layer_heads: int = 0  # and how many of the layer are here then
+    lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
+    tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
+
+    @property
+    def shard(self) -> HeadShard:
+        """The heads of this process."""
+        return self.site.shard or HeadShard.whole(self.layer_heads or self.q.shape[2])
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its heads in the model."""
+        here = range(self.q.shape[2]) if self.of_heads is None else self.of_heads
+        return [self.shard.heads.start + head for head in here]
+
+    @property
+    def known_layout(self) -> KeyLayout:
+        """The layout of the keys of self-attention; ConfigError where the caller brought none."""
+        if self.layout is None:
+            raise ConfigError(f"layer {self.site.layer}: self-attention without the layout of its keys")
+        return self.layout
+
+    def parts(self) -> Iterator["Call"]:
+        """Yield the call of each block, where a forward is over blocks at several noise levels."""
+        if self.at is None or not self.at.parts:
+            yield self
+            return
+        tokens, start = self.q.shape[1] // len(self.at.query_frames), 0
+        for part in self.at.parts:
+            rows = slice(start, start := start + tokens * len(part.query_frames))
+            lse = None if self.lse is None else self.lse[..., rows].contiguous()
+            at = replace(part, levels=self.at.levels)
+            yield replace(self, at=at, q=self.q[:, rows].contiguous(), lse=lse)
 
 
 # --- What modules call
@@ -38,22 +82,17 @@ def attention(
     mask [Lq, Lk] (True: may attend), or attention that knows its mask, is for training. site says who calls
     and layout what the keys are, for edits and captures.
     """
-    if site is None or not (watchers() or ATTENTION_WEIGHT_CAPTURE.active):
+    if site is None or not (watchers() or observer()):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
-        if mask is None:
-            out, _ = attention_with_lse(q, k, v)
-        elif isinstance(mask, Tensor):
-            out, _ = masked_attention_with_lse(q, k, v, mask)
-        else:
-            out = mask(q, k, v)
+        plain = mask is None or isinstance(mask, Tensor)
+        out = attention_with_lse(q, k, v, mask)[0] if plain else mask(q, k, v)  # type: ignore[operator,arg-type]
         return out.transpose(1, 2)
-    if mask is not None and watchers():
-        raise ValueError("edits are of rollouts: a training step with a mask takes none")
-    if mask is not None and not isinstance(mask, Tensor):
-        raise ValueError("a training step is captured with a mask [Lq, Lk]")
+    if mask is not None and (watchers() or not isinstance(mask, Tensor)):
+        raise ConfigError("a training step takes no edits, and is captured with a mask [Lq, Lk]")
     call = Call(site, now(), q, k, v, layout, mask)
     out = _attend_watched(call)
-    ATTENTION_WEIGHT_CAPTURE.observe(call)
+    if by := observer():
+        by.observe(call)
     return visit(site_name(site, "z"), site.layer, out, site.shard)
 
 
@@ -67,7 +106,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
     items, len_q, _, head_dim = groups[0].q.shape
     num_heads = sum(len(group.numbers) for group in groups)
     out, calls = groups[0].q.new_empty(items, len_q, num_heads, head_dim), []
-    is_watched, is_captured = bool(watchers()), ATTENTION_WEIGHT_CAPTURE.active
+    is_watched, by = bool(watchers()), observer()
     for numbers, heads, q, k, v, parts in groups:
         if not is_watched:
             whole, lse = attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))
@@ -75,7 +114,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
                 out = whole.transpose(1, 2)
             else:
                 out.index_copy_(2, heads, whole.transpose(1, 2))
-        for rows, layout in parts() if is_watched or is_captured else ():
+        for rows, layout in parts() if is_watched or by else ():
             of_heads = tuple(numbers[row] for row in rows)
             asks, keys, seen = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
             call = Call(site, now(), asks, keys, seen, layout, of_heads=of_heads, layer_heads=num_heads)
@@ -84,7 +123,8 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
             else:
                 call.lse = select(lse, rows, 1)
             calls.append(call)
-    ATTENTION_WEIGHT_CAPTURE.observe_groups(calls)
+    if by:
+        by.observe_groups(calls)
     if items != batch:
         out = out[0].unflatten(1, (batch, -1)).transpose(0, 1)
     return visit(site_name(site, "z"), site.layer, out, site.shard)
@@ -99,11 +139,20 @@ def _attend_watched(call: Call) -> Tensor:
     """Compute the output [B, Lq, H, D] of a call that is shown to all who watch, before and after."""
     layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
     visit(call.site.kind, layer, call, shard, of_heads)
-    out = _attend(call)
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # as edits left them
+    slots = 0
+    if call.of_heads is None and (by := observer()) and backends.gives_tails(q, k, v):
+        slots = by.slots_weighed(call.site, call.layout)
+    if call.bias is not None:
+        out, call.lse = attend_by_groups(q, k, v, call.bias)
+    elif call.mask is None and 0 < slots * backends.TILE <= k.shape[2]:
+        out, call.lse, call.tails = backends.fa4_with_tails(q, k, v, slots)
+    else:
+        out, call.lse = attention_with_lse(q, k, v, call.mask)
+    out = out.transpose(1, 2)
     names = site_name(call.site, "scores"), site_name(call.site, "pattern")
     if not any(wanted(name, layer) for name in names):
         return out
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     bias = None if call.bias is None else send(call.bias.per_token(), q.device)[:, None]
     plain = logits_of(q, k, bias)
     scores = visit(names[0], layer, plain, shard, of_heads)
@@ -114,72 +163,42 @@ def _attend_watched(call: Call) -> Tensor:
     return (pattern.to(v.dtype) @ v).transpose(1, 2)
 
 
-def _attend(call: Call) -> Tensor:
-    """Compute the output [B, Lq, H, D] of a call as edits left it, and fill in its log-sum-exp."""
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-    if call.mask is not None:
-        out, call.lse = masked_attention_with_lse(q, k, v, call.mask)
-    elif call.bias is not None:
-        out, call.lse = attend_by_groups(attention_with_lse, q, k, v, call.bias)
-    else:
-        slots = 0
-        if call.of_heads is None and backends.gives_tails(q, k, v):
-            slots = ATTENTION_WEIGHT_CAPTURE.frames_weighed(call.site, call.layout)
-        if 0 < slots * backends.TILE <= k.shape[2]:
-            out, call.lse, call.tails = backends.fa4_with_tails(q, k, v, slots)
-        else:
-            out, call.lse = attention_with_lse(q, k, v)
-    return out.transpose(1, 2)
-
-
 # --- Plain, masked, and by groups of keys
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Fused attention over [B, H, L, D] and its natural log-sum-exp of q·k/√D, float32 [B, H, Lq].
 
-    The backend follows from device, dtype and sizes (wan/backends.py): never from whether anybody is looking.
+    mask [Lq, Lk] is True where a query may attend; every query has a key. The backend follows from device,
+    dtype and sizes (wan/backends.py): never from whether anybody is looking.
     """
-    aten = torch.ops.aten
+    aten, bias = torch.ops.aten, None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
     if q.device.type == "cpu":  # bit for bit what F.scaled_dot_product_attention returns there
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-    if q.device.type == "cuda" and backends.takes(q, k, v):
-        return backends.fa4_attention(q, k, v)
-    if not backends.kernels_can_read(q):
-        return _attention_by_formula(q, k, v)
-    if q.device.type == "cuda" and q.dtype in backends.HALF:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
-        return out, lse.reshape(q.shape[:3])
-    if q.device.type == "cuda" and q.dtype == torch.float32:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
-        return out, lse[..., : q.shape[2]]  # its rows are padded to 32
-    return _attention_by_formula(q, k, v)
-
-
-def masked_attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """attention_with_lse under a mask [Lq, Lk], True where a query may attend; every query has a key."""
-    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
     if q.device.type == "cuda" and q.dtype != torch.float64 and backends.kernels_can_read(q):
-        keys = bias.shape[1]
-        padded = F.pad(bias, (0, -keys % 16))[:, :keys]  # rows must start at multiples of 16
-        padded = padded.expand(*q.shape[:2], *bias.shape)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, padded, True)
-        return out, lse[..., : q.shape[2]]
+        if bias is None and backends.takes(q, k, v):
+            return backends.fa4_attention(q, k, v)
+        if bias is None and q.dtype in backends.HALF:
+            out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+            return out, lse.reshape(q.shape[:3])
+        if bias is not None:
+            padded = F.pad(bias, (0, -k.shape[2] % 16))[:, : k.shape[2]]  # rows start at multiples of 16
+            bias = padded.expand(*q.shape[:2], *bias.shape)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+        return out, lse[..., : q.shape[2]]  # its rows are padded to 32
     return _attention_by_formula(q, k, v, bias)
 
 
-def attend_by_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, H, Lq, D] over k, v [B, H, Lk, D] under a bias -> out, its LSE float32 [B, H, Lq].
+def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Tensor, Tensor]:
+    """attention_with_lse of q [B, H, Lq, D] over k, v [B, H, Lk, D] under a bias.
 
-    attend is the fused attention of one group of keys; groups are merged by their LSE, without a mask kernel.
-    Raises ValueError where a head would see no key.
+    Groups of keys are merged by their LSE, without a mask kernel. ConfigError where a head would see no key.
     """
     if bias.blind_heads:
-        raise ValueError(f"head {bias.blind_heads[0]} would see no key at all")
+        raise ConfigError(f"head {bias.blind_heads[0]} would see no key at all")
     parts = []
     for tokens, added in bias.runs():
-        out, lse = attend(q, k[:, :, tokens], v[:, :, tokens])
+        out, lse = attention_with_lse(q, k[:, :, tokens], v[:, :, tokens])
         parts.append((out, lse if not added.any() else lse + send(added, lse.device)[:, None]))
     if len(parts) == 1:
         return parts[0]
@@ -190,9 +209,7 @@ def attend_by_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor, bias: KeyB
     return merged.to(q.dtype), lse
 
 
-def _attention_by_formula(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _attention_by_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """attention_with_lse in plain products, for other devices and sizes; logits are float32."""
     logits = logits_of(q, k, bias)
     lse = logits.logsumexp(-1)

@@ -7,7 +7,6 @@ q, k and log-sum-exp (wan/reductions.py).
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -15,68 +14,36 @@ import torch
 from torch import Tensor
 
 from wan import reductions
-from wan.keys import HeadShard, KeyBias, KeyLayout, RotaryTable, Slot, as_index, select, send
-from wan.sites import Pass, Site, check_indices, during, now
+from wan.attention import Call
+from wan.errors import ConfigError, refuse
+from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send
+from wan.sites import (
+    Pass,
+    Site,
+    asks_for,
+    check_indices,
+    during,
+    now,
+    observe_process,
+    observed,
+    observer,
+)
 
 Kind = Literal["self", "cross"]
 
 
-# --- A call, and what was kept of it
-@dataclass(eq=False)
-class Call:
-    """An attention call on its way: edits change q, k, v and bias before the softmax."""
-
-    site: Site
-    at: Pass | None  # None where nobody announced the forward
-    q: Tensor  # [B, Lq, H, D]
-    k: Tensor  # [B, Lk, H, D]
-    v: Tensor
-    layout: KeyLayout | None = None  # None for cross-attention
-    mask: Tensor | None = None  # [Lq, Lk], of a training step
-    bias: KeyBias | None = None
-    of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
-    layer_heads: int = 0  # and how many of the layer are here then
-    lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
-    tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
-
-    @property
-    def shard(self) -> HeadShard:
-        """The heads of this process."""
-        return self.site.shard or HeadShard.whole(self.layer_heads or self.q.shape[2])
-
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of its heads in the model."""
-        here = range(self.q.shape[2]) if self.of_heads is None else self.of_heads
-        return [self.shard.heads.start + head for head in here]
-
-    @property
-    def known_layout(self) -> KeyLayout:
-        """The layout of the keys of self-attention; ValueError where the caller brought none."""
-        if self.layout is None:
-            raise ValueError(
-                f"layer {self.site.layer}: self-attention was called without the layout of its keys"
-            )
-        return self.layout
-
-    def parts(self) -> Iterator["Call"]:
-        """Yield the call of each block, where a forward is over blocks at several noise levels."""
-        if self.at is None or not self.at.parts:
-            yield self
-            return
-        tokens, start = self.q.shape[1] // len(self.at.query_frames), 0
-        for part in self.at.parts:
-            rows = slice(start, start := start + tokens * len(part.query_frames))
-            lse = None if self.lse is None else self.lse[..., rows].contiguous()
-            at = replace(part, levels=self.at.levels)
-            yield replace(self, at=at, q=self.q[:, rows].contiguous(), lse=lse)
+def call_index(site: Site) -> int:
+    """Return the place of a site's call in one forward: 2N for self-attention of layer N, else 2N + 1."""
+    return 2 * site.layer + (site.kind == "cross")
 
 
+# --- What was kept of a call
 @dataclass(frozen=True, eq=False)
 class CapturedCall(Mapping[str, Any]):
     """One attention call and what was kept of it: values by name, on the CPU once the capture has ended.
 
-    call["layer"], call["frame_logits"], ...: a mapping of the call's facts and then its values.
+    call["layer"], call["frame_logits"], ...: a mapping of the call's facts and then its values. layer_idx and
+    attn_weights are older names, of the call index and of token logits or probabilities.
     """
 
     site: Site
@@ -106,6 +73,7 @@ class CapturedCall(Mapping[str, Any]):
         """Who called, in which pass, and what the keys were; None for what nobody told."""
         at, layout = self.at, self.layout
         facts: dict[str, Any] = {
+            "layer_idx": call_index(self.site),
             "layer": self.site.layer,
             "kind": self.site.kind,
             "q_shape": list(self.q_shape),
@@ -125,11 +93,16 @@ class CapturedCall(Mapping[str, Any]):
             "slot_tokens": None if layout is None else [layout.tokens_per_slot] * len(layout.slots),
         }
 
+    @property
+    def _named(self) -> dict[str, Tensor]:
+        tokens = [x for name, x in self.values.items() if name in ("token_logits", "token_probabilities")]
+        return self.values | dict(zip(("attn_weights",), tokens, strict=False))
+
     def __getitem__(self, name: str) -> Any:
-        return self.values[name] if name in self.values else self.facts[name]
+        return self._named[name] if name in self._named else self.facts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.facts, *self.values])
+        return iter([*self.facts, *self._named])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -201,29 +174,30 @@ class CaptureRequest:
     heads: tuple[int, ...] | None = None  # of "map", in this order
     queries: tuple[MapQuery, ...] = (MapQuery(),)  # of "map": (frame, token), (frame, -1) or (-1, -1)
     num_words: int | None = None  # of "map" and cross-attention
+    call_indices: frozenset[int] | None = None  # in place of layers and kinds: how older scripts say it
+    num_calls: int | None = None  # what such a script said of the model
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("token", "key", "frame", "map"):
-            raise ValueError(f"granularity {self.granularity!r} is not one of token, key, frame, map")
-        if not set(self.kinds) <= {"self", "cross"}:
-            raise ValueError(f"kinds {self.kinds} may hold 'self' and 'cross'")
-        if self.granularity == "key" and not self.is_logits:
-            raise ValueError("granularity 'key' keeps mean logits; probabilities need granularity 'token'")
-        for name in ("rope_bands", "query_key_means"):
-            if getattr(self, name) and (self.granularity != "frame" or "self" not in self.kinds):
-                raise ValueError(f"{name} needs granularity 'frame' of self-attention")
-        if self.heads is not None and self.granularity != "map":
-            raise ValueError(f"heads are chosen of granularity 'map'; {self.granularity!r} keeps all")
         queries = tuple(MapQuery(*query) for query in self.queries)
         object.__setattr__(self, "queries", queries)
-        if not queries or len({*queries}) < len(queries):
-            raise ValueError(f"granularity 'map' needs queries, each once: {list(map(tuple, queries))}")
-        for frame, token in queries:
-            if min(frame, token) < ALL or (frame == ALL and token != ALL):
-                raise ValueError(f"query ({frame}, {token}) is not (frame, token), (frame, -1) or (-1, -1)")
+        of_frames = self.granularity == "frame" and "self" in self.kinds
+        wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
+        kind = self.granularity
+        refuse(
+            (kind not in ("token", "key", "frame", "map"), f"{kind!r} is not one of token, key, frame, map"),
+            (not {*self.kinds} <= {"self", "cross"}, f"kinds {self.kinds} may hold 'self' and 'cross'"),
+            (kind == "key" and not self.is_logits, "probabilities need granularity 'token', not 'key'"),
+            (self.rope_bands and not of_frames, "rope_bands needs granularity 'frame' of self-attention"),
+            (self.query_key_means and not of_frames, "query_key_means needs 'frame' of self-attention"),
+            (self.heads is not None and kind != "map", f"heads need granularity 'map', not {kind!r}"),
+            (not queries or len({*queries}) < len(queries), "granularity 'map' needs queries, each once"),
+            (wrong, f"queries {[*map(tuple, wrong)]} are not (frame, token), (frame, -1) or (-1, -1)"),
+        )
 
     def selects(self, site: Site) -> bool:
         """Return whether the calls of an attention module are asked for."""
+        if self.call_indices is not None:
+            return call_index(site) in self.call_indices
         return site.kind in self.kinds and (self.layers is None or site.layer in self.layers)
 
     def wants(self, site: Site, at: Pass | None) -> bool:
@@ -232,21 +206,23 @@ class CaptureRequest:
             return False
         if at is None:
             return True
-        in_block = self.blocks is None or at.block in self.blocks
-        if self.granularity == "map" and site.kind == "self":
-            in_block = in_block and bool(queries_of(self.queries, at.query_frames))
-        return in_block and (at.step >= 0 if self.steps is None else at.step in self.steps)
+        of_map = self.granularity == "map" and site.kind == "self"
+        return asks_for(self, None, at) and not (of_map and not queries_of(self.queries, at.query_frames))
 
     def check(self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None) -> None:
-        """Raise ValueError for a layer, block or step that this model and rollout do not have."""
+        """Raise ConfigError for a layer, block or step that this model and rollout do not have."""
+        count = 2 * num_layers
+        said = f"num_layers={self.num_calls}: this model has {count} attention calls; pass num_layers={count}"
+        refuse((self.num_calls not in (None, count), said))
+        check_indices("call index", self.call_indices, count)
         check_indices("layer", self.layers, num_layers)
         check_indices("block", self.blocks, num_blocks)
-        check_indices("step", self.steps and [step for step in self.steps if step != -1], num_passes)
+        check_indices("step", {*(self.steps or ())} - {-1}, num_passes)
 
 
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
-    """Compute the quantities that a request asks for, by name; ValueError where the call cannot have them."""
+    """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
     q, k, mask = call.q, call.k, call.mask
     on_host = None if call.bias is None else call.bias.per_token()
     bias = None if on_host is None else send(on_host, q.device)
@@ -260,7 +236,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         attended = _attended(curve.shape, on_host, q.device)
         return {"key_curve": curve} | attended | reductions.key_names(call.layout, k)
     if call.at is None:
-        raise ValueError(
+        raise ConfigError(
             f"{request.granularity} granularity needs to know the frames of each call: run the model "
             "through the pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
         )
@@ -301,14 +277,14 @@ def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
     """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
     if call.mask is not None:
-        raise ValueError("granularity 'map' is of rollouts: a training step with a mask has none")
+        raise ConfigError("granularity 'map' is of rollouts: a training step with a mask has none")
     shard = call.shard
     heads = list(shard.heads) if request.heads is None else list(request.heads)
     for head in heads:
         if not 0 <= head < shard.total:
-            raise ValueError(f"head {head} is not in 0..{shard.total - 1}")
+            raise ConfigError(f"head {head} is not in 0..{shard.total - 1}")
     if not shard.is_whole and heads != sorted(heads):
-        raise ValueError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
+        raise ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
     here = shard.local(heads)
     some = here or [0]  # a process without any of them keeps maps of 0 heads
     q, k = select(call.q, some, 2), select(call.k, some, 2)
@@ -341,7 +317,7 @@ def key_maps(
     found = queries_of(queries, query_frames)
     S = q.shape[1] // len(query_frames)
     if late := [query for query in found if query.token >= S]:
-        raise ValueError(f"token {late[0].token} is not in 0..{S - 1}")
+        raise ConfigError(f"token {late[0].token} is not in 0..{S - 1}")
     shape = (q.shape[0], q.shape[2], len(found), k.shape[1])
     logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
     alone = [row for row, query in enumerate(found) if query.token != ALL]
@@ -388,34 +364,75 @@ def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor
     return whole
 
 
-class Asked(NamedTuple):
+# --- Keep what is asked for
+@dataclass(eq=False)
+class Capture:
     """Hold requests that were made together and what was kept for them so far."""
 
     requests: tuple[CaptureRequest, ...]
-    calls: list[CapturedCall]
+    calls: list[CapturedCall] = field(default_factory=list)
 
+    def check(self, plan: Any) -> None:
+        """Raise ConfigError where a request does not fit the rollout (RolloutPlan) that is about to run."""
+        for request in self.requests:
+            request.check(plan.num_layers, len(plan.blocks), plan.num_steps + 1)
 
-NOTHING = Asked((), [])
+    def wants(self, site: Site) -> bool:
+        """Return whether the call that a site is about to make in this pass is asked for."""
+        return any(request.wants(site, now()) for request in self.requests)
+
+    def slots_weighed(self, site: Site, layout: KeyLayout | None) -> int:
+        """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""
+        at = now()
+        if layout is None or layout.chosen or at is None or at.parts:
+            return 0
+        requests = [request for request in self.requests if request.wants(site, at)]
+        weighs = any(request.granularity == "frame" and request.mass for request in requests)
+        return len(layout.slots) if weighs else 0
+
+    def observe(self, call: Call) -> None:
+        """Keep what is asked for of a call whose softmax is done."""
+        for part in call.parts():
+            for request in self.requests:
+                if request.wants(part.site, part.at):
+                    layout = part.layout and part.layout.on_host
+                    self._keep(part, values_of(request, part), part.q.shape, part.k.shape, layout)
+
+    def observe_groups(self, calls: Sequence[Call]) -> None:
+        """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
+        for request in self.requests if calls else ():
+            if not request.wants(calls[0].site, now()):
+                continue
+            if request.granularity != "frame" or request.rope_bands:
+                raise ConfigError("where heads keep keys of their own, calls are kept at granularity 'frame'")
+            request = replace(request, query_key_means=False)
+            parts = [values_of(request, call) for call in calls]
+            columns = [call.known_layout.columns for call in calls]
+            first = calls[0].known_layout
+            (batch, length, _, head_dim), queries = calls[0].q.shape, len(first.query_positions)
+            layout = joint_layout(columns, replace(first, tokens_per_slot=length // queries))
+            num_heads = sum(call.q.shape[2] for call in calls)
+            values: dict[str, Tensor] = {}
+            for name in BY_FRAME:
+                if name not in parts[0]:
+                    continue
+                values[name] = parts[0][name].new_empty(batch, num_heads, queries, len(layout.slots))
+                for part, seen, call in zip(parts, columns, calls, strict=True):
+                    heads = as_index(call.of_heads or (), call.q.device)
+                    values[name][:, heads] = spread(part[name], seen, layout.frames)
+            if any("attended" in part for part in parts):
+                values["attended"] = ~values["frame_logits"].isnan()
+            keys = len(layout.slots) * layout.tokens_per_slot
+            shapes = (batch, length, num_heads, head_dim), (batch, keys, num_heads, head_dim)
+            self._keep(calls[0], values, *shapes, layout)
+
+    def _keep(self, call: Call, values: dict[str, Tensor], q_shape: Any, k_shape: Any, layout: Any) -> None:
+        start_copies(values)
+        self.calls.append(CapturedCall(call.site, call.at, values, tuple(q_shape), tuple(k_shape), layout))
 
 
 class AttentionCapture:
-    """Take the reports of attention modules; idle until a request is made, and idle again when it ends.
-
-    capture() belongs to the context that opened it; _asked, of the older interface, to the whole process.
-    """
-
-    call_type: type[CapturedCall] = CapturedCall
-
-    def __init__(self) -> None:
-        self._asked = NOTHING
-        self._inner: ContextVar[Asked | None] = ContextVar("asked", default=None)
-
-    @property
-    def asked(self) -> Asked:
-        """Return the innermost capture of this context."""
-        return self._inner.get() or self._asked
-
-    # -- asking ----------------------------------------------------------------------------------------------
+    """The capture of this process: capture() for a context, enable() and disable() for older scripts."""
 
     @contextmanager
     def capture(self, *requests: CaptureRequest, **fields: Any) -> Iterator[list[CapturedCall]]:
@@ -424,99 +441,57 @@ class AttentionCapture:
         Yields the list of calls, on the CPU once the context has ended. On exit, also on an error, what was
         asked for before is asked for again.
         """
-        with self.serving(Asked(requests or (CaptureRequest(**fields),), [])) as calls:
-            yield calls
-        move_to_cpu(calls)
-
-    @contextmanager
-    def serving(self, asked: Asked = NOTHING) -> Iterator[list[CapturedCall]]:
-        """Serve what is asked, or nobody, while the context lasts."""
-        before = self._inner.get()
-        self._inner.set(asked)
-        try:
-            yield asked.calls
-        finally:
-            self._inner.set(before)
+        kept = Capture(requests or (CaptureRequest(**fields),))
+        with observed(kept):
+            yield kept.calls
+        move_to_cpu(kept.calls)
 
     @property
     def active(self) -> bool:
-        return bool(self.asked.requests)
+        """True where somebody captures in this context."""
+        return observer() is not None
 
     @property
     def now(self) -> Pass | None:
         """The forward that runs, as the sampler announced it."""
         return now()
 
-    # -- being told ------------------------------------------------------------------------------------------
-
-    def check_model(
-        self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None
-    ) -> None:
-        """Raise ValueError where a request does not fit the model (and rollout) that is about to run."""
-        for request in self.asked.requests:
-            request.check(num_layers, num_blocks, num_passes)
-
     def during(self, at: Pass) -> AbstractContextManager[None]:
         """Announce the forward that runs inside this context."""
         return during(at)
 
-    def wants(self, site: Site) -> bool:
-        """Return whether the call that a site is about to make in this pass is asked for."""
-        return any(request.wants(site, self.now) for request in self.asked.requests)
+    _enabled = Capture(())
 
-    def frames_weighed(self, site: Site, layout: KeyLayout | None) -> int:
-        """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""
-        if layout is None or layout.chosen or self.now is None or self.now.parts:
-            return 0
-        requests = [request for request in self.asked.requests if request.wants(site, self.now)]
-        weighs = any(request.granularity == "frame" and request.mass for request in requests)
-        return len(layout.slots) if weighs else 0
-
-    def observe(self, call: Call) -> None:
-        """Keep what is asked for of a call whose softmax is done."""
-        for part in call.parts():
-            for request in self.asked.requests:
-                if request.wants(part.site, part.at):
-                    shapes = tuple(part.q.shape), tuple(part.k.shape)
-                    layout = part.layout and part.layout.on_host
-                    self._keep(part, values_of(request, part), *shapes, layout)
-
-    def observe_groups(self, calls: Sequence[Call]) -> None:
-        """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
-        for request in self.asked.requests if calls else ():
-            if not request.wants(calls[0].site, self.now):
-                continue
-            if request.granularity != "frame" or request.rope_bands:
-                raise ValueError("where heads keep keys of their own, calls are kept at granularity 'frame'")
-            request = replace(request, query_key_means=False)
-            parts = [values_of(request, call) for call in calls]
-            columns = [call.known_layout.columns for call in calls]
-            first = calls[0].known_layout
-            tokens = calls[0].q.shape[1] // len(first.query_positions)
-            layout = joint_layout(columns, replace(first, tokens_per_slot=tokens))
-            num_heads, values = sum(call.q.shape[2] for call in calls), dict[str, Tensor]()
-            for name in BY_FRAME:
-                if name not in parts[0]:
-                    continue
-                batch, _, queries, _ = parts[0][name].shape
-                values[name] = parts[0][name].new_empty(batch, num_heads, queries, len(layout.slots))
-                for part, seen, call in zip(parts, columns, calls, strict=True):
-                    heads = as_index(call.of_heads or (), call.q.device)
-                    values[name][:, heads] = spread(part[name], seen, layout.frames)
-            if any("attended" in part for part in parts):
-                values["attended"] = ~values["frame_logits"].isnan()
-            batch, length, _, head_dim = calls[0].q.shape
-            keys = len(layout.slots) * layout.tokens_per_slot
-            shapes = (batch, length, num_heads, head_dim), (batch, keys, num_heads, head_dim)
-            self._keep(calls[0], values, *shapes, layout)
-
-    def _keep(
+    def enable(
         self,
-        call: Call,
-        values: dict[str, Tensor],
-        q_shape: tuple[int, ...],
-        k_shape: tuple[int, ...],
-        layout: KeyLayout | None,
+        layer_indices: Collection[int] | None = None,
+        capture_logits: bool = True,
+        num_layers: int | None = None,
     ) -> None:
-        start_copies(values)
-        self.asked.calls.append(self.call_type(call.site, call.at, values, q_shape, k_shape, layout))
+        """Keep token matrices of the given call indices (None: all) until disable().
+
+        num_layers is the number of call indices, twice the model's layers; ConfigError where an index is
+        outside.
+        """
+        self.disable()
+        check_indices("call index", layer_indices, num_layers or 1 << 30)
+        indices = None if layer_indices is None else frozenset(layer_indices)
+        request = CaptureRequest(
+            kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices, num_calls=num_layers
+        )
+        self._enabled = Capture((request,))
+        observe_process(self._enabled)
+
+    def disable(self) -> None:
+        """Stop, and forget what was captured."""
+        self._enabled = Capture(())
+        observe_process(None)
+
+    @property
+    def captured_weights(self) -> list[CapturedCall]:
+        """What was kept since enable(), one call after the other, on the CPU; each reads like a dict."""
+        move_to_cpu(self._enabled.calls)
+        return self._enabled.calls
+
+
+ATTENTION_WEIGHT_CAPTURE = AttentionCapture()

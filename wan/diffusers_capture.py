@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import CapturedCall, CaptureRequest, Kind
+from wan.attention import attention
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, Kind
 from wan.errors import ConfigError
 from wan.keys import KeyLayout
 from wan.sites import Pass, Site

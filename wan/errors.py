@@ -23,6 +23,13 @@ class ConfigError(UserError, ValueError):
     """A setting that cannot be run."""
 
 
+def refuse(*problems: tuple[Any, str], error: type[UserError] = ConfigError) -> None:
+    """Raise an error with the first message whose condition holds."""
+    for holds, message in problems:
+        if holds:
+            raise error(message)
+
+
 def one_line(message: object, limit: int = 1000) -> str:
     """Return a message in printable characters; a long one loses its middle: the remedy stands at the end."""
     text = str(message)

@@ -14,19 +14,35 @@ import hashlib
 import inspect
 import json
 import math
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import MISSING, dataclass, field, fields, replace
+from threading import Semaphore, Thread
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from wan.capture import Call
-from wan.errors import ConfigError, did_you_mean
-from wan.keys import EMPTY, MIXED, ROPE_THETA, KeyBias, KeyLayout, RotaryTable, as_index, rotate, select, send
+from wan.attention import Call
+from wan.errors import ConfigError, did_you_mean, refuse
+from wan.keys import (
+    EMPTY,
+    MIXED,
+    ROPE_THETA,
+    HeadShard,
+    KeyBias,
+    KeyLayout,
+    RotaryTable,
+    as_index,
+    rotate,
+    select,
+    send,
+)
 from wan.sites import (
     CALLS,
     OF_FORWARD,
@@ -38,13 +54,12 @@ from wan.sites import (
     check_indices,
     check_site,
     check_sites,
+    observed,
     watched,
     watchers,
 )
 
 PASSES = ("denoise", "clean", "all")
-FRAME_NAMES = ("first", "sink", "past", "own")
-MAX_BIAS = 65504.0  # the largest number of float16
 
 Frames = tuple[int | str, ...]
 Tokens = slice | Tensor  # an index
@@ -52,101 +67,66 @@ EVERY: Tokens = slice(None)
 InterventionError = ConfigError  # of an intervention
 
 
-# --- Fields: what is accepted, and in which form it is kept
-def one_of(*choices: str) -> Callable[[str, Any], str]:
-    """Return a check that a value is one of the choices."""
-
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in choices:
-            raise InterventionError(f"{name} {value!r} is not one of {', '.join(choices)}")
-        return value
-
-    return check
-
-
-def as_indices(name: str, value: Any) -> tuple[int, ...]:
+# --- Fields: how a value is brought into one form (None: it is refused), and what a refusal says
+def as_indices(value: Any) -> tuple[int, ...] | None:
     """Return a number, or several, that count from 0, as increasing ones."""
-    chosen = [value] if type(value) is int else list(value) if isinstance(value, Iterable) else None
-    if chosen is None or isinstance(value, (str, bytes, dict)) or any(type(n) is not int for n in chosen):
-        raise InterventionError(f"{name} {value!r} are not whole numbers, such as [0, 5]")
-    if not chosen or min(chosen) < 0:
-        empty = "name at least one, or leave it out for all" if not chosen else "they count from 0"
-        raise InterventionError(f"{name} {value!r}: {empty}")
-    return tuple(sorted(set(chosen)))
+    chosen = [value] if isinstance(value, int) else [*value]
+    fits = chosen and all(type(n) is int and n >= 0 for n in chosen)
+    return tuple(sorted(set(chosen))) if fits else None
 
 
-def as_frames(name: str, value: Any) -> Frames:
+def as_frames(value: Any) -> Frames | None:
     """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own", "own:18"."""
-    chosen = [value] if isinstance(value, (int, str)) else list(value) if isinstance(value, Iterable) else []
-    if not chosen or isinstance(value, dict):
-        raise InterventionError(f"{name} {value!r}: name a number, {', '.join(FRAME_NAMES)}, or a list")
-    for each in chosen:
-        is_own = isinstance(each, str) and each.startswith("own:") and each[4:].isdecimal()
-        if not is_own and each not in FRAME_NAMES and not (type(each) is int and each >= 0):
-            raise InterventionError(f"frame {each!r} is not a number from 0, nor {', '.join(FRAME_NAMES)}")
-    numbers = sorted({each for each in chosen if isinstance(each, int)})
-    return (*numbers, *dict.fromkeys(each for each in chosen if isinstance(each, str)))
+    chosen = [value] if isinstance(value, (int, str)) else [*value]
+    numbers = sorted({n for n in chosen if type(n) is int and n >= 0})
+    name = re.compile(r"first|sink|past|own(:\d+)?")
+    names = dict.fromkeys(n for n in chosen if isinstance(n, str) and name.fullmatch(n))
+    return (*numbers, *names) if chosen and {*numbers, *names} == {*chosen} else None
 
 
-def as_number(name: str, value: Any) -> float:
+def as_number(value: Any) -> float | None:
     """Return a finite number as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InterventionError(f"{name} {value!r} is not a finite number")
-    return float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if is_number else None
 
 
-def of_type(kind: type, noun: str) -> Callable[[str, Any], Any]:
-    """Return a check that a value is of a type: True is no whole number."""
-
-    def check(name: str, value: Any) -> Any:
-        if type(value) is not kind:
-            raise InterventionError(f"{name} {value!r} is not a {noun}")
-        return value
-
-    return check
-
-
-def as_sites(name: str, value: Any) -> tuple[str, ...]:
+def as_sites(value: Any) -> tuple[str, ...] | None:
     """Return names of sites, at least one."""
-    names = (value,) if isinstance(value, str) else tuple(value)
-    if not names:
-        raise InterventionError("at() takes the name of a site, or several")
-    return tuple(check_site(each) for each in names)
+    return tuple(map(check_site, (value,) if isinstance(value, str) else value)) or None
 
 
-def as_direction(name: str, value: Any) -> tuple[float, ...]:
+def as_direction(value: Any) -> tuple[float, ...] | None:
     """Return the numbers of a vector, a tensor or a list."""
-    row = value.tolist() if isinstance(value, Tensor) else value
-    if not isinstance(row, Sequence) or isinstance(row, str) or not row:
-        raise InterventionError(f"{name} is not a vector of numbers: give a tensor [dim]")
-    return tuple(as_number(name, each) for each in row)
+    numbers = [as_number(each) for each in (value.tolist() if isinstance(value, Tensor) else value)]
+    return None if None in numbers else tuple(numbers) or None  # type: ignore[return-value,arg-type]
 
 
-def as_source(name: str, value: Any) -> Any:
-    """Return a Source from its mapping; anything else as it is, for whoever takes it to check."""
-    if not isinstance(value, Mapping):
-        return value
-    known = [each.name for each in fields(Source)]
-    if unknown := sorted(set(map(str, value)) - set(known)):
-        raise InterventionError(f"source: unknown field {unknown[0]!r}; it takes {', '.join(known)}")
-    return Source(**value)
+def of_type(kind: type) -> Callable[[Any], Any]:
+    """Return a check that a value is of a type: True is no whole number."""
+    return lambda value: value if type(value) is kind else None
 
 
-FIELDS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens", "bands"), as_indices),
-    **dict.fromkeys(("offset", "position", "seed"), of_type(int, "whole number")),
-    **dict.fromkeys(("b", "scale", "phase"), as_number),
-    **dict.fromkeys(("prompt", "weights"), of_type(str, "text")),
-    "frames": as_frames,
-    "source": as_source,
+def one_of(*choices: str) -> tuple[Callable[[Any], Any], str]:
+    """Return the check and the refusal of a field that is one of the choices."""
+    return lambda value: value if value in choices else None, f"one of {', '.join(choices)}"
+
+
+INDICES = as_indices, "whole numbers from 0, at least one; leave it out for all"
+FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens", "bands"), INDICES),
+    **dict.fromkeys(("offset", "position", "seed"), (of_type(int), "a whole number")),
+    **dict.fromkeys(("b", "scale", "phase"), (as_number, "a finite number")),
+    **dict.fromkeys(("prompt", "weights"), (of_type(str), "a text")),
+    "frames": (as_frames, "numbers from 0, or names: first, sink, past, own, own:18"),
+    "source": (lambda x: Source(**x) if isinstance(x, Mapping) else x, "of prompt, seed and weights"),
     "passes": one_of(*PASSES),
     "branch": one_of("cond", "uncond"),  # of classifier-free guidance
     "attention": one_of("self", "cross"),
     "how": one_of("zero", "mean", "frame_mean", "resample"),
-    "what": lambda name, value: value if value in ("qk", "kv") else check_site(value),
-    "site": lambda name, value: check_site(value),
-    "names": as_sites,
-    "direction": as_direction,
+    "what": (lambda value: value if value in ("qk", "kv") else check_site(value), "qk, kv or a site"),
+    "site": (check_site, "a site"),
+    "names": (as_sites, "the name of a site, or several"),
+    "direction": (as_direction, "a vector of numbers: a tensor [dim]"),
 }
 
 
@@ -155,9 +135,17 @@ class _Checked:
 
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if each.name in FIELDS and (value is not None or each.default is MISSING):
-                object.__setattr__(self, each.name, FIELDS[each.name](each.name, value))
+            name, value = each.name, getattr(self, each.name)
+            if name not in FIELDS or (value is None and each.default is not MISSING):
+                continue
+            convert, wanted = FIELDS[name]
+            try:
+                kept = convert(value)
+            except TypeError:
+                kept = None
+            if kept is None and value is not None:
+                raise InterventionError(f"{name} {value!r} is not {wanted}")
+            object.__setattr__(self, name, kept)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON; what is left at its default is left out."""
@@ -190,8 +178,7 @@ class Source(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.to_dict():
-            raise InterventionError("source: name another prompt, seed or weights; this is the run itself")
+        refuse((not self.to_dict(), "source: name another prompt, seed or weights; this is the run itself"))
 
 
 # --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
@@ -207,10 +194,8 @@ class BlockKeys:
 
     def has(self, name: int | str) -> bool:
         """Return whether some key is of a frame of that name."""
-        if name == "past":
-            return bool(self.past) or self.sees_more
-        if name == "sink":
-            return bool(self.sink)
+        if name in ("past", "sink"):
+            return bool(self.sink) if name == "sink" else bool(self.past) or self.sees_more
         if isinstance(name, int) or name == "first":
             return (0 if name == "first" else name) in self.past
         return name == "own" or int(name[4:]) in self.own
@@ -238,6 +223,8 @@ class RolloutPlan:
     def calls(self, edit: "Edit") -> list[tuple[int, int]]:
         """Return (block, step) of the calls of one layer and branch that an edit changes."""
         chosen, names = range(len(self.blocks)) if edit.blocks is None else edit.blocks, edit.key_frames
+        if edit.branch not in (None, *self.branches):
+            return []
         return [
             (block, step)
             for block in chosen
@@ -245,28 +232,26 @@ class RolloutPlan:
             for step in self.passes(edit, block)
         ]
 
+    def layers(self, edit: "Edit", site: str) -> int:
+        """Return in how many layers an edit stands at one of its sites."""
+        return 1 if site in OF_FORWARD else len(edit.layers or range(self.num_layers))
+
     def count(self, edit: "Edit") -> int:
         """Return how many activations, or attention calls, an edit changes."""
-        layers, branches = self.layers(edit), [edit.branch] if edit.branch else self.branches
-        return len(self.calls(edit)) * sum(layers[site] for site in edit.sites) * len(branches)
-
-    def layers(self, edit: "Edit") -> dict[str, int]:
-        """Return in how many layers an edit stands, by its sites."""
-        every = len(edit.layers or range(self.num_layers))
-        return {site: 1 if site in OF_FORWARD else every for site in edit.sites}
+        branches = [edit.branch] if edit.branch else self.branches
+        return len(self.calls(edit)) * sum(self.layers(edit, site) for site in edit.sites) * len(branches)
 
     def in_words(self, edit: "Edit") -> str:
-        """Say what an edit is going to do: edits 1 of 12 heads in 5 passes of 7 blocks: 35 calls."""
-        calls, count, layers = self.calls(edit), self.count(edit), max(self.layers(edit).values())
-        passes, blocks = len({step for _, step in calls}), len({block for block, _ in calls})
-        of_layers = f" in {layers} of {self.num_layers} layers," if layers > 1 else ""
+        """Say what an edit is going to do, and how often."""
         what = f"{len(edit.heads or range(self.num_heads))} of {self.num_heads} heads"
-        if not edit.has_heads:
-            what = ", ".join(edit.sites)
-        return (
-            f"edits {what}{of_layers} in {passes} pass{'es' * (passes != 1)} of "
-            f"{blocks} block{'s' * (blocks != 1)}: {count} call{'s' * (count != 1)}"
-        )
+        parts = {
+            "layers": max(self.layers(edit, site) for site in edit.sites),
+            "passes": len({step for _, step in self.calls(edit)}),
+            "blocks": len({block for block, _ in self.calls(edit)}),
+            "calls": self.count(edit),
+        }
+        counted = ", ".join(f"{name}: {count}" for name, count in parts.items())
+        return f"edits {what if edit.has_heads else ', '.join(edit.sites)}; {counted}"
 
     def check(self, edits: Iterable["Edit"]) -> None:
         """Raise InterventionError for an edit that this rollout cannot make, or that would change nothing."""
@@ -292,13 +277,11 @@ class Edit(_Checked, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None and self.passes == "clean":
-            raise InterventionError("steps are denoising steps: leave them out with passes='clean'")
-
-        if self.heads is not None and not self.has_heads:
-            raise InterventionError(f"{self.sites[0]} has no heads: leave heads out")
-        if self.layers is not None and set(self.sites) <= set(OF_FORWARD):
-            raise InterventionError(f"{self.sites[0]} is of no layer: leave layers out")
+        of_none = self.layers is not None and {*self.sites} <= {*OF_FORWARD}
+        refuse(
+            (self.heads is not None and not self.has_heads, f"{self.sites[0]} has no heads: leave heads out"),
+            (of_none, f"{self.sites[0]} is of no layer: leave layers out"),
+        )
 
     @abstractmethod
     def apply(self, x: Any, where: Where, data: Any = None) -> Any:
@@ -330,8 +313,7 @@ class Edit(_Checked, ABC):
     @property
     def needs(self) -> str:
         """The data that it cannot do without; nothing for most."""
-        has_source = isinstance(getattr(self, "source", None), Source)
-        return "its source as a wan.recorders.RunInStep" if has_source else ""
+        return "its source as a RunInStep" if isinstance(getattr(self, "source", None), Source) else ""
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         """Return whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
@@ -351,39 +333,22 @@ class Edit(_Checked, ABC):
 
     def check(self, plan: RolloutPlan) -> None:
         """Raise InterventionError where a rollout has no such call."""
-        if plan.has_clean_pass and plan.num_steps in (self.steps or ()):
-            raise InterventionError(
-                f"step {plan.num_steps} is the clean pass: name it by passes, not by steps"
-            )
-        try:
-            check_indices("layer", self.layers, plan.num_layers)
-            check_indices("head", self.heads, plan.num_heads)
-            check_indices("block", self.blocks, len(plan.blocks))
-            check_indices("step", self.steps, plan.num_steps)
-            check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
-            check_sites(self.sites, plan)
-        except ValueError as error:
-            raise InterventionError(f"{error}: {self}") from None
-        if self.passes == "clean" and not plan.has_clean_pass:
-            raise InterventionError("the base model has no clean pass: passes are denoise or all")
-        if self.passes == "clean" and not plan.keeps_clean_keys:
-            raise InterventionError(
-                "recompute_context computes the keys of clean passes again: no later block would see an edit "
-                "of passes='clean'; take denoise or all, or leave recompute_context out"
-            )
-        if self.branch is not None and self.branch not in plan.branches:
-            raise InterventionError(f"branch {self.branch} is not there: this rollout has no guidance")
-        if plan.calls(self):
-            return
-        blocks = list(range(len(plan.blocks)) if self.blocks is None else self.blocks)
-        remedy = "its blocks have no such pass"
-        if self.key_frames is not None and any(plan.passes(self, block) for block in blocks):
-            past, own = (
-                sorted({frame for block in blocks for frame in getattr(plan.blocks[block], kind)})
-                for kind in ("past", "own")
-            )
-            remedy = f"earlier blocks hold frames {past}; own frames are {own}, named by own or own:N"
-        raise InterventionError(f"no call can be edited: {self}; {remedy}")
+        check_indices("layer", self.layers, plan.num_layers)
+        check_indices("head", self.heads, plan.num_heads)
+        check_indices("block", self.blocks, len(plan.blocks))
+        check_indices("denoising step", self.steps, plan.num_steps)
+        check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
+        check_sites(self.sites, plan)
+        refuse(
+            (
+                self.passes == "clean" and not plan.keeps_clean_keys,
+                "recompute_context computes the keys of clean passes again: take passes denoise or all",
+            ),
+            (
+                not plan.calls(self),
+                f"no call can be edited: {self}; no block has such frames, passes, steps and branch",
+            ),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"edit": type(self).__name__.lower(), **super().to_dict()}
@@ -395,28 +360,22 @@ def heads_in(edit: Edit, call: Call) -> list[int]:
     return [n for n, number in enumerate(call.numbers) if edit.heads is None or number in edit.heads]
 
 
-def _where(call: Call) -> str:
-    return f"layer {call.site.layer}, block {0 if call.at is None else call.at.block}"
-
-
 def slots_in(call: Call, names: Frames) -> list[int]:
     """Return the slots of the keys that frames name: of earlier blocks, unless they are own.
 
     InterventionError where a number or "first" meets a slot that holds another frame for each batch item.
     """
-
-    def is_named(name: int | str, frame: int, is_own: bool, is_sink: bool) -> bool:
-        if isinstance(name, str) and name.startswith("own"):
-            return is_own and name in ("own", f"own:{frame}")
-        named = {"past": frame != EMPTY, "sink": is_sink, "first": frame == 0}
-        return not is_own and (named[name] if isinstance(name, str) else frame == name)
-
-    own, sink, slots = call.known_layout.own, call.known_layout.sink, call.known_layout.slots
-    found = [
-        n
-        for n, slot in enumerate(slots)
-        if any(is_named(name, frame, n in own, n in sink) for name in names for frame in slot.by_item)
-    ]
+    layout, found = call.known_layout, []
+    for n, slot in enumerate(layout.slots):
+        named: set[int | str] = set()
+        for frame in slot.by_item:
+            if n in layout.own:
+                named |= {"own", f"own:{frame}"}
+            else:
+                named |= {frame, *["first"] * (frame == 0), *["past"] * (frame != EMPTY)}
+                named |= {*["sink"] * (n in layout.sink)}
+        if named & {*names}:
+            found.append(n)
     if set(names) - {"past", "sink"}:
         check_items(call, found)
     return found
@@ -433,10 +392,8 @@ def check_items(call: Call, slots: Iterable[int]) -> None:
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
     """Return the tokens of slots among the keys, as an index."""
-    S, some = call.known_layout.tokens_per_slot, as_index(slots, call.k.device)
-    if isinstance(some, slice):
-        return slice(some.start * S, some.stop * S)
-    return (some[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
+    S = call.known_layout.tokens_per_slot
+    return as_index([slot * S + token for slot in slots for token in range(S)], call.k.device)
 
 
 def replace_values(
@@ -469,8 +426,7 @@ def of_source(x: Any, where: Where, data: Any) -> Any:
     source = data.value(where)
     parts = [(each.q, each.k) if isinstance(each, Call) else (each,) for each in (source, x)]
     theirs, mine = (tuple(part.shape for part in each) for each in parts)
-    if theirs != mine:
-        raise InterventionError(f"{where}: the source's call is of another shape: {theirs}, not {mine}")
+    refuse((theirs != mine, f"{where}: the source's call is of another shape: {theirs}, not {mine}"))
     return source
 
 
@@ -484,12 +440,16 @@ def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
     """Turn the temporal share of x [B, F·S, heads, D] by angles [F, heads or 1, pairs] -> float32."""
-    rest = x.shape[3] // 2 - angles.shape[2]
-    whole = torch.cat([angles, angles.new_zeros(*angles.shape[:2], rest)], 2)
-    cos, sin = whole.cos().float(), whole.sin().float()  # [F, heads, D/2]
+    angles = F.pad(angles, (0, x.shape[3] // 2 - angles.shape[2]))
+    cos, sin = angles.cos().float(), angles.sin().float()  # [F, heads, D/2]
     tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
     there = [send(table, x.device).repeat_interleave(x.shape[1] // len(angles), 0) for table in tables]
     return rotate(x.float(), *there)
+
+
+def positions_of(layout: KeyLayout, slots: Iterable[int]) -> list[int]:
+    """Return where the keys of slots stand; without RoPE they stand at 0."""
+    return [layout.slots[n].position if layout.slots[n].is_rotated else 0 for n in slots]
 
 
 # --- The edits
@@ -503,9 +463,8 @@ class KeySelection(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.frames is None) == (self.tokens is None):
-            name = type(self).__name__
-            raise InterventionError(f"{name} takes frames (of self-attention) or tokens (of the prompt)")
+        name, both = type(self).__name__, (self.frames is None) == (self.tokens is None)
+        refuse((both, f"{name} takes frames (of self-attention) or tokens (of the prompt)"))
 
     @property
     def kind(self) -> str:
@@ -523,8 +482,7 @@ class KeySelection(Edit):
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
         if blind := call.bias.blind_heads:
-            head = call.numbers[blind[0]]
-            raise InterventionError(f"{_where(call)}: head {head} would lose all its keys")
+            raise InterventionError(f"{where}: head {call.numbers[blind[0]]} would lose all its keys")
         return call
 
 
@@ -540,14 +498,6 @@ class Bias(KeySelection):
     """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
 
     b: float  # type: ignore[misc]  # of all Knockouts, of each Bias
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if abs(self.b) > MAX_BIAS:
-            raise InterventionError(
-                f"b {self.b:g} is not in -{MAX_BIAS:g}..{MAX_BIAS:g}, which every dtype can add to a logit; "
-                "Knockout leaves keys out"
-            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -566,12 +516,12 @@ class Ablate(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.how == "resample") != isinstance(self.source, Source):
-            raise InterventionError("resample, and nothing else, takes a source of prompt, seed or weights")
-        if isinstance(self.source, str) and self.how != "mean":
-            raise InterventionError(f"how={self.how!r} takes no file of means: leave source out")
-        if "mean" in self.how and " L " not in f"{SITES[self.sites[0]]} ":
-            raise InterventionError(f"{self.site} has no tokens to take a mean over: take zero or resample")
+        kind = {"resample": Source, "mean": (str, type(None))}.get(self.how, type(None))
+        has_tokens = "L" in SITES[self.sites[0]].split()
+        refuse(
+            (not isinstance(self.source, kind), f"{self.how} does not take source={self.source!r}"),
+            ("mean" in self.how and not has_tokens, f"{self.site} has no tokens: take zero or resample"),
+        )
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -579,7 +529,7 @@ class Ablate(Edit):
 
     @property
     def needs(self) -> str:
-        return "means of outputs, from wan.recorders" if "mean" in self.how else super().needs
+        return "means of outputs" if "mean" in self.how else super().needs
 
     def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor:
         if self.how == "zero":
@@ -602,12 +552,12 @@ class Patch(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.source, Source):
-            raise InterventionError("Patch takes a source: the prompt, seed or weights of another run")
-        if self.what != "kv" and self.frames is not None:
-            raise InterventionError(f"frames are of what='kv', not of what={self.what!r}")
-        if self.what == "kv" and self.attention == "cross":
-            raise InterventionError("what='kv' is of cached frames: of self-attention")
+        is_kv = self.what == "kv"
+        refuse(
+            (not isinstance(self.source, Source), "Patch takes a source: a prompt, seed or weights"),
+            (not is_kv and self.frames is not None, f"frames are of what='kv', not of {self.what!r}"),
+            (is_kv and self.attention == "cross", "what='kv' is of cached frames: of self-attention"),
+        )
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -622,37 +572,34 @@ class Patch(Edit):
     def apply(self, x: Any, where: Where, data: Any = None) -> Any:
         if self.what not in ("qk", "kv"):
             return with_heads(x, where, self.heads, of_source(x, where, data))
-        heads, slots = heads_in(self, x), slots_in(x, self.key_frames) if self.key_frames else []
-        if self.what == "kv" and not slots:
-            return None
-        source, tokens = of_source(x, where, data), EVERY
-        if self.what == "kv":
+        heads, slots, tokens = heads_in(self, x), [], EVERY
+        if self.key_frames is not None:
+            slots = slots_in(x, self.key_frames)
+            if not slots:
+                return None
             tokens = tokens_in(x, slots)
+        source = of_source(x, where, data)
         if x.layout is not None:  # a map of other keys would be laid over these
-            chosen = slots if self.what == "kv" else range(len(x.layout.slots))
-            self._check_same_keys(x, source.layout or x.layout, chosen)
+            mine, theirs = x.layout, source.layout or x.layout
+            chosen = slots or range(len(mine.slots))
+            others = [n for n in chosen if mine.slots[n].by_item != theirs.slots[n].by_item]
+            if mine.chosen and theirs.chosen and {*mine.chosen.slots} & {*chosen}:
+                one, other = mine.chosen.on_host, theirs.chosen.on_host
+                if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
+                    others += mine.chosen.slots
+            if others:
+                raise InterventionError(
+                    f"{where}: the source chose other keys for slot {others[0]}; patch z, or kv of frames "
+                    "that are not chosen, or take a policy such as window"
+                )
         for name in self.what:
             replace_values(x, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
         return x
 
-    def _check_same_keys(self, call: Call, theirs: KeyLayout, slots: Sequence[int]) -> None:
-        """Raise InterventionError where the source's policy chose other keys for one of the slots."""
-        mine = call.known_layout
-        others = [n for n in slots if mine.slots[n].by_item != theirs.slots[n].by_item]
-        if mine.chosen and theirs.chosen and {*mine.chosen.slots} & {*slots}:
-            one, other = mine.chosen.on_host, theirs.chosen.on_host
-            if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
-                others += mine.chosen.slots
-        if others:
-            raise InterventionError(
-                f"{_where(call)}: the source chose other keys for slot "
-                f"{others[0]}; patch kv of frames that are not chosen, z, or under a policy such as window"
-            )
-
 
 @dataclass(frozen=True, repr=False)
 class Move(Edit):
-    """Let cached keys stand at another temporal RoPE position: offset frames further, or all at position."""
+    """Let keys stand at another temporal RoPE position: offset frames further, or all at position."""
 
     frames: Frames
     offset: int | None = None
@@ -660,10 +607,8 @@ class Move(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if any(str(name).startswith("own") for name in self.frames):
-            raise InterventionError("Move is of cached keys: own keys stand where their queries stand")
-        if (self.offset is None) == (self.position is None):
-            raise InterventionError("Move takes offset= or position=, in frames")
+        both = (self.offset is None) == (self.position is None)
+        refuse((both, "Move takes offset= or position=, in frames"))
 
     def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         slots = slots_in(call, self.frames)
@@ -672,9 +617,8 @@ class Move(Edit):
         turns = [self.offset] * len(slots)
         if self.position is not None:
             check_items(call, slots)
-            stands = [_position(call.known_layout, n) for n in slots]
-            if MIXED in stands:
-                raise InterventionError("these keys stand at several positions: move them by offset=")
+            stands = positions_of(call.known_layout, slots)
+            refuse((MIXED in stands, "these keys stand at several positions: move them by offset="))
             turns = [self.position - each for each in stands]
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
         angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(call.k.shape[3])
@@ -682,17 +626,12 @@ class Move(Edit):
         return call
 
 
-def _position(layout: KeyLayout, slot: int) -> int:
-    """Return where the keys of a slot stand; without RoPE they stand at 0."""
-    return layout.slots[slot].position if layout.slots[slot].is_rotated else 0
-
-
 @dataclass(frozen=True, repr=False)
 class Jitter(Edit):
     """A RoPE base per head, 10000 (1 + scale e), e uniform in [-1, 1], in the temporal share of q and k.
 
-    For a whole rollout, cached keys too (LoL, arXiv 2601.16914). e is drawn per layer and head from seed; the
-    choice of layers and heads does not change it.
+    Cached keys turn too (LoL, arXiv 2601.16914). e is drawn per layer and head from seed; the choice of layers
+    and heads does not change it.
     """
 
     scale: float = 0.8
@@ -701,15 +640,10 @@ class Jitter(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.scale < 1:
-            raise InterventionError(f"scale {self.scale:g} is not in 0 .. 1: a base must stay above 0")
-        if not 0 <= self.seed < 2**63:
-            raise InterventionError(f"seed {self.seed} is not a whole number from 0")
-        if (self.blocks, self.steps, self.passes, self.branch) != (None, None, "all", None):
-            raise InterventionError("Jitter is of a whole rollout: it takes layers and heads alone")
+        refuse((not 0 <= self.scale < 1, f"scale {self.scale:g} is not in 0 .. 1: a base stays above 0"))
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
-        return True
+        return step < 0 or super().selects_pass(step, is_clean_pass)
 
     def bases(self, layer: int, num_heads: int) -> Tensor:
         """Return the RoPE base of each head of a layer, float64 [H]."""
@@ -719,16 +653,13 @@ class Jitter(Edit):
 
     def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
-        if MIXED in layout.positions:
-            raise InterventionError(
-                "Jitter needs the position of every key: this cache policy has keys without one"
-            )
-        check_items(call, range(len(layout.slots)))
+        refuse((MIXED in layout.positions, "Jitter needs the position of every key; take another policy"))
+        every = range(len(layout.slots))
+        check_items(call, every)
         numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
         drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
-        stands = [_position(layout, slot) for slot in range(len(layout.slots))]
-        for name, positions in (("q", layout.query_positions), ("k", stands)):
+        for name, positions in (("q", layout.query_positions), ("k", positions_of(layout, every))):
             angles = torch.tensor(positions).double()[:, None, None] * drift
             replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
         return call
@@ -746,15 +677,9 @@ class Band(Edit):
     phase: float = 0.0
     scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.phase, self.scale) == (0, 1):
-            raise InterventionError("Band changes nothing with phase 0 and scale 1: give one of them")
-
     def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
         heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
-        if self.bands[-1] >= pairs:
-            raise InterventionError(f"band {self.bands[-1]} is not in 0..{pairs - 1}: {self}")
+        check_indices("band", self.bands, pairs)
         chosen = torch.zeros(pairs, dtype=torch.float64)
         chosen[list(self.bands)] = 1
         q = turn(select(call.q, heads, 2), (self.phase * chosen)[None, None])
@@ -777,10 +702,8 @@ class Steer(Edit):
         return (self.site,)
 
     def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor:
-        if x.shape[-1] != len(self.direction):
-            raise InterventionError(
-                f"{where}: the direction has {len(self.direction)} numbers, not {x.shape[-1]}"
-            )
+        size, given = x.shape[-1], len(self.direction)
+        refuse((size != given, f"{where}: the direction has {given} numbers, not {size}"))
         direction = send(torch.tensor(self.direction, dtype=x.dtype), x.device)
         return with_heads(x, where, self.heads, x + self.scale * direction)
 
@@ -806,61 +729,47 @@ class Custom(Edit):
 
     def __call__(self, function: Any) -> "Custom":
         """Return the edit of a function, or of a class or object with such a method apply."""
-        function = function() if isinstance(function, type) else function
-        if not callable(function) and not callable(getattr(function, "apply", None)):
-            raise InterventionError(f"{function!r} is no function (x, where), and has no such method apply")
-        return replace(self, function=function)
-
-    @property
-    def code(self) -> Callable[[Tensor, Where], Tensor | None]:
-        """The function itself."""
-        return self.function if callable(self.function) else self.function.apply
+        return replace(self, function=function() if isinstance(function, type) else function)
 
     def check(self, plan: RolloutPlan) -> None:
-        if self.function is None:
-            raise InterventionError(f"at({', '.join(self.sites)}) has no function: intervene(at(...), fn)")
+        missing = self.function is None
+        refuse((missing, f"at({', '.join(self.sites)}) has no function: intervene(at(...), fn)"))
         super().check(plan)
 
     def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor | None:
-        new = self.code(x.clone(), where)
+        function = self.function if callable(self.function) else self.function.apply
+        new = function(x.clone(), where)
         if new is None:
             return None
         problem = f"it returned a {type(new).__name__}"
         if isinstance(new, Tensor):
+            theirs, mine = ((list(each.shape), each.dtype, each.device) for each in (new, x))
             problem = "it returned NaN" if new.isnan().any() else ""
-            for name in ("shape", "dtype", "device"):
-                if getattr(new, name) != getattr(x, name):
-                    theirs, mine = (getattr(each, name) for each in (new, x))
-                    problem = f"it returned {name} {_said(theirs)}, not {_said(mine)}"
-        if problem:
-            raise InterventionError(f"{self.name} at {where}: {problem}")
+            if theirs != mine:
+                problem = "it returned {} {} on {}, not {} {} on {}".format(*theirs, *mine)
+        refuse((problem, f"{self._code.__qualname__} at {where}: {problem}"))
         return new
 
     @property
-    def name(self) -> str:
-        """The qualified name of the function, or of the class of an object."""
-        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
-        return f"{named.__module__}.{named.__qualname__}"
+    def _code(self) -> Any:
+        """The function, or the class of an object."""
+        return self.function if hasattr(self.function, "__qualname__") else type(self.function)
 
     def to_dict(self) -> dict[str, Any]:
-        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
         try:
-            source = inspect.getsource(named).encode()
+            source = inspect.getsource(self._code).encode()
         except (OSError, TypeError):  # typed into an interpreter
-            code = getattr(self.code, "__code__", None)
+            code = getattr(self._code, "__code__", None)
             source = code.co_code + repr(code.co_consts).encode() if code else b""
         said = {name: _plain(getattr(self, name)) for name in ("layers", "blocks", "steps", "branch")}
         said = {name: value for name, value in said.items() if value is not None}
-        said |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": self.name}
+        name = f"{self._code.__module__}.{self._code.__qualname__}"
+        said |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": name}
         return said | {"source_sha256": hashlib.sha256(source).hexdigest()[:16]}
 
     def __repr__(self) -> str:
         said = {key: value for key, value in self.to_dict().items() if key not in ("edit", "source_sha256")}
         return f"Custom({', '.join(f'{key}={value!r}' for key, value in said.items())})"
-
-
-def _said(value: Any) -> Any:
-    return list(value) if isinstance(value, torch.Size) else value
 
 
 def at(*sites: str, **where: Any) -> Custom:
@@ -870,8 +779,8 @@ def at(*sites: str, **where: Any) -> Custom:
     edit. passes are denoise, clean or all, the default.
     """
     known = [each.name for each in fields(Custom) if each.name not in ("names", "function", "heads")]
-    if wrong := next((name for name in where if name not in known), None):
-        raise InterventionError(f"at() takes no {wrong}{did_you_mean(wrong, known)}")
+    for name in where:
+        refuse((name not in known, f"at() takes no {name}{did_you_mean(name, known)}"))
     return Custom(names=sites, **where)
 
 
@@ -890,20 +799,14 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
         raise InterventionError(f"{values!r} is not an edit; write {{edit: knockout, frames: first, ...}}")
     given = {str(name): value for name, value in values.items()}
     name = given.pop("edit", None)
-    if not isinstance(name, str) or name not in KINDS:
+    if name not in list(KINDS):
         raise InterventionError(f"edit {name!r} is not one of {', '.join(KINDS)}")
-    kind = KINDS[name]
-    known = {field.name: field for field in fields(kind)}
-    if unknown := sorted(set(given) - set(known)):
-        raise InterventionError(f"{name}: unknown field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-    for declared in known.values():
-        if declared.default is MISSING and declared.name not in given:
-            choices = f": {', '.join(PASSES)}" if declared.name == "passes" else ""
-            raise InterventionError(f"{name}: {declared.name} is missing and has no default{choices}")
     try:
-        return kind(**given)
-    except InterventionError as error:
-        raise InterventionError(f"{name}: {error}") from None
+        return KINDS[name](**given)
+    except (InterventionError, TypeError) as error:  # TypeError: fields that are missing or unknown
+        known = ", ".join(each.name for each in fields(KINDS[name]))
+        said = str(error).replace("__init__() ", "")
+        raise InterventionError(f"{name}: {said}; its fields: {known}; passes: {', '.join(PASSES)}") from None
 
 
 def fingerprint(edits: Iterable[Edit]) -> str:
@@ -939,13 +842,10 @@ class Edits(Watcher):
         for number, edit in enumerate(self.edits):
             if not edit.selects(where.site, where.layer, where.at):
                 continue
-            data, shard = self.data.get(edit), where.shard
-            if edit.needs and data is None:
-                raise InterventionError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
-            if shard and isinstance(edit.needs, str) and "source" in edit.needs:
-                of_source(
-                    x, where, data
-                )  # all processes run a source together, also where it changes nothing
+            data = self.data.get(edit)
+            refuse((edit.needs and data is None, f"{edit!r} needs data={{edit: ...}}: {edit.needs}"))
+            if where.shard and "source" in edit.needs:  # all processes run a source together
+                of_source(x, where, data)
             if isinstance(x, Call) and x.of_heads is not None and not heads_in(edit, x):
                 heads = range(x.shard.total) if edit.heads is None else edit.heads
                 self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
@@ -979,3 +879,153 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
     for edit, changed in zip(session.edits, session.changed, strict=True):
         if not changed:
             warnings.warn(f"no call was edited by: {edit}", stacklevel=3)
+
+
+# --- What edits need of an unedited run: the mean output per frame, and its size
+Key = tuple[str, int, int, str]  # kind (self, cross for z and cross_z), or another site; layer, step, branch
+
+
+def key_of(where: Where) -> Key:
+    """Return what means are kept by."""
+    kind = {"z": "self", "cross_z": "cross"}.get(where.site, where.site)
+    return kind, where.layer or 0, where.step, where.branch
+
+
+@dataclass(eq=False)
+class HeadOutputs(Watcher):
+    """Means and sizes by call, float32 on the CPU; what Ablate("frame_mean") of the same run takes.
+
+    means [B, Fq, H, D] (or [B, Fq, dim]) over the tokens of each query frame; norms [B, Fq, H], of ‖z‖ over
+    its tokens.
+    """
+
+    sites: tuple[str, ...] = ("z", "cross_z")
+    means: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
+    norms: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
+    shard: HeadShard | None = None  # where heads are in several processes
+
+    def visit(self, x: Tensor, where: Where) -> None:
+        if where.site in self.sites:
+            self.shard = where.shard
+            frames = x.unflatten(1, (len(where.frames), -1))  # [B, Fq, S, H, D]
+            self.means[key_of(where), where.block] = frames.mean(2, dtype=torch.float32).cpu()
+            self.norms[key_of(where), where.block] = frames.float().norm(dim=-1).mean(2).cpu()
+
+    def of(self, where: Where) -> Tensor:
+        """[B, Fq, H, D] of the same call; InterventionError where it was not recorded."""
+        found = self.means.get((key_of(where), where.block))
+        if found is None:
+            raise InterventionError(
+                f"{where}: no output was recorded; record a run of the same blocks and steps"
+            )
+        return found
+
+
+@contextmanager
+def record_head_outputs(*sites: str) -> Iterator[HeadOutputs]:
+    """Record outputs of all heads, or of other sites, while the context lasts; no bit of the run changes."""
+    outputs = HeadOutputs(sites or HeadOutputs.sites)
+    with watched(outputs):
+        yield outputs
+    if outputs.shard is not None:  # bring together what other processes recorded of their heads
+        for recorded in (outputs.means, outputs.norms):
+            for key, values in recorded.items():
+                recorded[key] = outputs.shard.gather(values, dim=2)
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceMeans:
+    """Mean z over a reference set, per place of a frame in its block: float32 [offsets, H, D] by call."""
+
+    values: Mapping[Key, Tensor]
+
+    @classmethod
+    def over(cls, runs: Sequence[HeadOutputs]) -> "ReferenceMeans":
+        """The mean over runs, batch items and blocks. A place that few blocks have is a mean of these."""
+        sums: dict[Key, tuple[Tensor, Tensor]] = {}  # of means, and how many there were
+        for run in runs:
+            for (key, _), means in run.means.items():
+                count = torch.full((means.shape[1], *[1] * (means.ndim - 2)), float(len(means)))
+                more = means.sum(0), count
+                if before := sums.get(key):
+                    longest = max(len(before[0]), len(count))
+                    ends = [*[0, 0] * (count.ndim - 1), 0]
+                    padded = [[F.pad(x, (*ends, longest - len(x))) for x in pair] for pair in (before, more)]
+                    more = padded[0][0] + padded[1][0], padded[0][1] + padded[1][1]
+                sums[key] = more
+        return cls({key: total / count for key, (total, count) in sums.items()})
+
+    def of(self, where: Where) -> Tensor:
+        """[1, Fq, H, D] of a call; InterventionError where the set has no such layer, pass or place."""
+        means, count = self.values.get(key_of(where)), len(where.frames)
+        if means is None or len(means) < count:
+            raise InterventionError(f"{where}: no means of {count} frames; record the same model and steps")
+        return means[None, :count]
+
+
+# --- A second run in step with the first: patches take its tensors while they are there, and store none
+class _Cancelled(BaseException):
+    """Unwinds a source that nobody waits for any more."""
+
+
+class RunInStep(Watcher):
+    """A source run: rollout() starts it from its beginning, in a thread, and makes no other edits.
+
+    Use it as a context around the edited run; on leaving, the source is stopped where it is.
+    """
+
+    def __init__(self, rollout: Callable[[], object]):
+        self._rollout = rollout
+        self._thread: Thread | None = None
+        self._mine, self._theirs = Semaphore(0), Semaphore(0)  # whose turn it is
+        self._wanted: Where | None = None
+        self._found: Any = None  # a Tensor or Call of the place wanted, or why there is none
+
+    def __enter__(self) -> "RunInStep":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wanted = None
+        if self._thread is not None:
+            self._theirs.release()
+            self._thread.join()
+        self._found = None
+
+    def value(self, where: Where) -> Tensor | Call:
+        """Return what the source has in a place; InterventionError where it has none."""
+        if self._wanted != where and not isinstance(self._found, BaseException):
+            self._wanted, self._found = where, None
+            if self._thread is None:
+                count = torch.get_num_threads()
+                self._thread = Thread(target=Context().run, args=(self._run, count), daemon=True)
+                self._thread.start()
+            else:
+                self._theirs.release()
+            self._mine.acquire()  # until the source stops in the place, or ends
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+    def wants(self, site: str, layer: int | None, at: object) -> bool:
+        wanted = self._wanted
+        return wanted is not None and (site, layer, at) == (wanted.site, wanted.layer, wanted.at)
+
+    def visit(self, x: Tensor | Call, where: Where) -> None:
+        """In the source's thread: stop in the place that is wanted."""
+        if where == self._wanted:
+            self._found = x
+            self._mine.release()
+            self._theirs.acquire()
+            if self._wanted is None:  # nobody waits any more
+                raise _Cancelled
+
+    def _run(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # a new thread has its own count, and other counts other bits
+        try:
+            with watched(self), observed():
+                self._rollout()
+            where, remedy = self._wanted, "it must have the same frames, blocks and steps"
+            self._found = InterventionError(f"the source has no {where}: {remedy}")
+        except BaseException as error:
+            self._found = error
+        self._mine.release()

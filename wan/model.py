@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, MaskedAttention, attention, attention_by_heads
+from wan.attention import MaskedAttention, attention, attention_by_heads
 from wan.cache import AnyCache, CachePolicy, CacheSizes, KVCache
 from wan.config import ModelConfig
 from wan.errors import ConfigError
@@ -404,7 +404,6 @@ class WanModel(nn.Module):
     ) -> Tensor:
         """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
         config = self.config
-        ATTENTION_WEIGHT_CAPTURE.check_model(config.num_layers)
         if x.ndim != 5 or x.shape[1] != config.in_dim:
             raise ConfigError(
                 f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]"

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import BY_FRAME, Call, CapturedCall, joint_layout, spread
+from wan.attention import Call, attention
+from wan.capture import BY_FRAME, CapturedCall, joint_layout, spread
 from wan.errors import ConfigError
 from wan.kernels.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
 from wan.keys import HeadShard
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
-from wan.sites import now, watchers
+from wan.sites import now, observer, watchers
 
 # The processes: torchrun starts them and tells each its rank; torch.distributed connects them, NCCL between
 # GPUs and gloo between CPUs, which also brings together what was captured.
@@ -217,9 +217,8 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
         if watchers():
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
-        if ATTENTION_WEIGHT_CAPTURE.wants(attn.site):
-            call = Call(attn.site, now(), whole(q), *own)
-            ATTENTION_WEIGHT_CAPTURE.observe(call)
+        if (by := observer()) and by.wants(attn.site):
+            by.observe(Call(attn.site, now(), whole(q), *own))
         return attn.o(attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward

@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
 from wan.cache import CachePolicy, CacheSizes, KVCache
 from wan.config import NUM_TRAIN_TIMESTEPS
@@ -193,8 +192,6 @@ class CausalInferencePipeline:
                 raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
             changes = self.cache_policy.chooses_by_layer or bool(self.cache_policy.source)
             self.cache_policy.require(not changes, "changes its cache in a first pass; probe full or window")
-        num_layers = self.model.config.num_layers
-        ATTENTION_WEIGHT_CAPTURE.check_model(num_layers, len(blocks), len(self.pass_timesteps))
         check_watchers(lambda: self.plan(num_frames, num_given, prompt_schedule))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 

@@ -14,7 +14,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import rolling_attention_size
 from wan.cache import Capacity, KVCache
 from wan.errors import ConfigError
@@ -133,7 +132,6 @@ class RollingForcingPipeline(CausalInferencePipeline):
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
-        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, len(blocks), levels + 1)
         check_watchers(lambda: self.plan(num_frames))
         batch, _, _, height, width = noise.shape
         n, size = self.num_frame_per_block, self.attention_size

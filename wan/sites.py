@@ -5,12 +5,13 @@ The model calls visit(site, layer, x) where an activation is made. Nothing happe
     with watched(watcher):  # watcher.visit(x, where) returns what takes the place of x, or None
         pipeline.inference(...)
 
-Edits (wan/interventions.py), recorders (wan/recorders.py) and SiteCapture are watchers. Each belongs to the
-context (contextvars) that opened it, so threads do not see each other's.
+Edits, recorders (wan/interventions.py) and SiteCapture are watchers. An observer (wan/capture.py) keeps
+something of attention calls that are done, and disturbs nothing. Both belong to the context (contextvars)
+that opened them, so threads do not see each other's.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,13 +55,11 @@ SITES: dict[str, str] = {
     "flow": "B F C h w",  # its output
     "x0": "B F C h w",  # the clean latents that the flow points to
 }
-CALLS = ("self", "cross")  # visited too: a whole attention call (wan.capture.Call) before its softmax
+CALLS = ("self", "cross")  # visited too: a whole attention call (wan.attention.Call) before its softmax
 OF_FORWARD = ("x_t", "flow", "x0")  # of no layer
 OF_HEADS = frozenset(name for name, axes in SITES.items() if "H" in axes)
 BESIDE_GRAPHS = frozenset({*OF_FORWARD, "z", "scores", "pattern"})  # which no CUDA graph hides
-WHOLE_ON_EACH_GPU = frozenset(
-    {*CALLS, *OF_FORWARD, "z", "cross_z"}
-)  # of other sites several GPUs share tokens
+WHOLE_ON_EACH_GPU = frozenset({*CALLS, *OF_FORWARD, "z", "cross_z"})  # of others GPUs share tokens
 
 
 # --- Who calls, and in which forward
@@ -129,28 +128,44 @@ class Watcher:
 
 _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
+_OBSERVER: ContextVar[Any] = ContextVar("observer", default=...)  # ...: that of the process
+_of_process: Any = None
 
 
 @contextmanager
-def watched(*watchers: Watcher) -> Iterator[None]:
+def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+    before = variable.get()
+    variable.set(value)
+    try:
+        yield
+    finally:
+        variable.set(before)
+
+
+def watched(*watchers: Watcher) -> AbstractContextManager[None]:
     """Let watchers see all activations while the context lasts, from the outermost in."""
-    before = _WATCHERS.get()
-    _WATCHERS.set((*before, *watchers))
-    try:
-        yield
-    finally:
-        _WATCHERS.set(before)
+    return _set(_WATCHERS, (*_WATCHERS.get(), *watchers))
 
 
-@contextmanager
-def during(at: Pass) -> Iterator[None]:
+def during(at: Pass) -> AbstractContextManager[None]:
     """Announce the forward that runs inside this context."""
-    before = _PASS.get()
-    _PASS.set(at)
-    try:
-        yield
-    finally:
-        _PASS.set(before)
+    return _set(_PASS, at)
+
+
+def observed(by: Any = None) -> AbstractContextManager[None]:
+    """Let one observer (wan.capture.Capture), or none, take the attention calls of this context."""
+    return _set(_OBSERVER, by)
+
+
+def observe_process(by: Any) -> None:
+    """Let an observer take the calls of all contexts that do not say who does."""
+    global _of_process
+    _of_process = by
+
+
+def observer() -> Any:
+    """Return who takes attention calls in this context, or None."""
+    return _of_process if _OBSERVER.get() is ... else _OBSERVER.get()
 
 
 def now() -> Pass | None:
@@ -187,11 +202,20 @@ def is_hidden(layer: int) -> bool:
 
 
 def check_watchers(plan: Callable[[], Any]) -> None:
-    """Raise ConfigError where a watcher does not fit the rollout that is about to run."""
-    if watching := _WATCHERS.get():
+    """Raise ConfigError where somebody does not fit the rollout (RolloutPlan) that is about to run."""
+    if watching := [one for one in (observer(), *_WATCHERS.get()) if one is not None]:
         planned = plan()
-        for watcher in watching:
-            watcher.check(planned)
+        for one in watching:
+            one.check(planned)
+
+
+def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
+    """Return whether layers, blocks and steps of a request have a pass; None is all, step -1 excepted."""
+    return (
+        (layer is None or chosen.layers is None or layer in chosen.layers)
+        and (chosen.blocks is None or at.block in chosen.blocks)
+        and (at.step >= 0 if chosen.steps is None else at.step in chosen.steps)
+    )
 
 
 def check_site(name: Any) -> str:
@@ -202,10 +226,10 @@ def check_site(name: Any) -> str:
 
 
 def check_indices(name: str, chosen: Collection[int] | None, count: int | None) -> None:
-    """Raise ValueError for a chosen index that is not in 0..count - 1."""
+    """Raise ConfigError for a chosen index that is not in 0..count - 1."""
     for index in chosen or ():
         if count is not None and not 0 <= index < count:
-            raise ValueError(f"{name} {index} is not in 0..{count - 1}")
+            raise ConfigError(f"{name} {index} is not in 0..{count - 1}")
 
 
 # --- Capture of any site
@@ -242,14 +266,9 @@ class SiteCapture(Watcher):
     kept: list[Activation] = field(default_factory=list)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
-        return (
-            site in self.sites
-            and at is not None
-            and (layer is None or self.layers is None or layer in self.layers)
-            and (self.blocks is None or at.block in self.blocks)
-            and (at.step >= 0 if self.steps is None else at.step in self.steps)
-            and (self.frames is None or not {*self.frames}.isdisjoint(at.query_frames))
-        )
+        if at is None or site not in self.sites or not asks_for(self, layer, at):
+            return False
+        return self.frames is None or not {*self.frames}.isdisjoint(at.query_frames)
 
     def hides(self, layer: int, at: Pass | None) -> bool:
         return any(self.wants(site, layer, at) for site in self.sites if site not in BESIDE_GRAPHS)

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.config import BaseSampling
 from wan.errors import ConfigError
 from wan.interventions import BlockKeys, RolloutPlan
@@ -74,7 +73,6 @@ class TextToVideoPipeline:
         if noise.ndim != 5:
             raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
         solver, timesteps = self.solver(), self.pass_timesteps
-        ATTENTION_WEIGHT_CAPTURE.check_model(self.model.config.num_layers, 1, len(timesteps))
         frames = tuple(range(noise.shape[1]))
         check_watchers(lambda: self.plan(len(frames)))
         prompt, negative = map(self.model.text_keys_values, (prompt_embeds, negative_embeds))

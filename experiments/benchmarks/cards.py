@@ -26,7 +26,7 @@ from experiments.extraction.cache_builders import atlas_requests, figure4_reques
 from experiments.extraction.memory import GB, SAVE_VIDEO, Memory
 from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, main
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.checkpoint import VAE_FILE, build_model
 from wan.config import MODELS, load_config
 from wan.errors import ConfigError

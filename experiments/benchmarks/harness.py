@@ -23,9 +23,8 @@ from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count, run_parser
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.backends import kernel_name
-from wan.capture import CapturedCall, CaptureRequest
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError

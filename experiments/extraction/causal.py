@@ -27,13 +27,24 @@ from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, enco
 from experiments.extraction.provenance import fingerprint, identity, provenance
 from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
 from wan import checkpoint, parallel
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError, short_repr
 from wan.files import UnreadableError, load_tensors
-from wan.interventions import Ablate, Edit, Edits, Source, active_edits, intervene
+from wan.interventions import (
+    Ablate,
+    Edit,
+    Edits,
+    HeadOutputs,
+    Key,
+    ReferenceMeans,
+    RunInStep,
+    Source,
+    active_edits,
+    intervene,
+    record_head_outputs,
+)
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.noise import Noise, SeededNoise, TensorNoise, released_noise
@@ -41,9 +52,8 @@ from wan.offload import StreamedBlocks
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch
-from wan.recorders import HeadOutputs, Key, ReferenceMeans, RunInStep, record_head_outputs
 from wan.rolling_forcing import RollingForcingPipeline
-from wan.sites import watchers
+from wan.sites import observed, watchers
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 ROOM = 0.93  # of what is free: the allocator held up to 7 % more than was used (docs/benchmarks/cards.json)
@@ -450,7 +460,7 @@ def run_of(loaded: LoadedModel, config: RunConfig, source: Source) -> RunInStep:
 
 def _head_outputs(loaded: LoadedModel, config: RunConfig, sites: Sequence[str]) -> HeadOutputs:
     def unedited() -> HeadOutputs:
-        with record_head_outputs(*sites) as outputs, ATTENTION_WEIGHT_CAPTURE.serving():
+        with record_head_outputs(*sites) as outputs, observed():
             loaded.rollout(config)
         return outputs
 

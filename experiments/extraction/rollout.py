@@ -9,9 +9,8 @@ from torch import Tensor
 
 from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
-from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
 from wan.model import WanModel
 from wan.parallel import any_process, gather_calls
 from wan.pipeline import CausalInferencePipeline

@@ -32,7 +32,7 @@ from experiments.running.progress import Progress
 from experiments.studies.causal_atlas import Study, merged
 from experiments.studies.runs import PAST, Dropped, Head, Runs, distance, knockouts, outside
 from experiments.studies.shape_attention import hidden_frames, return_block
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_json

@@ -12,8 +12,7 @@ from experiments.extraction.devices import threads_for
 from experiments.running.engine import loaded_here
 from wan.blocks import block_ranges
 from wan.config import RunConfig
-from wan.interventions import Knockout
-from wan.recorders import HeadOutputs, record_head_outputs
+from wan.interventions import HeadOutputs, Knockout, record_head_outputs
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
 FLOOR_NOISE = 1e-6  # added to the noise, in float32

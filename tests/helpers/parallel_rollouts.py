@@ -7,13 +7,22 @@ import os
 import torch
 
 from helpers.rollouts import TWO_STEPS
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CaptureRequest, MapQuery
-from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, intervene
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
+from wan.interventions import (
+    Ablate,
+    Bias,
+    Jitter,
+    Knockout,
+    Move,
+    Patch,
+    ReferenceMeans,
+    RunInStep,
+    intervene,
+    record_head_outputs,
+)
 from wan.parallel import gather_calls
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
-from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs
 
 HEADS, LAYERS = 12, 5
 POLICIES = {

@@ -32,7 +32,7 @@ from experiments.studies.hidden_shapes import (
 )
 from experiments.studies.runs import PAST, Runs, knockouts, outside
 from experiments.studies.shape_attention import return_block
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import intervene
 
 DESIGN = Design(captions=2, selection=1, seeds=1, draws=1, counts=(1,))

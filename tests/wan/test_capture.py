@@ -5,45 +5,42 @@ from functools import partial
 import pytest
 import torch
 from helpers.pretended_gpu import pretended_gpu
-from helpers.rollouts import MODEL_LAYERS, TINY, rollout, tiny_pipeline
+from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
 from wan.attention import attention
-from wan.capture import SMALL, CapturedCall, CaptureRequest, Pass, Site, move_to_cpu, start_copies
-from wan.interventions import Bias, Knockout, Move, intervene
+from wan.capture import SMALL, CapturedCall, CaptureRequest, Pass, Site, call_index, move_to_cpu, start_copies
+from wan.interventions import Knockout, Move, intervene
 from wan.keys import KeyLayout
-from wan.legacy_api import call_index
-from wan.model import WanModel, teacher_forcing_mask
+from wan.model import teacher_forcing_mask
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 
 S = 5  # tokens of a frame of the tiny rollout
 BOTH = ("self", "cross")
-EVERYTHING = {
-    "token logits": CaptureRequest(kinds=BOTH),
-    "token probabilities": CaptureRequest(kinds=BOTH, is_logits=False),
-    "key": CaptureRequest(granularity="key", kinds=BOTH),
-    "frame": CaptureRequest(granularity="frame", kinds=BOTH, rope_bands=True),
-    "frame logits only": CaptureRequest(granularity="frame", mass=False),
-    "map": CaptureRequest(granularity="map", kinds=BOTH, num_words=2),
-}
+EVERYTHING = [
+    CaptureRequest(kinds=BOTH),
+    CaptureRequest(granularity="key", kinds=BOTH),
+    CaptureRequest(granularity="map", kinds=BOTH, num_words=2),
+    CaptureRequest(granularity="frame", kinds=BOTH, rope_bands=True, query_key_means=True),
+]
 
 
 # --- Looking changes nothing
 @pytest.mark.real_gpu  # what these run on a pretended one, the tests of kernels, bands and policies run there
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("request_name", EVERYTHING)
-def test_looking_changes_no_bit(request_name, dtype, device):
+def test_looking_changes_no_bit(dtype, device):
     """Of plain rollouts, and of edited ones."""
     pipeline = tiny_pipeline(dtype, device, local_attn_size=4, sink_size=1)
     edits = Knockout(frames="first", heads=[1], passes="all"), Move("sink", offset=2, passes="denoise")
     plain = rollout(pipeline, 9)
-    with ATTENTION_WEIGHT_CAPTURE.capture(EVERYTHING[request_name]) as calls:
-        assert torch.equal(plain, rollout(pipeline, 9))
-    assert calls and torch.equal(plain, rollout(pipeline, 9))
-    assert all(x.device.type == "cpu" for call in calls for x in call.values.values())
     with intervene(*edits):
         edited = rollout(pipeline, 9)
-        with ATTENTION_WEIGHT_CAPTURE.capture(EVERYTHING[request_name]):
-            assert torch.equal(edited, rollout(pipeline, 9))
+    for request in EVERYTHING:
+        with ATTENTION_WEIGHT_CAPTURE.capture(request) as calls:
+            assert torch.equal(plain, rollout(pipeline, 9))
+            with intervene(*edits):
+                assert torch.equal(edited, rollout(pipeline, 9))
+        assert calls and all(x.device.type == "cpu" for call in calls for x in call.values.values())
+    assert torch.equal(plain, rollout(pipeline, 9))
     last = [call for call in calls if call["kind"] == "self"][-1]
     assert last["key_frames"] == [0, 6, 7, 8] and last["query_frames"] == [6, 7, 8]
 
@@ -91,14 +88,13 @@ def test_selection_by_layer_block_step_and_kind():
     assert maps["map_mass"].shape == (1, 3, 1, 6 * S) and maps["map_queries"].tolist() == [[4, 2]]
 
 
-@pytest.mark.parametrize("edit", [None, Knockout, Bias])
+@pytest.mark.parametrize("edit", [None, Knockout])
 def test_maps_are_of_the_heads_and_queries_asked_for_in_their_order(edit):
     queries = ((-1, -1), (4, -1), (3, 1), (1, 2))
     maps = CaptureRequest(layers=[1], granularity="map", queries=queries, heads=(2, 0), blocks=[1], steps=[0])
     tokens = CaptureRequest(layers=[1], blocks=[1], steps=[0])
-    b = {"b": 1.5} if edit is Bias else {}
     nothing = Move(0, offset=0, passes="all")
-    change = edit(frames=[0, 2], layers=[1], heads=[2], passes="denoise", **b) if edit else nothing
+    change = edit(frames=[0, 2], layers=[1], heads=[2], passes="denoise") if edit else nothing
     with ATTENTION_WEIGHT_CAPTURE.capture(maps, tokens) as calls, intervene(change):
         rollout(tiny_pipeline())
     logits = calls[1]["token_logits"][:, [2, 0]].double()
@@ -153,7 +149,7 @@ def test_captured_weights_of_the_older_interface():
     assert [(c["block"], c["step"]) for c in calls[::2]] == [(b, s) for b in range(2) for s in range(5)]
     last = calls[-2]
     assert last["attn_weights"].shape == (1, 3, 15, 30) and last["attn_weights"].dtype == torch.float32
-    assert [*last][:2] == ["layer_idx", "attn_weights"] and "token_logits" not in [*last]
+    assert {"layer_idx", "attn_weights"} <= {*last}
     assert (last["q_shape"], last["k_shape"]) == ([1, 15, 3, 16], [1, 30, 3, 16])
     assert last["is_logits"] and last["is_clean_pass"] and last["timestep"] == 0.0
     assert (last["query_frames"], last["key_frames"]) == ([3, 4, 5], [0, 1, 2, 3, 4, 5])
@@ -190,8 +186,6 @@ def test_a_wrong_model_is_refused_before_the_rollout(arguments, message):
         ATTENTION_WEIGHT_CAPTURE.enable(**arguments)
         with pytest.raises(ValueError, match=message):
             rollout(tiny_pipeline(), on_pass=pytest.fail)
-        with pytest.raises(ValueError, match=message):  # and without the pipeline
-            WanModel(**TINY)(torch.randn(1, 16, 3, 2, 10), torch.tensor([500.0]), torch.randn(1, 4, 24))
     finally:
         ATTENTION_WEIGHT_CAPTURE.disable()
 
@@ -209,10 +203,9 @@ def test_a_wrong_model_is_refused_before_the_rollout(arguments, message):
         ({"granularity": "key", "is_logits": False}, "probabilities need granularity 'token'"),
         ({"rope_bands": True}, "rope_bands needs"),
         ({"granularity": "map", "queries": ()}, "needs queries"),
-        ({"granularity": "map", "queries": ((-1, 3),)}, r"\(-1, 3\)"),
         ({"granularity": "map", "queries": ((-2, -1),)}, r"\(-2, -1\)"),
         ({"granularity": "map", "queries": ((1, 2), (1, 2))}, "each once"),
-        ({"granularity": "frame", "heads": (1,)}, "granularity 'map'"),
+        ({"granularity": "frame", "heads": (1,)}, "heads need"),
     ],
     ids=str,
 )
@@ -236,10 +229,6 @@ def test_frames_need_the_pass_and_the_layout_of_a_call():
 
 # --- Leaving leaves nothing
 def test_an_exception_leaves_no_trace():
-    before = {
-        name: list(x) if isinstance(x, list) else x for name, x in vars(ATTENTION_WEIGHT_CAPTURE).items()
-    }
-
     def fail():
         raise RuntimeError("in the middle of a rollout")
 
@@ -249,7 +238,7 @@ def test_an_exception_leaves_no_trace():
         ATTENTION_WEIGHT_CAPTURE.capture(granularity="token"),
     ):
         rollout(tiny_pipeline(), on_pass=fail)
-    assert vars(ATTENTION_WEIGHT_CAPTURE) == before and ATTENTION_WEIGHT_CAPTURE.now is None
+    assert not ATTENTION_WEIGHT_CAPTURE.active and ATTENTION_WEIGHT_CAPTURE.now is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

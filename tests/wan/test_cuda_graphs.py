@@ -10,8 +10,7 @@ import torch
 from conftest import golden_model
 from helpers.processes import together
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CaptureRequest
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.interventions import Knockout, intervene
 from wan.kernels import graphs as cuda_graphs
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs

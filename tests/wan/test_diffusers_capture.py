@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers.diffusers_pipeline import sample, small_wan_pipeline
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import Site
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, Site
 from wan.diffusers_capture import capture_diffusers
 from wan.errors import ConfigError
 

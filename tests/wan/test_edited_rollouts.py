@@ -9,24 +9,25 @@ import torch
 from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeline
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.interventions import (
     Ablate,
-    Bias,
     Edits,
     InterventionError,
     Jitter,
     Knockout,
     Move,
     Patch,
+    ReferenceMeans,
+    RunInStep,
     active_edits,
     intervene,
+    record_head_outputs,
 )
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
-from wan.recorders import ReferenceMeans, RunInStep, record_head_outputs
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each
@@ -61,7 +62,7 @@ def block(latents, number):
 
 
 # --- Where an edit reaches
-@pytest.mark.parametrize("layer", [0, 2, MODEL_LAYERS - 1])
+@pytest.mark.parametrize("layer", [2, MODEL_LAYERS - 1])
 def test_a_clean_edit_leaves_its_block_and_changes_keys_of_deeper_layers_and_later_blocks(layer):
     pipeline = tiny_pipeline()
     base, _, base_cache = watched(pipeline)
@@ -96,9 +97,8 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
         assert not active_edits() and torch.equal(rollout(pipeline), plain)
 
 
-@pytest.mark.parametrize("window", [{}, {"local_attn_size": 5, "sink_size": 1}], ids=["full", "window"])
-def test_a_probe_denoises_a_block_again_and_leaves_no_trace(window):
-    pipeline, again, edited = tiny_pipeline(**window), [], []
+def test_a_probe_denoises_a_block_again_and_leaves_no_trace():
+    pipeline, again, edited = tiny_pipeline(local_attn_size=5, sink_size=1), [], []
     base, edit = rollout(pipeline, FRAMES), Ablate("zero", layers=[1], passes="denoise")
 
     def probe(number, denoise):
@@ -126,38 +126,32 @@ def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
         edited = pipeline.inference(noise, *texts)
     assert session.changed == [2] == [pipeline.plan(4).count(edit)] and not torch.equal(edited, plain)
     assert {(c["layer"], c["branch"]) for c in calls if "attended" in c} == {(2, "uncond")}
-    for message, wrong in {
-        "the base model has no clean pass": Ablate("zero", passes="clean"),
-        r"own frames are \[0, 1, 2, 3\], named by own": Knockout(frames="first", passes="denoise"),
-    }.items():
-        with pytest.raises(InterventionError, match=message), intervene(wrong):
+    for wrong in (Ablate("zero", passes="clean"), Knockout(frames="first", passes="denoise")):
+        with pytest.raises(InterventionError, match="no call can be edited: "), intervene(wrong):
             pipeline.inference(noise, *texts)
 
 
 # --- What is planned, and what is refused before
-PLANS = [
-    (
-        Knockout(frames=0, layers=[1], heads=[0], passes="all"),
-        "1 of 3 heads in 5 passes of 2 blocks: 10 calls",
+PLANS = {
+    "1 of 3 heads; layers: 1, passes: 5, blocks: 2, calls: 10": Knockout(
+        frames=0, layers=[1], heads=[0], passes="all"
     ),
-    (
-        Ablate("zero", layers=[0, 3], passes="denoise", steps=[0]),
-        "3 of 3 heads in 2 of 4 layers, in 1 pass of 3 blocks: 6 calls",
+    "3 of 3 heads; layers: 2, passes: 1, blocks: 3, calls: 6": Ablate(
+        "zero", layers=[0, 3], passes="denoise", steps=[0]
     ),
-    (
-        Knockout(frames=5, heads=[0, 2], passes="clean"),
-        "2 of 3 heads in 4 of 4 layers, in 1 pass of 1 block: 4 calls",
+    "2 of 3 heads; layers: 4, passes: 1, blocks: 1, calls: 4": Knockout(
+        frames=5, heads=[0, 2], passes="clean"
     ),
-]
+}
 
 
-@pytest.mark.parametrize("edit, words", PLANS, ids=[words for _, words in PLANS])
-def test_a_dry_run_counts_the_calls_that_are_then_edited(edit, words):
-    pipeline = tiny_pipeline()
+@pytest.mark.parametrize("words", PLANS)
+def test_a_dry_run_counts_the_calls_that_are_then_edited(words):
+    pipeline, edit = tiny_pipeline(), PLANS[words]
     assert pipeline.plan(FRAMES).in_words(edit) == f"edits {words}"
     with intervene(edit) as session:
         rollout(pipeline, FRAMES)
-    assert f": {session.changed[0]} calls" in words
+    assert words.endswith(f"calls: {session.changed[0]}")
     given = pipeline.plan(num_frames=6, given=3)  # given blocks have a clean pass alone
     assert given.count(Ablate("zero", layers=0, passes="all")) == 11
 
@@ -167,13 +161,11 @@ ERRORS = {
     "head 3 is not in 0..2": Ablate("zero", heads=[3], passes="all"),
     "block 3 is not in 0..2": Ablate("zero", blocks=[3], passes="all"),
     "prompt token 7 is not in 0..6": Knockout(tokens=[7], passes="all"),
-    "step 4 is the clean pass: name it by passes": Ablate("zero", steps=[4], passes="denoise"),
-    "step 5 is not in 0..3": Ablate("zero", steps=[5], passes="denoise"),
-    "branch uncond is not there": Ablate("zero", branch="uncond", passes="all"),
-    r"hold frames \[0, 1, 2, 3, 4, 5\]; own frames are \[0, ": Knockout(frames=6, passes="all"),
-    r"earlier blocks hold frames \[\]; own": Knockout(frames="first", blocks=[0], passes="all"),
-    "no call can be edited: Knockout": Knockout(frames="sink", passes="all"),
-    "earlier blocks hold frame": Move([7, 8], offset=1, passes="all"),
+    "step 4 is not in 0..3": Ablate("zero", steps=[4], passes="denoise"),
+    "no call .* branch='uncond'": Ablate("zero", branch="uncond", passes="all"),
+    "no call .* frames=6": Knockout(frames=6, passes="all"),
+    "no call .*blocks=0": Knockout(frames="first", blocks=[0], passes="all"),
+    "no call .* frames='sink'": Knockout(frames="sink", passes="all"),
     "no call can be edited: Patch": Patch("kv", {"seed": 1}, blocks=[0], passes="all"),
 }
 
@@ -197,9 +189,12 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("context", [0, 4])
-@pytest.mark.parametrize("hows", [(), ("flush", "recache")], ids=str)
-@pytest.mark.parametrize("policy", PLANNED)
+@pytest.mark.parametrize(
+    ("policy", "hows", "context"),
+    [(name, (), 0) for name in PLANNED]
+    + [("strided", ("flush", "recache"), 4), ("longlive", ("flush", "recache"), 0), ("lasting", (), 4)],
+    ids=str,
+)
 def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
     schedule = [
         PromptSwitch(9 + 3 * n, prompt_embeds=torch.ones(1, 4, TINY["text_dim"]), how=how)
@@ -230,13 +225,10 @@ def per_head(path, **policies):
 
 CLASS_EDITS = [
     Knockout(frames=[0, 4], heads=[1, 2], passes="all"),
-    Bias(1.5, frames="past", heads=[0, 1], passes="denoise"),
     Move("first", offset=5, heads=[0, 1], passes="all"),
     Jitter(scale=0.5, heads=[1, 2]),
-    Ablate("zero", heads=[2], passes="all"),
     Ablate("mean", heads=[1, 2], passes="all"),
-    Ablate("frame_mean", heads=[0, 1], passes="denoise"),
-    *(Patch(what, {"seed": 5}, layers=[1], heads=[1, 2], passes="all") for what in ("z", "qk", "kv")),
+    Patch("kv", {"seed": 5}, layers=[1], heads=[1, 2], passes="all"),
 ]
 
 
@@ -250,7 +242,7 @@ def test_classes_with_one_policy_are_edited_as_one_call(edit, tmp_path):
             plain = rollout(pipeline, FRAMES)
         with RunInStep(lambda pipeline=pipeline: rollout(pipeline, FRAMES, seed=5)) as source:
             kind = getattr(edit, "how", "") or ("source" if isinstance(edit, Patch) else "")
-            data = {"mean": ReferenceMeans.over([outputs]), "frame_mean": outputs, "source": source}.get(kind)
+            data = {"mean": ReferenceMeans.over([outputs]), "source": source}.get(kind)
             found.append(watched(pipeline, edit, data={edit: data})[:2])
         norms = torch.cat([norms.flatten() for norms in outputs.norms.values()])
         found[-1] += (norms,)

@@ -6,7 +6,7 @@ from conftest import golden_arrays, golden_config, golden_model
 
 from wan import keys as rope
 from wan import model as layers
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, FlowSchedule
 
@@ -51,7 +51,7 @@ def test_rollout(case):
         torch.testing.assert_close(flow[0], golden[: flow.shape[1]], atol=ATOL, rtol=0)
 
 
-@pytest.mark.parametrize("case", ["blocks9", "indep7", "win6_sink1_f12", "win9_sink3_f15"])
+@pytest.mark.parametrize("case", ["indep7", "win6_sink1_f12"])
 @pytest.mark.parametrize("granularity", ["token", "key", "frame"])
 def test_captured_frame_logits(case, granularity):
     """Every call of layers 0 and 4, and the frames a window shows, by global index."""
@@ -84,7 +84,7 @@ def frame_means(tokens: torch.Tensor, tokens_per_frame: int = 24) -> torch.Tenso
     return frames.mean((2, 4)).float()
 
 
-@pytest.mark.parametrize("case", ["blocks9", "indep7"])
+@pytest.mark.parametrize("case", ["blocks9"])
 def test_captured_probabilities_and_mass(case):
     """The golden mean_prob, from probabilities and from the mass that needs no matrix."""
     golden = golden_arrays("capture")[f"{case}/all_calls_frame_probs_mean"]

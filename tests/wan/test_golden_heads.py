@@ -10,7 +10,8 @@ import torch
 from conftest import GOLDEN, golden_model
 
 from wan import model as layers
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention_by_heads
+from wan.attention import attention_by_heads
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import Bias, Knockout, intervene
 from wan.keys import key_frames, key_tokens
 from wan.pipeline import CausalInferencePipeline

@@ -9,7 +9,8 @@ import torch
 from conftest import GOLDEN, golden_model
 
 from wan import model as layers
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
+from wan.attention import attention
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.keys import CHOSEN, EMPTY, KeyLayout
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE, attention
-from wan.capture import Call
+from wan.attention import attention
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, Call
 from wan.errors import ConfigError
 from wan.interventions import (
     Ablate,
@@ -47,15 +47,11 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=str)
-def test_an_edit_survives_python_and_json(edit):
-    assert eval(repr(edit)) == edit and "\n" not in repr(edit)
-    assert edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
-    assert [one == edit for one in EDITS].count(True) == 1
-    assert len({fingerprint([one]) for one in EDITS}) == len(EDITS)
-
-
-def test_equal_edits_are_one_value_and_have_one_fingerprint():
+def test_edits_survive_python_and_json_and_are_told_apart():
+    for edit in EDITS:
+        assert eval(repr(edit)) == edit and "\n" not in repr(edit)
+        assert edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
+    assert len({fingerprint([one]) for one in EDITS}) == len({*EDITS}) == len(EDITS)
     one = Knockout(frames=0, heads=[2, 1], passes="all")
     same = Knockout(frames=[0], heads=(1, 2), passes="all")
     assert one == same and hash(one) == hash(same) and fingerprint([one]) == fingerprint([same])
@@ -63,59 +59,42 @@ def test_equal_edits_are_one_value_and_have_one_fingerprint():
     assert one.to_dict() == {"edit": "knockout", "heads": [1, 2], "passes": "all", "frames": 0}
 
 
-REFUSED = {
-    "Band changes nothing": lambda: Band(0, passes="all"),
-    "passes 'both' is not one of denoise, clean, all": lambda: Knockout(frames=0, passes="both"),
-    "takes frames .* or tokens": lambda: Knockout(passes="all"),
-    "b -65505 is not in .*; Knockout": lambda: Bias(-65505, frames=0, passes="all"),
-    "frame 'last' is not a number from 0": lambda: Knockout(frames="last", passes="all"),
-    r"frames \[\]: name a number": lambda: Knockout(frames=[], passes="all"),
-    r"heads \[-1\]: they count from 0": lambda: Ablate("zero", heads=[-1], passes="all"),
-    r"layers \[\]: name at least one": lambda: Ablate("zero", layers=[], passes="all"),
-    r"blocks \[1.0\] are not whole numbers": lambda: Ablate("zero", blocks=[1.0], passes="all"),
-    "steps are denoising steps": lambda: Ablate("zero", steps=[4], passes="clean"),
-    "how 'one' is not one of zero, mean": lambda: Ablate("one", passes="all"),
-    "resample, and nothing else, takes a source": lambda: Ablate("resample", passes="all"),
-    "takes a source of prompt, seed or weights": lambda: Ablate("zero", Source(seed=1), passes="all"),
-    "takes no file of means": lambda: Ablate("frame_mean", "means.pt", passes="all"),
-    "'residpost' is no site; did you mean resid_post": lambda: Patch(
-        "residpost", Source(seed=1), passes="all"
-    ),
-    "Patch takes a source": lambda: Patch("z", None, passes="all"),
-    "frames are of what='kv'": lambda: Patch("z", Source(seed=1), frames=[0], passes="all"),
-    "what='kv' is of cached frames": lambda: Patch("kv", Source(seed=1), attention="cross", passes="all"),
-    "name another prompt, seed or weights": Source,
-    "takes offset= or position=": lambda: Move("first", passes="all"),
-    "own keys stand where their queries stand": lambda: Move("own", offset=1, passes="all"),
-    "scale 1 is not in 0 .. 1": lambda: Jitter(1),
-    "Jitter is of a whole rollout": lambda: Jitter(blocks=[1]),
-    "edit None is not one of knockout, bias": lambda: edit_from_dict({"frames": 0, "passes": "all"}),
-    "knockout: passes is missing and has no default: denoise, clean, all": lambda: edit_from_dict(
-        {"edit": "knockout", "frames": 0}
-    ),
-    "bias: b 'x' is not a finite": lambda: edit_from_dict(
-        {"edit": "bias", "b": "x", "frames": 0, "passes": "all"}
-    ),
-    "patch: source: unknown field 'sed'": lambda: edit_from_dict(
-        {"edit": "patch", "what": "z", "source": {"sed": 1}, "passes": "all"}
-    ),
+A_SOURCE = {"seed": 1}
+REFUSED = {  # what is named -> the fields as a YAML has them
+    "passes 'both'.*denoise, clean, all": {"edit": "knockout", "frames": 0, "passes": "both"},
+    "knockout: .*passes.*denoise": {"edit": "knockout", "frames": 0},
+    "frames .*or tokens": {"edit": "knockout", "passes": "all"},
+    "frames 'last'": {"edit": "knockout", "frames": "last", "passes": "all"},
+    r"frames \[\]": {"edit": "knockout", "frames": [], "passes": "all"},
+    r"heads \[-1\]": {"edit": "ablate", "how": "zero", "heads": [-1], "passes": "all"},
+    r"blocks \[1.0\]": {"edit": "ablate", "how": "zero", "blocks": [1.0], "passes": "all"},
+    "how 'one'.*resample": {"edit": "ablate", "how": "one", "passes": "all"},
+    "resample.*source=None": {"edit": "ablate", "how": "resample", "passes": "all"},
+    "zero.*source=": {"edit": "ablate", "how": "zero", "source": A_SOURCE, "passes": "all"},
+    "'residpost'.*resid_post": {"edit": "patch", "what": "residpost", "source": A_SOURCE, "passes": "all"},
+    "takes a source": {"edit": "patch", "what": "z", "source": "x", "passes": "all"},
+    "what='kv'": {"edit": "patch", "what": "z", "source": A_SOURCE, "frames": [0], "passes": "all"},
+    "another prompt": {"edit": "patch", "what": "z", "source": {}, "passes": "all"},
+    "source {'sed'.*prompt": {"edit": "patch", "what": "z", "source": {"sed": 1}, "passes": "all"},
+    "offset= or position=": {"edit": "move", "frames": "first", "passes": "all"},
+    "scale 1 ": {"edit": "jitter", "scale": 1},
+    "edit None .*knockout, bias": {"frames": 0, "passes": "all"},
+    "bias: b 'x' is not a finite": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
+    "frame'.*frames": {"edit": "knockout", "frame": 0, "passes": "all"},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_not_an_edit_is_refused_in_one_line(message):
     with pytest.raises(InterventionError, match=message) as error:
-        REFUSED[message]()
+        edit_from_dict(REFUSED[message])
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "passes, steps, chosen",
-    [("denoise", None, [0, 1, 2]), ("denoise", [1], [1]), ("clean", None, [3]), ("all", [0], [0, 3])],
-)
-def test_passes_choose_and_steps_narrow_denoising(passes, steps, chosen):
-    edit = Ablate("zero", passes=passes, steps=steps)
-    assert [step for step in (-1, 0, 1, 2, 3) if edit.selects_pass(step, step in (-1, 3))] == chosen
+def test_passes_choose_and_steps_narrow_denoising():
+    for passes, steps, chosen in (("denoise", None, [0, 1, 2]), ("clean", None, [3]), ("all", [0], [0, 3])):
+        edit = Ablate("zero", passes=passes, steps=steps)
+        assert [step for step in (-1, 0, 1, 2, 3) if edit.selects_pass(step, step in (-1, 3))] == chosen
 
 
 # --- Single calls
@@ -185,7 +164,9 @@ def test_keys_left_out_and_biased_against_float64(data):
         added[torch.tensor(heads)[:, None], torch.tensor(slots)] += b
     blind = added.isinf().all(1)
     if blind.any():
-        with pytest.raises(InterventionError, match=r"layer 2, block 3: head \d would lose all its keys"):
+        with pytest.raises(
+            InterventionError, match=r"layer 2, block 3, step 1: head \d would lose all its keys"
+        ):
             run(*edits)
         return
     out, call = run(*edits)
@@ -238,7 +219,6 @@ class OtherRun:
     [
         ("qk", None, "qk", range(len(FRAMES))),
         ("kv", None, "kv", range(4)),
-        ("kv", 4, "kv", [2]),
         ("kv", [0, 5], "kv", [0, 3]),
     ],
 )
@@ -319,14 +299,14 @@ def test_jitter_gives_every_head_its_own_base():
     assert torch.equal(one[:, :, 2], everything[:, :, 2])  # whichever others it takes
 
 
-@pytest.mark.parametrize("phase, scale", [(1.2, 1.0), (0.0, 0.0), (-2.0, 0.5)])
+@pytest.mark.parametrize("phase, scale", [(0.0, 0.0), (-2.0, 0.5)])
 def test_a_band_is_turned_and_scaled_in_the_queries_of_its_heads(phase, scale):
     edit, (q, k, v) = Band([1], phase, scale, heads=[0, 2], passes="all"), inputs()
     changed = q.double()
     pair = torch.view_as_complex(changed.unflatten(-1, (-1, 2)).contiguous())
     pair[:, :, [0, 2], 1] *= scale * cmath.exp(1j * phase)
     check(run(edit), torch.view_as_real(pair).flatten(-2), k, v)
-    with pytest.raises(InterventionError, match=r"band 9 is not in 0..\d: Band"):
+    with pytest.raises(InterventionError, match=r"band 9 is not in 0..\d"):
         run(Band(9, phase=1, passes="all"))
 
 
@@ -372,21 +352,18 @@ def test_prompt_tokens_are_knocked_out_of_cross_attention():
     assert torch.equal(call["attended"], call["cross_mass"] > 0)
 
 
-@pytest.mark.parametrize(
-    "edit, at",
-    [
-        (Knockout(frames="first", layers=[1], passes="all"), HERE),
-        (Knockout(frames="first", blocks=[0], passes="all"), HERE),
-        (Knockout(frames="first", passes="clean"), HERE),
-        (Knockout(frames="first", steps=[0], passes="denoise"), HERE),
-        (Knockout(frames="first", branch="uncond", passes="all"), HERE),
-        (Knockout(frames=[2, 6], passes="all"), HERE),
-        (Knockout(tokens=[0], passes="all"), HERE),
-        (Ablate("zero", attention="cross", passes="all"), HERE),
-        (Knockout(frames="first", passes="all"), Pass(query_frames=OWN, step=-1, is_clean_pass=True)),
-    ],
-    ids=str,
-)
+NOT_SELECTED = [
+    (Knockout(frames="first", layers=[1], passes="all"), HERE),
+    (Knockout(frames="first", blocks=[0], passes="all"), HERE),
+    (Knockout(frames="first", steps=[0], passes="denoise"), HERE),
+    (Knockout(frames="first", branch="uncond", passes="all"), HERE),
+    (Knockout(frames=[2, 6], passes="all"), HERE),
+    (Ablate("zero", attention="cross", passes="all"), HERE),
+    (Knockout(frames="first", passes="all"), Pass(query_frames=OWN, step=-1, is_clean_pass=True)),
+]
+
+
+@pytest.mark.parametrize("edit, at", NOT_SELECTED, ids=str)
 def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_warns(edit, at):
     with pytest.warns(UserWarning, match="no call was edited by"):
         out, _ = run(edit, at=at, steps=[at.step])
@@ -397,7 +374,7 @@ def test_an_edit_needs_the_pass_and_what_it_takes_its_values_from():
     knockout = Knockout(frames=0, passes="all")
     with pytest.raises(ConfigError, match="needs to know the pass"), intervene(knockout):
         attention(*inputs(), SITE, layout=LAYOUT)
-    with pytest.raises(ValueError, match="mask takes none"), intervene(knockout):
+    with pytest.raises(ValueError, match="takes no edits"), intervene(knockout):
         attention(*inputs(), SITE, torch.ones(10, 30, dtype=torch.bool), LAYOUT)
     for edit in (Ablate("mean", passes="all"), Patch("z", {"seed": 1}, passes="all")):
         with pytest.raises(InterventionError, match="needs data"):

@@ -6,7 +6,7 @@ from conftest import golden_arrays
 from helpers.checkpoints import GOLDEN_MODEL
 
 from wan import checkpoint, offload
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CaptureRequest
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, intervene
 from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, make_policy

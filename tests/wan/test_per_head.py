@@ -9,8 +9,7 @@ from conftest import golden_model
 from helpers.rollouts import TWO_STEPS, golden_inputs
 
 from wan import model as layers
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
-from wan.capture import CaptureRequest
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.pipeline import CausalInferencePipeline

@@ -8,7 +8,7 @@ from experiments.caches.formats import check
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
 from tests.helpers.rollouts import TINY, tiny_pipeline
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene

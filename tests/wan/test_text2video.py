@@ -8,7 +8,7 @@ from diffusers import UniPCMultistepScheduler
 from helpers.checkpoints import diffusers_model
 
 from wan import checkpoint as weight_names
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline

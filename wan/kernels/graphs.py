@@ -25,11 +25,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.cache import AnyCache
 from wan.keys import KeyLayout
 from wan.model import Block, Cache, CausalWanModel, Mask, Rope, SelfAttention, multiply
-from wan.sites import SiteCapture, is_hidden, watchers
+from wan.sites import SiteCapture, is_hidden, observer, watchers
 
 Replay = Callable[[], None]
 
@@ -186,8 +185,8 @@ class ReplayedBlock:
         mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
-        wants_text = ATTENTION_WEIGHT_CAPTURE.wants(self.block.cross_attn.site)
-        hidden = is_hidden(self.block.layer) or wants_text  # to who needs the call itself
+        by = observer()  # who may need the call itself
+        hidden = is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
         if kv_cache is None or mask is not None or hidden or torch.is_grad_enabled():
             if any(isinstance(watcher, SiteCapture) for watcher in watchers()):
                 say_that_graphs_wait()

@@ -29,7 +29,7 @@ from experiments.extraction import causal
 from experiments.running.cli import main
 from wan import keys as rope
 from wan import model as wan_model
-from wan.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig, load_config
 from wan.model import CausalWanModel
 
