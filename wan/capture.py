@@ -184,7 +184,10 @@ class CaptureRequest:
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
         kind = self.granularity
         refuse(
-            (kind not in ("token", "key", "frame", "map"), f"{kind!r} is not one of token, key, frame, map"),
+            (
+                kind not in ("token", "key", "frame", "map"),
+                f"granularity {kind!r} is not one of token, key, frame, map",
+            ),
             (not {*self.kinds} <= {"self", "cross"}, f"kinds {self.kinds} may hold 'self' and 'cross'"),
             (kind == "key" and not self.is_logits, "probabilities need granularity 'token', not 'key'"),
             (self.rope_bands and not of_frames, "rope_bands needs granularity 'frame' of self-attention"),
