@@ -630,8 +630,8 @@ class Move(Edit):
 class Jitter(Edit):
     """A RoPE base per head, 10000 (1 + scale e), e uniform in [-1, 1], in the temporal share of q and k.
 
-    Cached keys turn too (LoL, arXiv 2601.16914). e is drawn per layer and head from seed, whichever layers and
-    heads are chosen.
+    Cached keys turn too (LoL, arXiv 2601.16914). e is drawn per layer and head from seed, whichever layers
+    and heads are chosen.
     """
 
     scale: float = 0.8
