@@ -378,7 +378,7 @@ class Capture:
     def check(self, plan: Any) -> None:
         """Raise ConfigError where a request does not fit the rollout (RolloutPlan) that is about to run."""
         for request in self.requests:
-            request.check(plan.num_layers, len(plan.blocks), plan.num_steps + 1)
+            request.check(plan.num_layers, len(plan.blocks), plan.num_passes)
 
     def wants(self, site: Site) -> bool:
         """Return whether the call that a site is about to make in this pass is asked for."""

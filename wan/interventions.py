@@ -215,6 +215,11 @@ class RolloutPlan:
     keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
     splits_tokens: bool = False  # over several GPUs
 
+    @property
+    def num_passes(self) -> int:
+        """The clean pass too, where there is one."""
+        return self.num_steps + self.has_clean_pass
+
     def passes(self, edit: "Edit", block: int) -> list[int]:
         """Return the steps of a block that an edit selects."""
         is_clean = (-1, self.num_steps)

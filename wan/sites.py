@@ -277,7 +277,7 @@ class SiteCapture(Watcher):
         check_sites(self.sites, plan)
         check_indices("layer", self.layers, plan.num_layers)
         check_indices("block", self.blocks, len(plan.blocks))
-        check_indices("step", self.steps, plan.num_steps + 1)
+        check_indices("step", self.steps, plan.num_passes)
         check_indices("head", self.heads, plan.num_heads)
 
     def visit(self, x: Tensor, where: Where) -> None:
