@@ -24,8 +24,8 @@ from experiments.running.progress import Progress
 from experiments.running.ranks import workers_of
 from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind_a_wall
 from experiments.studies.runs import Runs, distance
-from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.blocks import block_ranges
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.interventions import Band, intervene
 from wan.vae import VAE
