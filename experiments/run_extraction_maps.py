@@ -46,9 +46,8 @@ def run(argv=None):
     add_fit_flag(parser)
     args = parser.parse_args(argv)
 
-    from experiments.extraction import maps  # after the flags: a --help needs no torch
-    from experiments.extraction.cache_builders import counted_blocks
-    from experiments.extraction.memory import said_of
+    from experiments.extraction import cache_builders as maps  # after the flags: a --help needs no torch
+    from experiments.extraction.memory import amount, estimate_bytes
     from experiments.running.run import make_caches
     from wan.checkpoint import read_model_config
 
@@ -59,13 +58,13 @@ def run(argv=None):
     places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame
     if args.query_grid:
         places += [p for p in maps.patches_of_grid(*args.query_grid, grid=grid) if p not in places]
-    blocks = counted_blocks(args.blocks, len(config.block_sizes))
+    blocks = maps.counted_blocks(args.blocks, len(config.block_sizes))
     requests = maps.map_requests(
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words
     )
     rank = this_rank()
     if not args.quiet and rank.is_first and config.gpus in (1, rank.count):  # once, not by the launcher
-        print(f"keeps {said_of(requests, config)}")
+        print(f"keeps at most {amount(estimate_bytes(config, requests))} of maps")
     build = partial(maps.maps_cache, grid=grid, heads=args.heads)
     make_caches(args, config, requests, {args.output_path: build})
 

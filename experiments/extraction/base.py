@@ -29,44 +29,34 @@ from wan.interventions import active_edits, intervene
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 
+BRANCHES = ("cond", "uncond")  # of guidance
 LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
 
 
 def as_one_block(config: RunConfig) -> RunConfig:
     """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
     frames = latent_frames(config.base.num_video_frames)
-    return replace(
-        config,
-        checkpoint_path=None,
-        lora_path=None,  # of the causal weights
-        lora_rank=None,
-        lora_alpha=None,
-        cache_policy=None,
-        num_frames=frames,
-        num_frame_per_block=frames,
-        independent_first_frame=False,
-        local_attn_size=-1,
-        sink_size=0,
-    )
+    one = {"num_frames": frames, "num_frame_per_block": frames, "independent_first_frame": False}
+    whole = {"cache_policy": None, "local_attn_size": -1, "sink_size": 0}
+    of_causal = dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha"))
+    return replace(config, **one, **whole, **of_causal)
 
 
 def choose_layer(config: RunConfig, layer: int | None) -> int:
     """Return the layer asked for, else the config's, or the last one where the model has fewer."""
-    num_layers = checkpoint.read_model_config(config.ckpt_dir).num_layers
-    if layer is None:
-        return min(config.base.layer_index, num_layers - 1)
-    if not 0 <= layer < num_layers:
-        raise ConfigError(f"layer {layer} is not in 0..{num_layers - 1}")
-    return layer
+    last = checkpoint.read_model_config(config.ckpt_dir).num_layers - 1
+    if layer is not None and not 0 <= layer <= last:
+        raise ConfigError(f"layer {layer} is not in 0..{last}")
+    return min(config.base.layer_index, last) if layer is None else layer
 
 
 def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     """first, last, all or numbers -> increasing steps of the sampler."""
-    count = config.base.num_steps
-    known = {"first": [0], "last": [count - 1], "all": range(count)}
-    known |= {str(step): [step] for step in range(count)}
+    last = config.base.num_steps - 1
+    known = {str(step): [step] for step in range(last + 1)}
+    known |= {"first": [0], "last": [last], "all": [*range(last + 1)]}
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"step {short_repr(unknown[0])} is not first, last, all or in 0..{count - 1}")
+        raise ConfigError(f"step {short_repr(unknown[0])} is not first, last, all or in 0..{last}")
     return sorted({step for name in names for step in known[name]})
 
 
@@ -75,8 +65,8 @@ def load_pipeline(
 ) -> TextToVideoPipeline:
     """Load the base weights of ckpt_dir."""
     state, base = checkpoint.read_transformer_state(config.ckpt_dir), config.base
-    sizes = model_config, state, config.ckpt_dir, dtype, device, config.offload
-    model = checkpoint.build_model(WanModel, *sizes)
+    given = model_config, state, config.ckpt_dir, dtype, device, config.offload
+    model = checkpoint.build_model(WanModel, *given)
     return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
 
@@ -121,36 +111,35 @@ def sample(
     return Extraction(config, layers, calls, latents, timesteps, words, common, stopped)
 
 
-def select_branch(run: Extraction, branch: str) -> Extraction:
-    """Return the run as if only one branch of guidance, "cond" or "uncond", had been captured."""
-    return replace(run, records=[call for call in run.records if call["branch"] == branch])
-
-
 def base_layer_cache(run: Extraction, layer: int, step: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer at one step, with the prompt and without."""
-    branches = [select_branch(run, branch) for branch in ("cond", "uncond")]
-    cond, uncond = (branch.frame_matrix("frame_logits", layer, step) for branch in branches)
+    cond, uncond = (of_branch(run, name).frame_matrix("frame_logits", layer, step) for name in BRANCHES)
     last = list(range(run.config.num_frames))[-LAST_FRAMES:]
     at = PassTag(step, run.pass_timesteps[step], False)
     return build_layer_cache(run.common, at, layer, cond, last, uncond=uncond)
 
 
+def of_branch(run: Extraction, branch: str) -> Extraction:
+    """Return the run as if only one branch of guidance had been captured."""
+    return replace(run, records=[call for call in run.records if call["branch"] == branch])
+
+
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
     """Return mean logits and mass of every layer at those of the steps that were reached, of one branch."""
-    layers, branch_run = list(range(run.num_layers)), select_branch(run, branch)
-    reached = {call["step"] for call in run.records}
-    steps = [step for step in steps if step in reached]
-    if not steps:
+    layers, reached = list(range(run.num_layers)), {call["step"] for call in run.records}
+    if not (steps := [step for step in steps if step in reached]):
         raise RunError(f"none of the steps was reached for {branch}")
-    own = {
-        "format": "atlas",
-        "is_logits": True,
-        "branch": branch,
-        "layers": layers,
-        "pass_steps": list(steps),
-        "pass_timesteps": [run.pass_timesteps[step] for step in steps],
-        "pass_is_clean": [False] * len(steps),
-    }
-    names = ("frame_logits", "frame_mass")
-    matrices = {name: branch_run.frame_matrices(name, layers, steps) for name in names}
-    return {**run.common, **matrices, **own}
+    mine, names = of_branch(run, branch), ("frame_logits", "frame_mass")
+    return (
+        run.common
+        | {name: mine.frame_matrices(name, layers, steps) for name in names}
+        | {
+            "format": "atlas",
+            "is_logits": True,
+            "branch": branch,
+            "layers": layers,
+            "pass_steps": steps,
+            "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+            "pass_is_clean": [False] * len(steps),
+        }
+    )

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from experiments.caches import frames
 from experiments.caches.files import RunError
-from experiments.caches.formats import AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
+from experiments.caches.formats import ANY, AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
 from experiments.caches.view import averages_of_slots, averages_of_tokens, most_averages
-from wan.blocks import block_frames
-from wan.capture import CapturedCall, CaptureRequest
-from wan.config import RunConfig
+from wan.blocks import block_frames, block_ranges
+from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
+from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
-from wan.keys import RotaryTable
+from wan.keys import RotaryTable, key_frames, key_tokens
 
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
+ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
+Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,6 @@ class Extraction:
         for call in self.records:
             for name in call.values:
                 calls[name, call.site.layer, call["step"]].append(call)
-        for (name, layer, step), here in calls.items():
-            most = max(len(calls.get((name, other, step), ())) for other in {key[1] for key in calls})
-            if len(here) < most:  # its rows would be NaN
-                raise RunError(
-                    f"layer {layer}, step {step}: {len(here)} of {most} calls reported their {name}"
-                )
         return dict(calls)
 
     @property
@@ -81,14 +77,12 @@ class Extraction:
 
     def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
         """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""
-        S, num_frames = self.common["frame_seq_length"], self.config.num_frames
+        S, num_frames, pieces = self.common["frame_seq_length"], self.config.num_frames, []
         from_tokens = name == "frame_logits" and "token_logits" in self.quantities
-        pieces = []
         for call in self.captured("token_logits" if from_tokens else name, layer, step):
-            if not from_tokens:
-                piece = call.values[name][0]
-            else:
-                piece = frames.query_frame_curves(call.values["token_logits"][0], S)
+            piece = call.values["token_logits" if from_tokens else name][0]
+            if from_tokens:
+                piece = frames.query_frame_curves(piece, S)
                 if "key_frame" in call.values:
                     keys = call.values["key_frame"][0]
                     piece = frames.by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
@@ -130,21 +124,19 @@ def padded(values: Tensor, length: int, filler: float) -> Tensor:
 
 def call_values(call: CapturedCall) -> dict[str, Any]:
     """Return the values of a call as caches have them: of one video, key and token numbers as int32."""
+    names = {"token_logits": "attn_logits", "token_probabilities": "attn_weights"}
     found = {}
     for name, value in call.values.items():
-        if name in ("token_logits", "token_probabilities"):
-            found["attn_logits" if name == "token_logits" else "attn_weights"] = value
-        elif name == "attended":
-            found[name] = value
-        else:
-            found[name] = value[0] if value.is_floating_point() else value[0].int()
+        if name not in (*names, "attended"):
+            value = value[0] if value.is_floating_point() else value[0].int()
+        found[names.get(name, name)] = value
     return found
 
 
-def version_of(run: Extraction) -> dict[str, int]:
-    """schema_version 2 where keys are not frames in their places: who reads 1 alone would misread them."""
+def with_fields(run: Extraction, **own: Any) -> dict[str, Any]:
+    """Return a cache; its schema_version is 2 where keys are not frames in their places."""
     in_place = all(call.layout is None or call.layout.is_in_place for call in run.records)
-    return {} if in_place else {"schema_version": 2}
+    return run.common | ({} if in_place else {"schema_version": 2}) | own
 
 
 # --- figure4: the last block, an entry per layer
@@ -154,8 +146,8 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
         raise ConfigError(
             f"--capture probabilities needs --granularity token, not {granularity}; its mass is in every one"
         )
-    last, layers = len(config.block_sizes) - 1, config.layer_indices
-    frame = CaptureRequest(layers=layers, blocks=[last], steps=[config.step], granularity="frame")
+    chosen: dict[str, Any] = {"layers": config.layer_indices, "steps": [config.step]}
+    frame = CaptureRequest(**chosen, blocks=[len(config.block_sizes) - 1], granularity="frame")
     if granularity == "token":
         dtype = torch.float16 if is_logits else torch.float32
         return [replace(frame, granularity="token", is_logits=is_logits, token_dtype=dtype)]
@@ -166,14 +158,12 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
     """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
-    num_frames = run.config.num_frames
-    layers = list(dict.fromkeys(run.config.layer_indices))
+    num_frames, entries = run.config.num_frames, dict[int, dict[str, Any]]()
     seen = sorted({frame for call in run.records for frame in call["key_frames"]})
     sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
     repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=seen)
-    entries: dict[int, dict[str, Any]] = {
-        layer: {"layer_idx": layer, "is_logits": is_logits, **repeated} for layer in layers
-    }
+    for layer in run.config.layer_indices:
+        entries[layer] = {"layer_idx": layer, "is_logits": is_logits, **repeated}
     for call in run.records:
         if call.site.layer not in entries:
             continue
@@ -189,16 +179,17 @@ def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
                 entry["tokens_kept"][keys] = call.values["tokens_kept"][0].int()
         if "attn_logits" in entry:
             entry["attn_weights"] = entry["attn_logits"]  # older notebooks read either name
-    own = {
-        "format": "figure4",
-        "is_logits": is_logits,
-        "attention_weights": list(entries.values()),
-        "capture_method": "native_inference_capture",
-        "layer_indices": layers,
-        "query_frames": run.last_block,
-        "key_frames": seen,
-    }
-    return {**run.common, **version_of(run), **run.pass_tag(run.config.step)._asdict(), **own}
+    return with_fields(
+        run,
+        **run.pass_tag(run.config.step)._asdict(),
+        format="figure4",
+        is_logits=is_logits,
+        attention_weights=list(entries.values()),
+        capture_method="native_inference_capture",
+        layer_indices=list(entries),
+        query_frames=run.last_block,
+        key_frames=seen,
+    )
 
 
 # --- inference: token matrices, an entry per call
@@ -209,37 +200,32 @@ def counted_blocks(blocks: Sequence[int] | None, count: int) -> list[int] | None
 
 def inference_requests(
     config: RunConfig,
-    blocks: Sequence[int] | None = None,
+    blocks: Sequence[int] = (-1,),
     steps: Sequence[int] | None = None,
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
-    """Ask for token matrices of the config's layers; blocks None: the last one, steps None: the config's."""
-    request = CaptureRequest(
-        layers=config.layer_indices,
-        blocks=counted_blocks(blocks or [-1], len(config.block_sizes)),
-        steps=steps or [config.step],
-        is_logits=is_logits,
-        token_dtype=torch.float16 if is_logits else torch.float32,
-    )
-    return [request]
+    """Ask for token matrices of the config's layers; steps None: the config's."""
+    chosen = counted_blocks(blocks, len(config.block_sizes))
+    dtype = torch.float16 if is_logits else torch.float32
+    call = CaptureRequest(config.layer_indices, blocks=chosen, steps=steps or [config.step])
+    return [replace(call, is_logits=is_logits, token_dtype=dtype)]
 
 
 def inference_cache(run: Extraction) -> dict[str, Any]:
     """Return the captured calls in the order of the rollout, each with its layer and pass."""
     names = ("is_logits", "block", "step", "timestep", "is_clean_pass", "query_frames", "q_shape", "k_shape")
-    calls = [
-        {"layer_idx": call.site.layer, **call_values(call), **{name: call[name] for name in names}}
-        | {"key_frames": sorted(call["key_frames"])}
-        for call in run.records
-    ]
-    own = {
-        "format": "inference",
-        "is_logits": run.records[0].is_logits,
-        "attention_weights": calls,
-        "layer_indices": list(dict.fromkeys(run.config.layer_indices)),
-        "num_transformer_blocks": run.num_layers,
-    }
-    return {**run.common, **version_of(run), **own}
+    calls = []
+    for call in run.records:
+        own = {name: call[name] for name in names} | {"key_frames": sorted(call["key_frames"])}
+        calls.append({"layer_idx": call.site.layer} | call_values(call) | own)
+    return with_fields(
+        run,
+        format="inference",
+        is_logits=run.records[0].is_logits,
+        attention_weights=calls,
+        layer_indices=list(dict.fromkeys(run.config.layer_indices)),
+        num_transformer_blocks=run.num_layers,
+    )
 
 
 # --- layer: every frame pair of one layer
@@ -247,8 +233,7 @@ def layer_requests(
     config: RunConfig, granularity: Literal["token", "frame"] = "frame"
 ) -> list[CaptureRequest]:
     """Ask for all blocks of one layer in the chosen pass; both granularities give the same numbers."""
-    chosen: dict[str, Any] = {"layers": [config.layer_index], "steps": [config.step]}
-    return [CaptureRequest(**chosen, granularity=granularity, mass=False)]
+    return [CaptureRequest([config.layer_index], steps=[config.step], granularity=granularity, mass=False)]
 
 
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
@@ -256,16 +241,16 @@ def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     step, name = run.config.step, "token_logits" if "token_logits" in run.quantities else "frame_logits"
     pieces = []  # of keys that are averages of frames that are gone
     for call in run.captured(name, layer, step):
-        values = call.values
+        values, averages = call.values, None
         if "slot_logits" in values:
             slot_frame = torch.tensor(call["slot_frame"])
             if count := most_averages(slot_frame):
                 averages = averages_of_slots(values["slot_logits"][0], slot_frame, count)
-                pieces.append((call["query_frames"], averages))
         elif "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
             curves = frames.query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
-            keys = values["key_frame"][0], values["key_token"][0]
-            pieces.append((call["query_frames"], averages_of_tokens(curves, *keys, mean=True)))
+            averages = averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
+        if averages is not None:
+            pieces.append((call["query_frames"], averages))
     columns = rows_of(pieces, run.config.num_frames) if pieces else None
     matrix = run.frame_matrix("frame_logits", layer, step)
     return build_layer_cache(run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=columns)
@@ -293,7 +278,7 @@ def atlas_requests(
 
 def atlas_cache(run: Extraction) -> dict[str, Any]:
     """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
-    layers, steps = run.layers, range(len(run.pass_timesteps))
+    layers, steps, there = run.layers, range(len(run.pass_timesteps)), run.quantities
     atlas: dict[str, Any] = {
         **run.common,
         "format": "atlas",
@@ -307,31 +292,27 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
         atlas["pass_is_clean"] = clean
     atlas |= slot_fields(run, layers, steps)
     for name in ("frame_mass", "frame_logits_by_band"):
-        if name in run.quantities:
+        if name in there:
             atlas[name] = run.frame_matrices(name, layers, steps)
     if "frame_logits_by_band" in atlas:
         atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
     for name in ("query_means", "key_means"):
-        if name in run.quantities:
-            atlas[name] = stack(
-                lambda layer, step, name=name: run.query_rows(name, layer, step), layers, steps
-            )
+        if name in there:
+            atlas[name] = stack(lambda *at, name=name: run.query_rows(name, *at), layers, steps)
 
     def attended(layer: int, step: int) -> Tensor:  # bool [H, F, F]: False where an edit left one out, too
         calls = run.captured("frame_logits", layer, step)
-        there = [(call, (~call.values["frame_logits"][0].isnan()).float()) for call in calls]
-        pieces = [(call["query_frames"], call["key_frames"], piece) for call, piece in there]
+        seen = [(call, (~call.values["frame_logits"][0].isnan()).float()) for call in calls]
+        pieces = [(call["query_frames"], call["key_frames"], piece) for call, piece in seen]
         return frames.assemble(pieces, run.config.num_frames) == 1
 
-    if "attended" in run.quantities:
+    if "attended" in there:
         atlas["attended"] = stack(attended, layers, steps)
-    if "key_curve" in run.quantities:
+    if "key_curve" in there:
         atlas |= last_key_curves(run, layers, steps)
-    if "cross_mass" in run.quantities:
+    if "cross_mass" in there:
         words = len(run.prompt_tokens)
-        rows = stack(
-            lambda layer, step: run.query_rows("cross_mass", layer, step)[..., :words], layers, steps
-        )
+        rows = stack(lambda *at: run.query_rows("cross_mass", *at)[..., :words], layers, steps)
         atlas |= {"cross_mass": rows, "cross_tokens": run.prompt_tokens}
     return atlas
 
@@ -345,22 +326,22 @@ def last_key_curves(run: Extraction, layers: Sequence[int], steps: Sequence[int]
     S, num_frames, H = run.common["frame_seq_length"], run.config.num_frames, run.common["num_heads"]
     passes = run.config.passes_of_block(len(run.config.block_sizes) - 1)
     first = {layer: run.captured("key_curve", layer, passes[-1])[0] for layer in layers}
-    named = {layer: call for layer, call in first.items() if "key_frame" in call.values}
-    length = max(call.k_shape[1] for call in first.values()) if named else num_frames * S
+    has_names = any("key_frame" in call.values for call in first.values())
+    length = max(call.k_shape[1] for call in first.values()) if has_names else num_frames * S
 
     def curve(layer: int, step: int) -> Tensor:
         if step not in passes:  # a pass of the first block alone
             return torch.full((H, length), torch.nan).half()
         call = run.captured("key_curve", layer, step)[0]
         values = call.values["key_curve"][0]
-        if named:
+        if has_names:
             return padded(values.half(), length, torch.nan)
         per_frame = values.unflatten(-1, (-1, S)).mT  # [H, S, Fk]
         return frames.spread_keys(per_frame, call["key_frames"], num_frames).mT.flatten(1).half()
 
     fields = {"key_curve": stack(curve, layers, steps)}
-    for name, filler in (("key_frame", NO_KEY), ("key_token", 0), ("key_position", NO_KEY)) if named else ():
-        rows = [padded(named[layer].values[name][0].int(), length, filler) for layer in layers]
+    for name in ("key_frame", "key_token", "key_position") if has_names else ():
+        rows = [padded(first[layer].values[name][0].int(), length, ABSENT[name]) for layer in layers]
         fields[name] = torch.stack(rows)
     return fields
 
@@ -375,55 +356,174 @@ def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) ->
         return {}
     every = [call for layer in layers for step in steps for call in run.captured("frame_logits", layer, step)]
     slots = max(len(call["slot_frame"]) for call in every)
-    blocks = range(len(run.captured("frame_logits", layers[0], steps[0])))
-
-    def of_block(name: str, absent: int) -> Tensor:  # in the first pass -> [layers, blocks, slots]
-        def numbers(layer: int, block: int) -> Tensor:
-            values = run.captured("frame_logits", layer, steps[0])[block][name]
-            return padded(torch.tensor(values, dtype=torch.int32), slots, absent)
-
-        return stack(numbers, layers, blocks)
-
-    found: dict[str, Any] = {"schema_version": 2}
+    first = {layer: run.captured("frame_logits", layer, steps[0]) for layer in layers}
+    blocks, found = range(len(first[layers[0]])), dict[str, Any](schema_version=2)
     for name, absent in (("slot_frame", NO_KEY), ("slot_position", NO_KEY), ("slot_tokens", 0)):
-        found[name] = of_block(name, absent)
-    first = run.captured("frame_logits", layers[0], steps[0])
-    layouts = [call.layout for call in first if call.layout is not None]
+        rows = [[torch.tensor(call[name], dtype=torch.int32) for call in first[layer]] for layer in layers]
+        found[name] = torch.stack([torch.stack([padded(x, slots, absent) for x in row]) for row in rows])
+    layouts = [call.layout for call in first[layers[0]] if call.layout is not None]
     found["sink_slots"] = [layout.sink.stop for layout in layouts]
     found["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
     if policy.keeps_whole_frames and not any("slot_logits" in call.values for call in every):
         return found  # a release may have zeros among its frames
 
-    def of_slots(name: str, layer: int, step: int) -> Tensor:
-        """Values of every slot for the queries of all blocks [H, F, slots]; NaN: no slot, or no query."""
-        of_frames = name.replace("slot", "frame")  # where frames are the slots
-        calls = run.captured("frame_logits", layer, step)
-        pieces = [(c["query_frames"], c.values.get(name, c.values[of_frames])[0]) for c in calls]
-        return rows_of(pieces, num_frames, slots)
+    for name, of_frames in (("slot_logits", "frame_logits"), ("slot_mass", "frame_mass")):
+        # [H, F, slots] of the queries of all blocks; NaN: no slot, or no query
+        def of_slots(layer: int, step: int, name: str = name, of_frames: str = of_frames) -> Tensor:
+            calls = run.captured("frame_logits", layer, step)
+            pieces = [(c["query_frames"], c.values.get(name, c.values[of_frames])[0]) for c in calls]
+            return rows_of(pieces, num_frames, slots)
 
-    for name in ("slot_logits", "slot_mass"):
-        if name.replace("slot", "frame") in run.quantities:
-            found[name] = stack(lambda layer, step, name=name: of_slots(name, layer, step), layers, steps)
+        if of_frames in run.quantities:
+            found[name] = stack(of_slots, layers, steps)
     if policy.by_heads and "slot_mass" in found:
         # One slot more for the mass on averages, which heads of a class may see and which are no frames:
         mass = found["slot_mass"]  # [N, P, H, F, slots]
         rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
         if (rest > LEAST_MASS).any():
             found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
-            fillers = {
-                "slot_logits": torch.nan,
-                "slot_frame": AVERAGE,
-                "slot_position": AVERAGE,
-                "slot_tokens": 0,
-            }
-            found |= {name: padded(found[name], slots + 1, filler) for name, filler in fillers.items()}
+            fillers = {"slot_frame": AVERAGE, "slot_position": AVERAGE, "slot_tokens": 0}
+            for name, filler in (fillers | {"slot_logits": torch.nan}).items():
+                found[name] = padded(found[name], slots + 1, filler)
     if policy.name == "participative":
 
         def kept(layer: int, block: int) -> Tensor:  # tokens of each frame [F]
-            call, counts = run.captured("frame_logits", layer, steps[0])[block], torch.zeros(num_frames).int()
+            call, counts = first[layer][block], torch.zeros(num_frames).int()
             chosen, whole = call.values.get("tokens_kept"), run.common["frame_seq_length"]
             counts[call["key_frames"]] = whole if chosen is None else chosen[0].int()
             return counts
 
         found["tokens_kept"] = stack(kept, layers, blocks)
+    return found
+
+
+# --- maps: what some places see of every key token
+def token_grid(config: RunConfig, model_config: ModelConfig) -> tuple[int, int]:
+    """Rows and columns of the tokens of a frame."""
+    _, high, wide = model_config.patch_size
+    return config.height // high, config.width // wide
+
+
+def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) -> list[Place]:
+    """Choose rows x columns patches of a frame, evenly spaced. ConfigError where it has fewer."""
+    places = []
+    for name, wanted, there in (("rows", rows, grid[0]), ("columns", columns, grid[1])):
+        if not 1 <= wanted <= there:
+            raise ConfigError(f"a frame has {there} {name} of tokens, and the grid of patches {wanted}")
+        places.append([(2 * i + 1) * there // (2 * wanted) for i in range(wanted)])
+    return [(frame, row, column) for row in places[0] for column in places[1]]
+
+
+def map_requests(
+    config: RunConfig,
+    grid: tuple[int, int],
+    places: Sequence[Place] = (),
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    blocks: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None,
+    words: bool = False,
+) -> list[CaptureRequest]:
+    """Ask for maps of some places; without places of all queries of each block (blocks None: the last one).
+
+    Blocks of places that name a frame are those that denoise it. words adds the maps of the prompt's words
+    over the query frames. Raises ConfigError for a place that is named twice or is not in the video.
+    """
+    sizes, queries, chosen = config.block_sizes, list[MapQuery](), set[int]()
+    block_of = {frame: block for block, some in enumerate(block_ranges(sizes)) for frame in some}
+    for n, place in enumerate(places or [(ANY, ANY, ANY)]):
+        named = ",".join(map(str, place[:1] if place[1] == ANY else place))
+        if place in places[:n]:
+            raise ConfigError(f"query {named} is named twice")
+        whole = place[1] == place[2] == ANY
+        there = {"frame": len(block_of), "row": grid[0], "column": grid[1]}
+        for index, (name, count) in zip(place[: 1 if whole else 3], there.items(), strict=False):
+            if not 0 <= index < count and not (whole and index == ANY):
+                raise ConfigError(f"query {named}: {name} {index} is not in 0..{count - 1}")
+        frame, row, column = place
+        queries.append(MapQuery(frame, ALL if whole else row * grid[1] + column))
+        if frame != ANY:
+            chosen.add(block_of[frame])
+        elif blocks is None:
+            chosen.add(len(sizes) - 1)
+    if blocks is not None and (outside := chosen - set(blocks)):
+        raise ConfigError(f"a query lies in block {min(outside)}, and --blocks names {sorted(blocks)} alone")
+    of_self = CaptureRequest(
+        layers=None if layers is None else sorted(set(layers)),
+        heads=None if heads is None else tuple(dict.fromkeys(heads)),
+        blocks=sorted(set(blocks) if blocks is not None else chosen),
+        steps=[config.step] if steps is None else sorted(set(steps)),
+        granularity="map",
+        queries=tuple(queries),
+    )
+    return [of_self, *([replace(of_self, kinds=("cross",), queries=(MapQuery(),))] if words else [])]
+
+
+def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | None = None) -> dict[str, Any]:
+    """Return the captured maps, block by block; heads None: all. RunError where there are none."""
+    steps = sorted({call["step"] for call in run.records})
+    blocks = sorted({call["block"] for call in run.records})
+    if not blocks:
+        raise RunError("none of the blocks that maps were asked for was reached")
+    tags = [run.pass_tag(step) for step in steps]
+    words = {"words": run.prompt_tokens} if "word_map" in run.quantities else {}
+    return (
+        run.common
+        | words
+        | {
+            "format": "maps",
+            "is_logits": True,
+            "layers": run.layers,
+            "heads": list(range(run.common["num_heads"]) if heads is None else dict.fromkeys(heads)),
+            "rows": grid[0],
+            "columns": grid[1],
+            "pass_timesteps": [tag.timestep for tag in tags],
+            "pass_steps": steps,
+            "pass_is_clean": [tag.is_clean_pass for tag in tags],
+            "blocks": [_block_maps(run, block, steps, grid[1]) for block in blocks],
+        }
+    )
+
+
+def _block_maps(run: Extraction, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:
+    """Return the entry of one block: values of its calls, [layers, steps, ...]."""
+
+    def call_of(name: str, layer: int, step: int) -> CapturedCall:
+        return next(call for call in run.captured(name, layer, step) if call["block"] == block)
+
+    name = "map_mass" if "map_mass" in run.quantities else "word_map"
+    first = call_of(name, run.layers[0], steps[0])
+    entry: dict[str, Any] = {"block": block, "query_frames": first["query_frames"]}
+    if name == "map_mass":
+        queries = first["map_queries"].tolist()
+        places = [[frame, *((ANY, ANY) if t == ALL else divmod(t, columns))] for frame, t in queries]
+        entry["queries"] = torch.tensor(places, dtype=torch.int32)
+        found = {
+            (layer, step): _map_values(call_of(name, layer, step)) for layer in run.layers for step in steps
+        }
+        keys = max(values["key_frame"].shape[-1] for values in found.values())
+        for name in {name: None for values in found.values() for name in values}:
+            like = next(values[name] for values in found.values() if name in values)
+
+            def value(layer: int, step: int, name: str = name, like: Tensor = like) -> Tensor:
+                there = found[layer, step].get(name, torch.ones_like(like))  # unedited: all attended
+                return padded(there, keys, ABSENT.get(name, torch.nan))
+
+            entry[name] = stack(value, run.layers, steps)
+    if "word_map" in run.quantities:
+        entry["word_map"] = stack(
+            lambda *at: call_of("word_map", *at).values["word_map"][0], run.layers, steps
+        )
+    return entry
+
+
+def _map_values(call: CapturedCall) -> dict[str, Tensor]:
+    """Return key_frame, key_token, key_position [Lk], logits and mass [heads, n, Lk], attended if edited."""
+    assert call.layout is not None
+    frames, positions = key_frames(call.layout, 1)
+    keys = {"key_frame": frames, "key_token": key_tokens(call.layout, 1), "key_position": positions}
+    found = {name: values[0].int() for name, values in keys.items()}
+    found |= {name: call.values[name][0] for name in ("map_logits", "map_mass")}
+    if "attended" in call.values:
+        found["attended"] = call.values["attended"][0, :, 0]  # [heads, Lk]
     return found

@@ -19,13 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.caches.files import (
-    CacheError,
-    RunError,
-    StoppedError,
-    replacing,
-    require_same,
-)
+from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_same
 from experiments.caches.formats import NO_KEY
 from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for

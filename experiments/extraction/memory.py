@@ -127,11 +127,10 @@ def captured(
     """Bytes that requests keep of a rollout, in memory and in a cache alike."""
     total = 0
     for request in requests:
-        calls = _count(request.layers, model.num_layers) * _count(
-            request.steps, num_passes or config.num_passes
-        )
+        steps = _count(request.steps, num_passes or config.num_passes)
         for block in range(len(config.block_sizes)) if request.blocks is None else request.blocks:
-            total += calls * sum(_kept_of_call(request, kind, config, model, block) for kind in request.kinds)
+            kept = sum(_kept_of_call(request, kind, config, model, block) for kind in request.kinds)
+            total += _count(request.layers, model.num_layers) * steps * kept
     return total
 
 
@@ -142,37 +141,27 @@ def _count(chosen: Collection[int] | None, every: int) -> int:
 def _kept_of_call(
     request: CaptureRequest, kind: str, config: RunConfig, model: ModelConfig, block: int
 ) -> int:
-    S, num_frames, queries = (
-        model.tokens_per_frame(config.height, config.width),
-        config.num_frames,
-        config.block_sizes[block],
-    )
+    S, num_frames = model.tokens_per_frame(config.height, config.width), config.num_frames
     frames = sum(config.block_sizes[: block + 1])
     seen = min(frames, config.policy.num_frames or frames)
-    keys = seen * S if kind == "self" else model.text_len
-    heads = _count(request.heads, model.num_heads)
-    if request.granularity == "map" and kind == "self":  # logits and mass
-        return (
-            heads
-            * len(queries_of(request.queries, block_frames(config.block_sizes, block)))
-            * keys
-            * 2
-            * HALF
-        )
-    if request.granularity == "map":
+    queries, keys = config.block_sizes[block], seen * S if kind == "self" else model.text_len
+    heads, granularity = _count(request.heads, model.num_heads), request.granularity
+    if granularity == "map" and kind == "self":  # logits and mass
+        asked = queries_of(request.queries, block_frames(config.block_sizes, block))
+        return heads * len(asked) * keys * 2 * HALF
+    if granularity == "map":
         most = min(model.text_len, len(config.prompt.encode()) + 2)  # a token is a byte or more, but for two
         return heads * queries * S * (request.num_words or most) * HALF
-    if request.granularity == "token":
+    if granularity == "token":
         return heads * queries * S * keys * request.token_dtype.itemsize
-    if request.granularity == "key":
+    if granularity == "key":
         return heads * max(num_frames, seen) * S * FLOAT
     if kind == "cross":
         return heads * queries * keys * FLOAT
-    bands = len(RotaryTable(model.head_dim).bands) if request.rope_bands else 0
+    rope = RotaryTable(model.head_dim)
     slots = 0 if config.policy.keeps_whole_frames else config.policy.num_frames or num_frames
-    means = 2 * RotaryTable(model.head_dim).axes_dim[0] if request.query_key_means else 0
-    values = num_frames * (1 + request.mass + bands) + slots * (1 + request.mass) + means
-    return heads * queries * FLOAT * values
+    values = (num_frames + slots) * (1 + request.mass) + num_frames * len(rope.bands) * request.rope_bands
+    return heads * queries * FLOAT * (values + 2 * rope.axes_dim[0] * request.query_key_means)
 
 
 def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> int:

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.extraction.devices import (
-    code_version,
-    device_name,
-    encoding_device,
-    fingerprint,
-    versions,
-)
+from experiments.extraction.devices import code_version, device_name, encoding_device, fingerprint, versions
 from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, require_text, short_repr
@@ -50,14 +44,12 @@ def encode_prompts(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, PromptStates]:
     """Return embeddings and tokens of each prompt; the encoder is loaded only where needed, and freed."""
-    if config.prompt_embeds:
+    if file := config.prompt_embeds:
         own = with_given_prompt(config, None)
-        if other := [prompt for prompt in prompts if prompt != own]:
-            raise ConfigError(
-                f"{config.prompt_embeds} holds the states of {short_repr(own)}, and this run needs those of "
-                f"{short_repr(other[0])}; leave --prompt_embeds out"
-            )
-        states, tokens = read_states(config.prompt_embeds, sizes)
+        if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
+            needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
+            raise ConfigError(f"{file} holds the states of {short_repr(own)}, {needs}")
+        states, tokens = read_states(file, sizes)
         return {own: (states.to(device, dtype), tokens)}
     where, known = encoding_device(config, device), dict[str, PromptStates]()
     encoder: TextEncoder | None = None
@@ -115,10 +107,8 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     if own is not None and not isinstance(own, str):
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
     if prompt is not None and own is not None and prompt != own:
-        raise ConfigError(
-            f"--prompt is {short_repr(prompt)}, but {config.prompt_embeds} holds the states of "
-            f"{short_repr(own)}"
-        )
+        holds = f"{config.prompt_embeds} holds the states of {short_repr(own)}"
+        raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")
     return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
 
 
@@ -131,10 +121,8 @@ def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     states = states[None] if states.ndim == 2 else states
     fits = states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
     if not fits or not 1 <= states.shape[1] <= sizes.text_len:
-        raise CheckpointError(
-            f"{path}: prompt_embeds {list(states.shape)} are not [1, at most {sizes.text_len}, "
-            f"{sizes.text_dim}], the prompt embeddings of this model"
-        )
+        wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
+        raise CheckpointError(f"{path}: prompt_embeds {list(states.shape)} are not {wanted}")
     rows = int(states[0].any(-1).sum())  # padding is zero
     tokens = content.get("tokens", [str(i) for i in range(rows)])
     texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)

@@ -77,29 +77,23 @@ def dtype_of(vae: VAE | Preview) -> str:
     return vae.made_by if isinstance(vae, Preview) else str(vae.vae.dtype).removeprefix("torch.")
 
 
-def write_mp4(
-    pixels: Tensor, path: str | Path, shortest: int = SHORTEST_SIDE, tag: str = "", about: str = ""
-) -> None:
-    """Write uint8 pixels [frames, height, width, 3] whole or not at all, with sides of shortest or more."""
+def write_mp4(pixels: Tensor, path: str | Path, shortest=SHORTEST_SIDE, tag="", about="") -> None:
+    """Write uint8 pixels [frames, height, width, 3] whole or not at all."""
     with replacing(path) as file:
         file.write(encoded(pixels, shortest, tag=tag, about=about))
 
 
 def encoded(
-    pixels: Tensor,
-    shortest: int = SHORTEST_SIDE,
-    options: Sequence[str] = (),
-    tag: str = "",
-    about: str = "",
+    pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = (), tag: str = "", about: str = ""
 ) -> bytes:
-    """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second; options are ffmpeg's."""
+    """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second, with sides of shortest or more.
+
+    options are ffmpeg's.
+    """
     enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    return encode_mp4(pixels.numpy(), FPS, options=[*_described(about), *options], tag=tag)
-
-
-def _described(about: str) -> list[str]:
-    return ["-metadata", f"description={about}"] if about else []
+    described = ["-metadata", f"description={about}"] if about else []
+    return encode_mp4(pixels.numpy(), FPS, options=[*described, *options], tag=tag)
 
 
 def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -137,11 +131,13 @@ class GrowingVideo:
             if len(head) == 8 and not head.endswith(b"ftyp"):
                 raise CacheError(f"{self.path} is there and is no mp4; choose another --output_path")
             boxes = list(mp4_boxes(self.path))
-            for start, end in ((start, end) for kind, start, end in boxes if kind == b"moov"):
-                remedy = "choose another --output_path, or --overwrite to make it again"
-                require_same(self.path, tag_in(self.path, start, end), tag, remedy)
-            self.pieces = sum(kind == b"mdat" for kind, _, _ in boxes)
-            self.is_finished = self.pieces > 0 and b"moof" not in [kind for kind, _, _ in boxes]
+            for kind, start, end in boxes:
+                if kind == b"moov":
+                    remedy = "choose another --output_path, or --overwrite to make it again"
+                    require_same(self.path, tag_in(self.path, start, end), tag, remedy)
+            kinds = [kind for kind, _, _ in boxes]
+            self.pieces = kinds.count(b"mdat")
+            self.is_finished = self.pieces > 0 and b"moof" not in kinds
             if not self.is_finished:
                 self.keep(self.pieces)
 
@@ -153,8 +149,7 @@ class GrowingVideo:
 
     def append(self, pixels: Tensor, first: int) -> None:
         """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
-        number = ("-fragment_index", str(self.pieces + 1))
-        options = (*FRAGMENTED, *number)
+        options = (*FRAGMENTED, "-fragment_index", str(self.pieces + 1))
         content = bytearray(encoded(pixels, SHORTEST_SIDE, options, self.tag, self.about))
         time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
         content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
@@ -205,8 +200,8 @@ class LiveVideo:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.decoding.shutdown(cancel_futures=True)
-        self.encoding.shutdown(cancel_futures=True)
+        for threads in (self.decoding, self.encoding):
+            threads.shutdown(cancel_futures=True)
         self.growing.unlink(missing_ok=True)
 
     def ready(self) -> None:

@@ -39,20 +39,9 @@ def hand_made(config, granularity="frame"):
         ]
         random.Random(block).shuffle(of_block)
         records += of_block
-    common = {
-        "schema_version": 1,
-        "prompt": "",
-        "seed": 0,
-        "num_frames": config.num_frames,
-        "block_sizes": sizes,
-        "num_frame_per_block": 3,
-        "frame_seq_length": S,
-        "num_heads": H,
-        "model": "m",
-        "weights": "base",
-        "weights_file": None,
-        "weights_sha256": None,
-    }
+    common = {"schema_version": 1, "prompt": "", "seed": 0, "num_frames": config.num_frames, "model": "m"}
+    common |= {"block_sizes": sizes, "num_frame_per_block": 3, "frame_seq_length": S, "num_heads": H}
+    common |= {"weights": "base", "weights_file": None, "weights_sha256": None}
     latents = torch.zeros(1, config.num_frames, 1, 1, 1)
     return cache_builders.Extraction(config, LAYERS, records, latents, TIMESTEPS, ["▁a", "</s>"], common)
 
@@ -138,20 +127,6 @@ def test_an_atlas_holds_every_layer_and_pass_in_its_place(config):
     )
     words = cache["cross_mass"][1, 2]  # the prompt's tokens, of nine with padding
     same(words, value(1, 2, list(range(config.num_frames)), [0])[0].expand(-1, -1, 2))
-
-
-@CONFIGS
-def test_figure4_keeps_the_order_of_its_layers_and_absent_frames(config):
-    last = len(config.block_sizes) - 1
-    cache = cache_builders.figure4_cache(only(hand_made(config), block=[last], layer=[0, 2], step=[1]))
-    schema.check(cache)
-    assert [entry["layer_idx"] for entry in cache["attention_weights"]] == cache["layer_indices"] == [2, 0]
-    for entry in cache["attention_weights"]:
-        same(entry["frame_logits"], expected(config, entry["layer_idx"], 1)[:, cache["query_frames"]])
-        assert entry["last_block_start_frame"] == cache["query_frames"][0]
-    assert cache["key_frames"] == visible_frames(
-        config.block_sizes, last, config.local_attn_size, config.sink_size
-    )
 
 
 def test_what_was_not_captured_is_an_error():

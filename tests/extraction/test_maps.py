@@ -9,8 +9,8 @@ from conftest import ROOT
 
 from experiments.analysis.video_maps import open_map, places_of, word_maps
 from experiments.caches import load_cache, save_cache
+from experiments.extraction import cache_builders as map_builders
 from experiments.extraction import causal
-from experiments.extraction import maps as map_builders
 from experiments.extraction import memory as memory_parts
 from experiments.extraction.cache_builders import inference_cache, inference_requests
 from wan.checkpoint import read_model_config

@@ -156,23 +156,16 @@ def test_an_atlas_of_classes_of_heads(tmp_path):
     """Also where one class keeps averages, whose mass is of no frame."""
     rows = [",".join("ab"[(layer + head) % 2] for head in range(12)) for layer in range(8)]
     (tmp_path / "labels.csv").write_text("\n".join(rows))
-    settings = {"name": "per_head", "file": str(tmp_path / "labels.csv")}
-    for one, other in (
-        ({"name": "full"}, {"name": "window", "window": 6, "sink": 1}),
-        ({"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}),
-    ):
-        atlas = causal.policy_atlas(CONFIG, settings | {"policies": {"a": one, "b": other}}, 12)
-        atlas = saved(atlas, tmp_path / "atlas.pt")
-        assert atlas["schema_version"] == 2
-        torch.testing.assert_close(atlas["slot_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
-        assert (atlas["slot_frame"][0, -1] == -1).any() == (other["name"] == "ema_sink")
-    static = {
-        "name": "forcing_kv",
-        "num_frame_patch": 4,
-        "heads": "checkpoints/wan-mini/heads/forcing_kv.csv",
-    }
-    chosen = saved(causal.policy_atlas(CONFIG, static, 12), tmp_path / "atlas.pt")
-    torch.testing.assert_close(chosen["frame_mass"].nansum(-1), torch.ones(8, 5, 12, 12))
-    config = config_of(settings | {"policies": {"a": {"name": "full"}, "b": {"name": "full"}}})
+    classes = {"name": "per_head", "file": str(tmp_path / "labels.csv")}
+    relative, ema = {"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}
+    static = {"name": "forcing_kv", "num_frame_patch": 4}
+    static["heads"] = "checkpoints/wan-mini/heads/forcing_kv.csv"
+    for settings in (classes | {"policies": {"a": relative, "b": ema}}, static):
+        config = config_of(settings)
+        run = extract(config, atlas_requests(config, mass=True, key_curve=False, cross=False))
+        atlas = saved(atlas_cache(run), tmp_path / "atlas.pt")
+        mass = atlas["slot_mass" if settings is not static else "frame_mass"]
+        torch.testing.assert_close(mass.nansum(-1), torch.ones(8, 3, 12, 15))
+        assert settings is static or (atlas["slot_frame"][0, -1] == -1).any()
     with pytest.raises(ConfigError, match="use --granularity frame"):
         check_requests(config, read_model_config("checkpoints/wan-mini"), figure4_requests(config, "key"))
