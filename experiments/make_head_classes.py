@@ -28,27 +28,26 @@ def run(argv=None):
     flag("--num", type=count, help="heads of class dummy, or of the most mass; half of all where not given")
     flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)
-    if (args.atlas is None) != (args.rule == "triattention"):
+    rolls_out = args.rule == "triattention"
+    if (args.atlas is None) != rolls_out:
         raise ConfigError("give an atlas, but for --rule triattention, which rolls --config_path out")
-    end = "npz" if args.atlas is None else "csv"
-    output = Path(args.output_path or f"outputs/head_classes/{args.rule}.{end}")
+    output = Path(args.output_path or f"outputs/head_classes/{args.rule}.{'npz' if rolls_out else 'csv'}")
 
     import numpy as np  # after the flags: a --help needs no torch
 
     from experiments.caches import load_cache
     from experiments.studies.head_classes import classes_of, query_means
 
-    if args.atlas is None:
+    if rolls_out:
         with replacing(output) as file:
             np.savez_compressed(file, **query_means(config_from(args)))
         print(output)
         return
     classes = classes_of(args.rule, load_cache(args.atlas), args.step, args.num, args.block)
     with replacing(output) as file:
-        file.write(("\n".join(",".join(map(str, row)) for row in classes.tolist()) + "\n").encode())
-    labels, counts = np.unique(classes, return_counts=True)
-    of_class = (f"{n} of class {label}" for label, n in zip(labels, counts, strict=True))
-    print(f"{output}: {', '.join(of_class)}")
+        np.savetxt(file, classes, "%d", ",")
+    counts = zip(*np.unique(classes, return_counts=True), strict=True)
+    print(f"{output}: {', '.join(f'{n} of class {label}' for label, n in counts)}")
 
 
 command = partial(main, run)

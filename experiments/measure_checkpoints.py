@@ -8,19 +8,17 @@ notebooks/layer_atlas.ipynb does, mean over the captions. The atlas of the first
 steps asked for, its first and its clean pass.
 """
 
-from __future__ import annotations
-
 import json
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
 from experiments.miniature.recipe import CHECKPOINT_REPORT
-from experiments.running.cli import Parser, main
+from experiments.running.cli import Parser, count, main
 from experiments.running.locks import require_distinct
 from wan.errors import ConfigError
 
 NOTABLE = 0.25  # logits, of a preference at equal distance that is counted in what is printed
-MOST_CAPTIONS = 1000
 
 
 def run(argv=None):
@@ -28,7 +26,7 @@ def run(argv=None):
     flags.add_argument("folder", type=Path, help="step_*.pt of train_mini.py --training_checkpoints")
     flags.add_argument("--config_path", default="configs/wan_mini.yaml")
     flags.add_argument("--ckpt_dir", help="directory of another miniature")
-    flags.add_argument("--captions", type=int, default=4)
+    flags.add_argument("--captions", type=count, default=4)
     flags.add_argument("--steps", type=int, nargs="*", default=[], help="whose atlas is kept; -1: the last")
     flags.add_argument("--device", default="auto")
     flags.add_argument("--extend", action="store_true", help="keep what OUTPUT_PATH has of other steps")
@@ -49,42 +47,35 @@ def run(argv=None):
     kept = {max(files, default=0) if step == -1 else step for step in args.steps}
     if missing := sorted(kept - set(files)):
         raise ConfigError(f"{args.folder} has no step_*.pt of step {missing[0]}; it has {sorted(files)}")
-    if not 1 <= args.captions <= MOST_CAPTIONS:
-        raise ConfigError(f"--captions must be in 1..{MOST_CAPTIONS}, not {args.captions}")
-    atlases = [args.output_path.with_name(files[step].name) for step in kept]
-    require_distinct([args.output_path, *atlases], files.values())
-    require_writable(args.output_path)
-    overrides = {"ckpt_dir": args.ckpt_dir} if args.ckpt_dir else {}
-    config = load_config(args.config_path, overrides | {"device": args.device, "dtype": "float32"})
+    out, atlases = args.output_path, {step: args.output_path.with_name(files[step].name) for step in kept}
+    require_distinct([out, *atlases.values()], files.values())
+    require_writable(out)
+    settings = {"ckpt_dir": args.ckpt_dir, "device": args.device, "dtype": "float32"}
+    config = load_config(args.config_path, settings)
     captions = [scene.caption for scene in held_out_scenes(KINDS, args.captions)]
     about = {"environment": environment(choose_device(args.device)), "captions": captions}
     measured: dict[int, dict] = {}
-    if args.extend and args.output_path.exists():
-        report = read_report(args.output_path)
+    if args.extend and out.exists():
+        report = read_report(out)
         if report.get("captions") != captions:
-            raise CacheError(f"{args.output_path} is of other captions; leave --extend out to replace it")
+            raise CacheError(f"{out} is of other captions; leave --extend out to replace it")
         before = {"environment": report.get("environment")}
         measured = {row["step"]: before | row for row in report["training_checkpoints"]}
     for numbers, atlas in measure(config, files, captions):
-        measured[numbers["step"]] = numbers | {"environment": about["environment"]}
-        say(numbers)
-        if numbers["step"] in kept:
+        step, excess = numbers["step"], [*chain(*numbers["first pass"]["equal_distance_excess"])]
+        measured[step] = numbers | {"environment": about["environment"]}
+        below, above = sum(x < -NOTABLE for x in excess), sum(x > NOTABLE for x in excess)
+        print(
+            f"step {step}: excess at equal distance, mean {fmean(excess):.2f}; of {len(excess)} heads "
+            f"{below} are below {-NOTABLE} and {above} above {NOTABLE}"
+        )
+        if step in kept:
             ends = select_passes(atlas, [0, len(atlas["pass_timesteps"]) - 1])  # the passes that are measured
-            save_cache(args.output_path.with_name(files[numbers["step"]].name), ends)
+            save_cache(atlases[step], ends)
     rows = [measured[step] for step in sorted(measured)]
-    with replacing(args.output_path) as file:
+    with replacing(out) as file:
         file.write(json.dumps(about | {"training_checkpoints": rows}).encode() + b"\n")
-    print(args.output_path)
-
-
-def say(numbers: dict) -> None:
-    """One line: how many heads prefer or avoid frame 0."""
-    excess = [value for layer in numbers["first pass"]["equal_distance_excess"] for value in layer]
-    below, above = sum(value < -NOTABLE for value in excess), sum(value > NOTABLE for value in excess)
-    print(
-        f"step {numbers['step']}: excess at equal distance, mean {fmean(excess):.2f}; of {len(excess)} heads "
-        f"{below} are below {-NOTABLE} and {above} above {NOTABLE}"
-    )
+    print(out)
 
 
 if __name__ == "__main__":

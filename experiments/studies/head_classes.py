@@ -1,18 +1,13 @@
 """Classes of heads by the rules of head-wise cache policies, and the mean queries that TriAttention needs."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.analysis.taxonomy import (
-    ABSENT,
-    Thresholds,
-    head_kinds,
-    local_mass_share,
-    locality,
-)
+from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
@@ -31,20 +26,18 @@ def classes_of(
     for an atlas that does not hold what the rule needs.
     """
     view = open_profiles(atlas, step, quantity="mean_logit" if rule == "pyramid" else "mass")
+    own, mass = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1), view.frame_matrices()
     if rule == "pyramid":
         labels = head_kinds(view, Thresholds())
     elif rule == "forcing_kv":
         labels = locality(local_mass_share(view.profiles(), Thresholds()), Thresholds())
+    elif mass is None or not own[0]:
+        raise CacheError(f"rule {rule} needs an atlas with the masses of all frames")
     else:
-        mass = view.frame_matrices()  # [layers, H, F, F]
-        own = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1)
-        if mass is None or not own[0]:
-            raise CacheError(f"rule {rule} needs an atlas with the masses of all frames")
-        num = mass.shape[0] * mass.shape[1] // 2 if num is None else num
         rows = mass[:, :, own].mean(2)  # [layers, H, F]
-        labels = (
-            dummy(rows, own, num) if rule == "dummy" else most(np.nansum(rows[:, :, : own[0] - 3], -1), num)
-        )
+        num = rows[..., 0].size // 2 if num is None else num
+        older = np.nansum(rows[:, :, : own[0] - 3], -1)
+        labels = dummy(rows, own, num) if rule == "dummy" else most(older, num)
     if labels is None or (labels == ABSENT).any():
         raise CacheError(f"the atlas does not say what rule {rule} needs: more frames, or all passes")
     return labels
@@ -72,29 +65,17 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     """
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
     session = causal.prepare(config, [])
-    model, sums, counts = session.pipeline.model, dict[int, list[torch.Tensor]](), dict[int, int]()
+    sums: dict[int, Any] = {}
 
-    def add(layer: int, attention: Any, projected: torch.Tensor) -> None:
-        q = attention.norm_q(projected).double().unflatten(-1, (-1, 2))  # [B, L, H, D / 2, 2]
-        found = [q.sum((0, 1)), q.norm(dim=-1).sum((0, 1))]
-        sums[layer] = [a + b for a, b in zip(sums.get(layer, [0.0, 0.0]), found, strict=True)]
-        counts[layer] = counts.get(layer, 0) + projected.shape[0] * projected.shape[1]
+    def add(layer: int, norm: Any, module: Any, given: Any, projected: torch.Tensor) -> None:
+        q = norm(projected).double().unflatten(-1, (-1, 2))  # [B, L, H, D / 2, 2]
+        new = q.sum((0, 1)), q.norm(dim=-1).sum((0, 1)), projected[..., 0].numel()
+        sums[layer] = [a + b for a, b in zip(sums.get(layer, (0, 0, 0)), new, strict=True)]
 
-    hooks = [
-        block.self_attn.q.register_forward_hook(
-            lambda module, given, out, layer=layer, attention=block.self_attn: add(layer, attention, out)
-        )
-        for layer, block in enumerate(model.blocks)
-    ]
-    try:
-        session.rollout(config)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    pairs, sizes = (torch.stack([sums[n][i] / counts[n] for n in range(len(hooks))]) for i in (0, 1))
-    real, imag = pairs.float().cpu().unbind(-1)
-    return {
-        "q_mean_real": real.numpy(),
-        "q_mean_imag": imag.numpy(),
-        "q_abs_mean": sizes.float().cpu().numpy(),
-    }
+    for layer, block in enumerate(session.pipeline.model.blocks):
+        block.self_attn.q.register_forward_hook(partial(add, layer, block.self_attn.norm_q))
+    session.rollout(config)
+    of_layers = [sums[layer] for layer in sorted(sums)]
+    pairs, sizes = (torch.stack([one[i] / one[2] for one in of_layers]).float().cpu() for i in (0, 1))
+    found = {"q_mean_real": pairs[..., 0], "q_mean_imag": pairs[..., 1], "q_abs_mean": sizes}
+    return {name: values.numpy() for name, values in found.items()}

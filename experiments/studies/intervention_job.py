@@ -12,11 +12,12 @@ from torch import Tensor
 
 from experiments.analysis import stats
 from experiments.caches import save_cache
-from experiments.caches.files import encode_mp4, replacing, require_ffmpeg, require_same
+from experiments.caches.files import replacing, require_ffmpeg, require_same
 from experiments.extraction import causal
 from experiments.extraction.causal import edited
 from experiments.extraction.edits import check_sources, edits_of, record_of
 from experiments.extraction.provenance import fingerprint, video_tag
+from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.running.locks import claimed
@@ -29,23 +30,22 @@ from wan.files import UnreadableError, load_tensors
 from wan.interventions import Bias, Edit, Jitter
 from wan.vae import VAE
 
-VIDEO_FPS = 16
-
 
 def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     """Roll out with and without config's interventions -> an effects cache, and an mp4 unless --no_video."""
     args.save_video = None if args.no_video else args.save_video or ""
     videos = videos_of(args, [args.output_path])
-    check_outputs(args, config, [args.output_path, *videos])
-    edits, base_config = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
+    written = [args.output_path, *videos]
+    check_outputs(args, config, written)
+    edits, plain = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
     with (
-        claimed(dict.fromkeys([args.output_path, *videos], 0), args.overwrite is not False),
+        claimed(dict.fromkeys(written, 0), args.overwrite is not False),
         observed(args, unit=None) as watch,
     ):
         if videos and not args.dry_run:
             require_ffmpeg("leave the video out by --no_video")
         check_sources(edits, config)
-        session = causal.prepare(base_config, [], observer=watch, decodes="this script")
+        session = causal.prepare(plain, [], observer=watch, decodes="this script")
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
         for edit in edits:
@@ -53,13 +53,12 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         if args.dry_run:
             return
         run = fingerprint(session.identity(config))
-        base, other = base_runs(args.save_base, session, base_config)
-        measured = measure(session, base_config, edits, base, other)
+        base, other = base_runs(args.save_base, session, plain)
+        measured = measure(session, plain, edits, base, other)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
-        pixels = [
-            vae.decode(latents.to(session.device))[0].float().cpu().numpy()  # [frames, 3, H, W] in 0..1
-            for latents in (base, measured["latents_edited"][None])
-        ]
+        both = torch.cat([base.to(session.device), measured["latents_edited"][None].to(session.device)])
+        pixels = [vae.decode(latents[None])[0].float().cpu() for latents in both]  # [frames, 3, H, W] in 0..1
+        arrays = [video.numpy() for video in pixels]
         cache = {
             **session.common,
             "format": "effects",
@@ -70,19 +69,19 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "is_logits": False,
             "interventions": record_of(edits),
             **measured,
-            "psnr": torch.tensor(stats.psnr(pixels[0], pixels[1])).float().clamp(max=100),
-            "ssim": torch.tensor(stats.ssim(pixels[0], pixels[1])).float(),
+            "psnr": torch.tensor(stats.psnr(*arrays)).float().clamp(max=100),
+            "ssim": torch.tensor(stats.ssim(*arrays)).float(),
         }
-        if said := answers(config.prompt, [torch.from_numpy(video) for video in pixels]):
+        if said := answers(config.prompt, pixels):
             without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))
             cache |= {"questions": list(said), "answers_base": without, "answers_edited": with_edits}
         save_cache(args.output_path, cache)
         for video in videos:
-            save_side_by_side(pixels, video, video_tag(run, config, "float32"))
+            beside = to_pixels(torch.cat(pixels, 3)[None])[0]
+            write_mp4(beside, video, tag=video_tag(run, config, "float32"))
+            watch.print(f"{video}: without and with the edits")
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
-        for video in videos:
-            watch.print(f"{video}: without and with the edits")
 
 
 def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) -> tuple[Tensor, Tensor]:
@@ -107,57 +106,44 @@ def measure(
     session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
 ) -> dict[str, Tensor]:
     """Return the tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
+    plan, nothing = session.pipeline.plan(config.num_frames), torch.full((config.num_frames,), torch.nan)
 
-    def run_distance(some: Sequence[Edit], shake: float = 0.0) -> Tensor:
+    def rolled_out(some: Sequence[Edit], **how: Any) -> Tensor:
         with edited(session, config, some):
-            return distance(base, session.rollout(config, shake=shake))[0].float()
+            return session.rollout(config, **how)
 
-    with edited(session, config, edits):
-        latents = session.rollout(config)
+    def run_distance(latents: Tensor) -> Tensor:
+        return distance(base, latents)[0].float()
+
+    latents = rolled_out(edits)
     if session.dtype == torch.float32:
-        floor = run_distance([], FLOOR_NOISE)
+        unchanged = rolled_out([], shake=FLOOR_NOISE)
     else:  # attention by groups is another backend
-        floor = run_distance([Bias(FLOOR_BIAS, frames=("past",), passes="denoise")])
+        unchanged = rolled_out([Bias(FLOOR_BIAS, frames=("past",), passes="denoise")])
     found = {
         "latents_base": base[0].cpu(),
         "latents_edited": latents[0].cpu(),
-        "between_seeds": distance(base, other)[0].float(),
-        "total": distance(base, latents)[0].float(),
-        "own_block": torch.full((config.num_frames,), torch.nan),
-        "floor": floor,
+        "between_seeds": run_distance(other),
+        "total": run_distance(latents),
+        "own_block": nothing.clone(),
+        "floor": run_distance(unchanged),
     }
     if not any(isinstance(edit, Jitter) for edit in edits):
         # The same edits in all passes of the first block that they edit, and nowhere else.
-        plan = session.pipeline.plan(config.num_frames)
         first = min(block for edit in edits for block, _ in plan.calls(edit))
         there = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
-        found["own_block"] = run_distance([edit for edit in there if plan.calls(edit)])
-    if not any("source" in edit.needs for edit in edits):
-        found["direct"] = _direct(session, config, edits, base)
+        found["own_block"] = run_distance(rolled_out([edit for edit in there if plan.calls(edit)]))
+    if not any("source" in edit.needs for edit in edits):  # else each block again, over the base run's past
+        found["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
+
+        def probe(block: int, denoise: Callable[[], Tensor]) -> None:
+            now = slice(frames[block].start, frames[block].stop)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # NaN where nothing is edited
+                with edited(session, config, edits) as made:
+                    x0 = denoise()
+            if made is not None and any(made.changed):
+                found["direct"][now] = distance(base[:, now], x0)[0].float()
+
+        session.rollout(config, probe=probe)
     return found
-
-
-def _direct(session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor) -> Tensor:
-    """Denoise each block again under the edits, over the base run's past; NaN where nothing is edited."""
-    frames, found = block_ranges(config.block_sizes), torch.full((config.num_frames,), torch.nan)
-
-    def probe(block: int, denoise: Callable[[], Tensor]) -> None:
-        now = slice(frames[block].start, frames[block].stop)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            with edited(session, config, edits) as made:
-                x0 = denoise()
-        if made is not None and any(made.changed):
-            found[now] = distance(base[:, now], x0)[0].float()
-
-    session.rollout(config, probe=probe)
-    return found
-
-
-def save_side_by_side(videos: Sequence[Any], path: str, tag: str = "") -> None:
-    """Save an mp4 with the videos [frames, 3, H, W] in 0..1 beside each other, small ones enlarged."""
-    both = torch.cat([torch.as_tensor(video) for video in videos], 3).permute(0, 2, 3, 1)
-    enlarge = -(-256 // min(both.shape[1:3]))
-    pixels = (both * 255).round().byte().repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    with replacing(path) as file:
-        file.write(encode_mp4(pixels.numpy(), VIDEO_FPS, tag=tag))
