@@ -96,13 +96,12 @@ def in_turn(
     rows: Timed,
     repeats: int,
     about: Mapping[str, dict[str, Any]] | None = None,
-    beside: Mapping[str, str] | None = None,
     keep: Callable[[Rows], None] = lambda found: None,
 ) -> Rows:
-    """Call every row once a round; return its seconds, their median, and its ratio to another row.
+    """Call every row once a round; return its seconds, their median, and its ratio to the first row.
 
-    A ratio is the median over rounds of a row's seconds over those of beside[row] (default: the first row) in
-    the same round. Fields of about[row] stand before the numbers. keep gets the results after every round.
+    A ratio is the median over rounds of a row's seconds over those of the first row in the same round.
+    Fields of about[row] stand before the numbers. keep gets the results after every round.
     """
     first = next(iter(rows))
     seconds: dict[str, list[float]] = {name: [] for name in rows}
@@ -111,11 +110,10 @@ def in_turn(
         for name in list(rows)[:: -1 if number % 2 else 1]:  # to and fro: no row always follows the same one
             seconds[name].append(rows[name]())
         for name, taken in seconds.items():
-            other = (beside or {}).get(name, first)
-            ratios = [a / b for a, b in zip(taken, seconds[other], strict=True)]
+            ratios = [a / b for a, b in zip(taken, seconds[first], strict=True)]
             found[name] = (about or {}).get(name, {}) | {
                 "median_seconds": round(statistics.median(taken), 6),
-                "beside": other,
+                "beside": first,
                 "ratio": round(statistics.median(ratios), 4),
                 "ratio_interval": [round(bound, 4) for bound in median_interval(ratios)],
                 "seconds": [round(x, 6) for x in taken],

@@ -2,6 +2,7 @@
 
     python experiments/benchmarks/rollout.py --config_path configs/wan_mini.yaml --repeats 15
     python experiments/benchmarks/rollout.py --random_weights --device cuda --what plain mass maps
+    python experiments/benchmarks/rollout.py --random_weights --what plain --policies longlive
     torchrun --nproc-per-node 2 experiments/benchmarks/rollout.py --random_weights --what plain mass
 
 Rows run in turn, round after round, after a round that is not counted. A ratio is the median over rounds of
@@ -13,7 +14,7 @@ of all that was captured: run the same row in two checkouts to compare them.
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,35 +43,18 @@ from experiments.running.cli import config_from, main, policy_settings
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from wan import attention as attention_code
 from wan import backends, parallel
-from wan import model as model_code
-from wan import pipeline as pipeline_code
 from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.kernels.graphs import apply_cuda_graphs
-from wan.policies import make_policy, read_policy
+from wan.policies import read_policy
 from wan.reductions import mass_of_tails
 from wan.sites import SiteCapture, Where, watched
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
-GROUPS = ("maps", "interventions", "sites", "policies", "heads", "models", "kernels")
-POLICIES = {  # a policy -> the window and sink beside it
-    "ema_sink,window=9,sink=3": (9, 3),
-    "relative,window=12,sink=3": (12, 3),
-    "two_memories,window=12,sink=3": (12, 3),
-    "memory_bank,window=12,sink=3,bank=3,interval=3": (15, 3),
-    "deep_sink,window=21,sink=10": (21, 3),
-    "participative,window=21,sink=10,budget=16,recent=4": (21, 3),
-    "rolling_sink,window=21": (21, 3),
-}
-HEADS = {  # policies of configs; beside them windows of as many keys as the mean head has
-    "longlive": None,
-    "dummy_forcing": (5, 1),
-    "forcing_kv": (6, 1),
-    "triattention": (9, 1),
-}
+GROUPS = ("maps", "interventions", "sites", "models", "kernels")
 KEY_FRAMES, CALLS = (1, 3, 6, 12, 21), 5  # of kernels, and their calls of a timed turn
-Part = tuple[Timed, Rows, dict[str, str]]  # rows, what is known of them, beside which each stands
+Part = tuple[Timed, Rows]  # rows, and what is known of them
 
 
 def run(argv=None):
@@ -78,6 +62,7 @@ def run(argv=None):
     flag = parser.add_argument
     flag("--what", nargs="+", choices=CAPTURES + GROUPS, default=CAPTURES, help="which rows")
     flag("--graphs", action="store_true", help="replay layers from CUDA graphs")
+    flag("--policies", nargs="+", default=[], help="rows as --cache_policy takes them, and with mass")
     flag("--models", nargs="+", metavar="NAME", help="of configs/; all that name a release")
     args = parser.parse_args(argv)
     rank = this_rank()
@@ -89,8 +74,8 @@ def run(argv=None):
         if rank.is_first:
             save_report(report, args.output_path)
 
-    for rows, about, beside in parts(args, config):
-        found = in_turn(rows, args.repeats, about, beside, keep)
+    for rows, about in parts(args, config):
+        found = in_turn(rows, args.repeats, about, keep)
         if rank.is_first:
             print_rows(found)
     if rank.count > 1:
@@ -104,7 +89,7 @@ def parts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     if "models" in asked:
         yield from models(args, config)
     if "kernels" in asked:
-        yield kernels(config.device), {}, {}
+        yield kernels(config.device), {}
     if asked <= {"models", "kernels"}:
         return
     rollout = Rollout(config, args.random_weights)
@@ -121,27 +106,14 @@ def parts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     for group, make in {"maps": maps, "interventions": edits, "sites": sites}.items():
         if group in asked:
             rows |= {name: partial(seconds, active) for name, active in make(rollout).items()}
+    for name in args.policies:
+        policy = read_policy(policy_settings(name))
+        rows[name] = partial(seconds, policy=policy)
+        rows[f"{name}, mass"] = partial(seconds, capturing(requests["mass"]), policy)
     yield warmed_up(rollout, rows)
-    if "policies" in asked:
-        rows, beside, mass = {}, {}, capturing(requests["mass"])
-        for text, (window, sink) in POLICIES.items():
-            usual = make_policy(name="window", window=window, sink=sink)
-            for name, policy in ((f"window {window}", usual), (text, read_policy(policy_settings(text)))):
-                rows[name] = partial(seconds, policy=policy)
-                rows[f"{name}, mass"] = partial(seconds, mass, policy=policy)
-                beside |= {name: f"window {window}", f"{name}, mass": name}
-        yield warmed_up(rollout, rows, beside)
-    if "heads" in asked:
-        rows = {"full": partial(seconds, policy=make_policy(name="full"))}
-        for name, equal in HEADS.items():
-            rows[name] = partial(seconds, policy=read_policy(policy_settings(name)))
-            if equal:
-                window = make_policy("window", window=equal[0], sink=equal[1])
-                rows["window {}/{}".format(*equal)] = partial(seconds, policy=window)
-        yield warmed_up(rollout, rows)
 
 
-def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str] | None = None) -> Part:
+def warmed_up(rollout: Rollout, rows: Timed) -> Part:
     """Call every row once; note peak memory, bytes of the cache, the last block's time and the bits."""
     about: Rows = {}
     latents = {}
@@ -158,9 +130,8 @@ def warmed_up(rollout: Rollout, rows: Timed, beside: dict[str, str] | None = Non
             "sha256": rollout.digest(),
         }
     for name in rows:
-        other = (beside or {}).get(name, next(iter(rows)))
-        about[name]["same_bits"] = torch.equal(latents[name], latents[other])
-    return rows, about, beside or {}
+        about[name]["same_bits"] = torch.equal(latents[name], latents[next(iter(rows))])
+    return rows, about
 
 
 def note_end(ends: list[float], block: int, latents: torch.Tensor) -> None:
@@ -195,7 +166,7 @@ def edits(rollout: Rollout) -> dict[str, Active]:
 
 
 def sites(rollout: Rollout) -> dict[str, Active]:
-    """Return captures of the residual stream, and the model's code as if it visited no site."""
+    """Return captures of the residual stream."""
     one_step: dict[str, Any] = {"sites": ("resid_post",), "steps": (0,)}
     made: dict[str, Callable[[], SiteCapture]] = {
         "sites: resid_post of all layers, step 0": partial(SiteCapture, **one_step, to=None),
@@ -204,8 +175,7 @@ def sites(rollout: Rollout) -> dict[str, Active]:
             SiteCapture, ("resid_post",), to=None, reduce=mean_of_frames
         ),
     }
-    watchers: dict[str, Active] = {name: partial(watching, make) for name, make in made.items()}
-    return {"without sites in the code": without_sites} | watchers
+    return {name: partial(watching, make) for name, make in made.items()}
 
 
 @contextmanager
@@ -215,17 +185,6 @@ def watching(make: Callable[[], SiteCapture]) -> Iterator[None]:
     with watched(capture):
         yield
         capture.flush()
-
-
-@contextmanager
-def without_sites() -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in (model_code, attention_code, pipeline_code):
-            for name, idle in (("visit", lambda site, layer, x, *more: x), ("watchers", tuple)):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, idle))
-        stack.enter_context(mock.patch.object(model_code, "wanted", lambda site, layer: False))
-        yield
 
 
 def mean_of_frames(x: torch.Tensor, where: Where) -> torch.Tensor:

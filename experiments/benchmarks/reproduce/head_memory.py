@@ -18,11 +18,12 @@ from matplotlib.figure import Figure
 from experiments.analysis.effects import budget_panels
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import bootstrap, partial_spearman, rounded, spearman
-from experiments.benchmarks.harness import finding_parser, save_finding, save_report
+from experiments.benchmarks.harness import finding_parser, save_report
 from experiments.benchmarks.reproduce.hidden_shapes import of_miniature
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves, head_maps, share_bars
+from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.recipe import FRAMES
 from experiments.miniature.tracking import EvalPool
@@ -64,8 +65,8 @@ def run(argv=None):
     args = parser.parse_args(argv)
     if not args.draw:
         save_report(measure(args), args.output_path)
-    report = read_json(args.output_path)
-    save_finding(args, report, figures_of(report))
+    for name, figure in figures_of(read_json(args.output_path)).items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -213,11 +214,9 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     shown = {"8 others of their layers": others, "all heads: past, all": nobody}
     known = {name: one["same"] for name, one in report["routes"].items() if name.startswith("known: ")}
     readers = report["paths"]["readers"]
-    heads = [(int(name.split()[1]), int(name.split()[3])) for name in readers]
-    layers = sorted({layer for layer, _ in heads})
-    shares = np.full((len(layers), 1 + max(head for _, head in heads)), np.nan)
-    for (layer, head), values in zip(heads, readers.values(), strict=True):
-        shares[layers.index(layer), head] = np.mean(values)
+    layers = sorted({int(name.split()[1]) for name in readers})
+    heads = sum(name.startswith("layer 0 head") for name in readers)
+    shares = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
     panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", shares)
     subtitle = f"{report['paths']['pairs']} pairs of colours"
     return {
