@@ -24,26 +24,15 @@ torch.set_num_threads(1)  # the tensors are small: threads that wait for each ot
 
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
 SLOW_FOLDERS = ("notebooks", "robustness")
-SLOW_FILES = (
-    *(
-        "test_extract_attention_wan",
-        "test_memory",
-        "test_figures",
-        "test_run_notebooks",
-        "test_own_code",
-        "test_recipes",
-    ),
-    *("test_mini", "test_tracking", "test_training", "test_evaluation", "test_long_rollout", "test_prompts"),
-    *(
-        "test_causal_atlas",
-        "test_intervention_runs",
-        "test_policy_atlas",
-        "test_policy_rollouts",
-        "test_policy_comparison",
-    ),
-    *("test_hidden_shapes", "test_parallel", "test_policy_keys", "test_golden_policies"),
-    "test_sweeps",
-)
+SLOW_FILES = [
+    f"test_{name}"
+    for names in (
+        "memory figures run_notebooks own_code recipes mini tracking training evaluation long_rollout prompts",
+        "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes parallel sweeps",
+        "golden_policies",
+    )
+    for name in names.split()
+]
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
 SIZES += ("num_heads", "num_layers", "patch_size")

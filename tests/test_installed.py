@@ -31,32 +31,27 @@ def tracked(*names):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder with what the wheel holds. It is built in a copy: building leaves files behind."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in tracked("wan", "experiments", "pyproject.toml", "README.md", "LICENSE"):
-        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "source" / name)
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder)]
-    subprocess.run([*build, str(folder / "source")], check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
+@pytest.mark.beside
+def test_the_wheel_ships_what_the_packages_read_and_its_commands_say_what_they_do(tmp_path):
+    for name in tracked(
+        "wan", "experiments", "pyproject.toml", "README.md", "LICENSE"
+    ):  # building leaves files
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path)]
+    subprocess.run([*build, str(tmp_path / "source")], check=True, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
-
-
-@pytest.mark.beside
-def test_the_wheel_ships_every_file_that_the_packages_read(installed):
+        archive.extractall(site)
     needed = [name for name in tracked("wan", "experiments") if not name.endswith((".md", ".sh"))]
-    assert len(needed) > 80 and not [name for name in needed if not (installed / name).is_file()]
-
-
-@pytest.mark.beside
-def test_its_commands_say_what_they_do(installed, tmp_path):
-    env = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
-    names = {line.removeprefix("ran ") for line in done.stdout.splitlines() if line.startswith("ran ")}
-    assert len(names) == 8 and done.stdout.count(str(installed)) == 2
+    assert len(needed) > 80 and not [name for name in needed if not (site / name).is_file()]
+    run = {
+        "cwd": tmp_path,
+        "env": os.environ | {"PYTHONPATH": str(site)},
+        "capture_output": True,
+        "text": True,
+    }
+    said = subprocess.run([sys.executable, "-c", COMMANDS], check=True, **run).stdout
+    names = {line for line in said.splitlines() if line.startswith("ran ")}
+    assert len(names) == 8 and said.count(str(site)) == 2

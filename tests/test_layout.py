@@ -42,17 +42,9 @@ def tracked(*folders: str) -> list[str]:
 @cache
 def modules() -> dict[str, ast.Module]:
     """Every module of wan and experiments -> its syntax tree."""
-    found = {}
-    for name in tracked("wan", "experiments"):
-        if name.endswith(".py"):
-            found[name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")] = parsed(name)
-    return found
-
-
-@cache
-def parsed(name: str) -> ast.Module:
-    """The syntax tree of a file, by its path below the root."""
-    return ast.parse((ROOT / name).read_text())
+    files = [name for name in tracked("wan", "experiments") if name.endswith(".py")]
+    names = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+    return {name: ast.parse((ROOT / file).read_text()) for name, file in zip(names, files, strict=True)}
 
 
 def package(module: str) -> str:
@@ -71,14 +63,12 @@ def at_run_time(tree: ast.AST):
 
 def imports(module: str, nodes) -> set[str]:
     """Modules of ours that these nodes import, by their full names."""
-    found = set()
+    found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, (
-                f"{module}: write `from {package(module)}... import`, not a relative import"
-            )
+            assert node.level == 0, f"{module}: write `from {package(module)}... import`, no relative import"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in modules() else node.module for name in names}
     return {name for name in found if name.split(".")[0] in ("wan", "experiments")} - {module}
@@ -125,10 +115,10 @@ def test_figure_4_imports_few_modules():
 
 def test_nobody_imports_the_workshop():
     """Neither the packages nor the notebooks import experiments.benchmarks."""
-    outside = [
+    files = [
         name for name in tracked("wan", "experiments", "notebooks") if "experiments/benchmarks/" not in name
     ]
-    sources = {name: (ROOT / name).read_text() for name in outside if name.endswith((".py", ".ipynb", ".sh"))}
+    sources = {name: (ROOT / name).read_text() for name in files if name.endswith((".py", ".ipynb", ".sh"))}
     assert not [name for name, text in sources.items() if "experiments.benchmarks" in text]
 
 
