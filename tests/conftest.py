@@ -27,9 +27,9 @@ SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW_FILES = [
     f"test_{name}"
     for names in (
-        "memory figures run_notebooks own_code recipes mini tracking training evaluation long_rollout prompts",
+        "memory figures run_notebooks own_code recipes mini tracking training evaluation long_rollout",
         "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes parallel sweeps",
-        "golden_policies",
+        "prompts golden_policies",
     )
     for name in names.split()
 ]
