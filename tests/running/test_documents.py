@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from experiments.caches import formats as schema
 
-EXTRACTION, NOTEBOOKS = ((ROOT / folder / "README.md").read_text() for folder in ("experiments", "notebooks"))
+FIELDS, NOTEBOOKS = ((ROOT / name).read_text() for name in ("docs/cache_schema.md", "notebooks/README.md"))
 
 
 def fields(declared):
@@ -20,11 +20,9 @@ def fields(declared):
 
 @pytest.mark.parametrize("kind", schema.FORMATS)
 def test_every_field_is_explained(kind):
-    explained = set(re.findall(r"`(\w+)`", EXTRACTION))
+    explained = set(re.findall(r"`(\w+)`", FIELDS))
     assert set(fields(schema.FORMATS[kind].fields)) <= explained
-    assert (
-        f"`{schema.FORMATS[kind].script}`" in EXTRACTION and f"`{schema.FORMATS[kind].notebook}`" in NOTEBOOKS
-    )
+    assert f"`{schema.FORMATS[kind].script}`" in FIELDS and f"`{schema.FORMATS[kind].notebook}`" in NOTEBOOKS
 
 
 def test_the_guide_for_contributors_names_every_room():
