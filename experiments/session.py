@@ -191,13 +191,10 @@ class Pipe:
 class Run:
     """One generated video, with the activations that were captured at named sites."""
 
+    latents = property(lambda self: self.extraction.latents)  # [1, F, C, h, w]
+
     def __init__(self, extraction: Extraction, activations: Mapping[str, Activations] | None = None):
         self.extraction, self.activations = extraction, dict(activations or {})
-
-    @property
-    def latents(self) -> Tensor:
-        """[1, F, C, h, w]"""
-        return self.extraction.latents
 
     @cached_property
     def video(self) -> Tensor:
@@ -219,19 +216,13 @@ class Run:
 
     def show(self) -> Any:
         """The video, for a notebook."""
-        return shown(self.video)
+        from IPython.display import Video
+
+        return Video(data=encoded(self.video), embed=True, mimetype="video/mp4")
 
     def __repr__(self) -> str:
-        c, shape = self.extraction.config, list(self.latents.shape)
-        calls = len(self.extraction.records)
-        return f"Run: {c.prompt!r}, seed {c.seed}, latents {shape}, {calls} captured calls"
-
-
-def shown(pixels: Tensor) -> Any:
-    """A video uint8 [frames, height, width, 3] for a notebook."""
-    from IPython.display import Video
-
-    return Video(data=encoded(pixels), embed=True, mimetype="video/mp4")
+        c, calls = self.extraction.config, len(self.extraction.records)
+        return f"Run: {c.prompt!r}, seed {c.seed}, latents {list(self.latents.shape)}, {calls} captured calls"
 
 
 def compare(run_a: Run, run_b: Run) -> "Comparison":
@@ -243,7 +234,9 @@ def compare(run_a: Run, run_b: Run) -> "Comparison":
 
 
 class Comparison:
-    """Two runs: the first, the second, and how far they are apart."""
+    """Two runs, and how far they are apart."""
+
+    show = Run.show  # the three side by side, for a notebook
 
     def __init__(self, run_a: Run, run_b: Run):
         self.runs = run_a, run_b
@@ -258,16 +251,11 @@ class Comparison:
     def video(self) -> Tensor:
         """uint8 [frames, height, 3 x width, 3]: one, the other, and the distance of their colours."""
         one, other = (run.video for run in self.runs)
-        apart = (one.short() - other.short()).abs().to(one.dtype)
-        return torch.cat([one, other, apart], 2)
+        return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
 
     def save(self, path: str | Path) -> None:
         """Write the three side by side as an mp4."""
         write_mp4(self.video, path)
-
-    def show(self) -> Any:
-        """The three side by side, for a notebook."""
-        return shown(self.video)
 
     def __repr__(self) -> str:
         names = [f"{run.edits or 'no edit'}, seed {run.extraction.config.seed}" for run in self.runs]
@@ -431,11 +419,9 @@ class Seen:
         return self.runs[-1]
 
     def __repr__(self) -> str:
-        runs = f"{len(self.runs)} run{'s' * (len(self.runs) != 1)}"
-        if self.watcher is not None:
-            return f"Seen: {runs}, {', '.join(self.watcher.sites)}"
         calls = len(self.runs[-1].extraction.records) if self.runs else 0
-        return f"Seen: {runs}, {calls} captured calls in the last"
+        kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
+        return f"Seen: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
 
 
 class Atlas(dict[str, Any]):
@@ -507,15 +493,13 @@ class MeanAtlas:
     """Means over atlases by quantity, and the half width of their 95 % interval over runs (Student's t)."""
 
     def __init__(self, atlases: Sequence[Atlas]):
-        first = atlases[0] if atlases else None
         if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
             raise CacheError("a mean is of two atlases or more, of the same layers")
-        assert first is not None
-        self.count, self.layers = len(atlases), first["layers"]
+        self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
-        for name in first.units:
-            values: list[Any] = [atlas.get(name) for atlas in atlases]
-            if all(isinstance(x, Tensor) and x.shape == first[name].shape for x in values):
+        for name in atlases[0].units:
+            values = [atlas[name] for atlas in atlases if name in atlas]
+            if len({x.shape for x in values}) == 1 and len(values) == self.count:
                 stacked = torch.stack(values).float()
                 self.means[name] = stacked.mean(0)
                 self.half_widths[name] = student_t(self.count - 1) * stacked.std(0) / self.count**0.5
@@ -529,15 +513,11 @@ class MeanAtlas:
         """The ends of the interval of a quantity."""
         return self[name] - self.half_widths[name], self[name] + self.half_widths[name]
 
-    def __repr__(self) -> str:
-        return f"MeanAtlas: of {self.count} atlases, {', '.join(self.means)}"
-
 
 def student_t(freedom: int) -> float:
     """The 97.5 % quantile of Student's t, by bisection of its cumulative distribution."""
     x = torch.linspace(0, 200, 400_001, dtype=torch.float64)
-    density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
-    mass = torch.cumulative_trapezoid(density, x)
+    mass = torch.cumulative_trapezoid((1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
     log_norm = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
     whole = (torch.pi * freedom) ** 0.5 / log_norm.double().exp() / 2  # the integral from 0 on
     return x[1 + int(torch.searchsorted(mass, 0.95 * whole))].item()
@@ -552,8 +532,8 @@ class AtlasComparison:
         self.layers, self.quantity = one["layers"], quantity
         rows = [atlas[quantity].float().transpose(1, 2).flatten(2) for atlas in (one, other)]
         there = rows[0].isfinite() & rows[1].isfinite()
-        a, b = (x.masked_fill(~there, 0) for x in rows)
         count = there.sum(-1, keepdim=True)
+        a, b = (x.masked_fill(~there, 0) for x in rows)
         a, b = (((x - x.sum(-1, keepdim=True) / count) * there) for x in (a, b))
         self.correlation = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
@@ -585,22 +565,21 @@ def x0_lens(
     chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
     watcher = SiteCapture(("x_t", "resid_post"), chosen, rows, range(len(pipe.config.denoising_step_list)))
     check_capture(pipe, watcher, streams=True)
-    found: dict[tuple[int, int, int], Tensor] = {}
+    found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]
 
     def read(x: Tensor, where: Where) -> Tensor:
         assert pipe._session is not None
-        model, pipeline = pipe._session.pipeline.model, pipe._session.pipeline
+        pipeline, model = pipe._session.pipeline, pipe._session.pipeline.model
         if where.site == "x_t":
             noisy[0] = x
         else:
-            (_, _, _, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
+            (*_, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
             time = model.time_embedding_of(x.new_full((len(x), 1), where.timestep, dtype=torch.float32))
             flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
             x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
             found[where.layer or 0, where.block, where.step] = x0.cpu()
         return x.new_zeros(())
 
-    noisy: list[Tensor] = [torch.empty(0)]
     with watched(replace(watcher, reduce=read)):
         run = pipe.generate(prompt, seed)
     return Lens(run, found)
@@ -633,14 +612,10 @@ class Lens:
         """The last frame of a block: layers down, steps across, with the distance to the final x0."""
         from experiments.figures.atlas import lens_strip
 
-        images = [
-            [self.frames(layer, block, step)[-1].numpy() for step in self.steps] for layer in self.layers
-        ]
+        last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
+        images = [[last(layer, step) for step in self.steps] for layer in self.layers]
         return lens_strip(images, self.layers, self.steps, self.distance[:, self.blocks.index(block)].numpy())
 
     def _final(self, block: int) -> Tensor:
         frames = block_frames(self.run.extraction.config.block_sizes, block)
         return self.run.latents[:, frames[0] : frames[-1] + 1].cpu()
-
-    def __repr__(self) -> str:
-        return f"Lens: layers {self.layers}, blocks {self.blocks}, steps {self.steps} of {self.run!r}"
