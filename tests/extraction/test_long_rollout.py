@@ -204,10 +204,9 @@ def test_files_of_others_are_left_alone(tmp_path):
     LatentFile(latents, (6, 16, 8, 8), torch.float32, "mine")
     with pytest.raises(CacheError, match="is of another run"):
         LatentFile(latents, (6, 16, 8, 8), torch.float32, "another")
-    for content in (b"x", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]", bytes(range(256)) * 300):
-        latents.write_bytes(content)
-        with pytest.raises(CacheError, match="no file of latents"):
-            LatentFile(latents, (6, 16, 8, 8), torch.float32, "mine")
+    latents.write_bytes(bytes(range(256)) * 300)
+    with pytest.raises(CacheError, match="no file of latents"):
+        LatentFile(latents, (6, 16, 8, 8), torch.float32, "mine")
     with pytest.raises(CacheError, match="no captured blocks"):
         read_blocks(tmp_path)
     path_of(tmp_path, 0).write_bytes(b"torn")

@@ -106,16 +106,6 @@ def test_a_file_takes_the_place_of_umt5(tmp_path, mini, monkeypatch):
     assert bare["cross_tokens"] == [str(i) for i in range(len(own["cross_tokens"]))]
 
 
-def test_an_empty_prompt_is_a_prompt(tmp_path):
-    config = load_config(ROOT / "configs/wan_mini.yaml", {"prompt_embeds": str(tmp_path / "states.pt")})
-    states = {"prompt_embeds": torch.ones(1, 5, 64)}
-    torch.save(states | {"prompt": ""}, config.prompt_embeds)
-    assert prompt_embeds.with_given_prompt(config, None) == ""
-    torch.save(states, config.prompt_embeds)
-    assert prompt_embeds.with_given_prompt(config, "") == ""
-    assert prompt_embeds.with_given_prompt(config, None) == config.prompt != ""
-
-
 def test_a_file_is_of_one_prompt(tmp_path):
     """Another prompt's states are never those of the file, whoever asks for them."""
     config = load_config(ROOT / "configs/wan_mini.yaml", {"prompt_embeds": str(tmp_path / "states.pt")})

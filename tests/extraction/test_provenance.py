@@ -124,18 +124,11 @@ def test_files_count_by_what_they_hold(config, tmp_path):
     for path in (means, lora, weights):
         path.write_bytes(b"some")
     policies = {"a": {"name": "full"}, "b": {"name": "window", "window": 9}}
-    edits = [
-        Ablate("mean", str(means), passes="denoise"),
-        Patch("z", Source(weights="base"), passes="denoise"),
-    ]
-    config = replace(
-        config,
-        ckpt_dir=str(model),
-        checkpoint_path=str(weights),
-        lora_path=str(lora),
-        cache_policy={"name": "per_head", "file": str(heads), "policies": policies},
-        interventions=[edit.to_dict() for edit in edits],
-    )
+    means_of_file = Ablate("mean", str(means), passes="denoise")
+    edits = [edit.to_dict() for edit in (means_of_file, Patch("z", Source(weights="base"), passes="denoise"))]
+    paths = {"ckpt_dir": str(model), "checkpoint_path": str(weights), "lora_path": str(lora)}
+    by_file = {"name": "per_head", "file": str(heads), "policies": policies}
+    config = replace(config, **paths, cache_policy=by_file, interventions=edits)
 
     def tag() -> str:
         return video_tag(fingerprint(identity(config)), config)
@@ -151,9 +144,8 @@ def test_files_count_by_what_they_hold(config, tmp_path):
     decoder = model / "vae/diffusion_pytorch_model.safetensors"
     decoder.write_bytes(decoder.read_bytes()[:-1] + b"?")
     assert tag().startswith(run) and tag() != f"{run} {vae}"
-    assert (
-        len({video_tag(run, config, dtype) for dtype in ("auto", "float32", "bfloat16", "preview by a")}) == 3
-    )
+    decoders = ("auto", "float32", "bfloat16", "preview by a")
+    assert len({video_tag(run, config, dtype) for dtype in decoders}) == 3
     means.unlink()
     with pytest.raises(ConfigError, match="not found; leave source out"):
         identity(config)
@@ -209,10 +201,7 @@ def of_base_runs(session, config, tmp_path):
 
 @pytest.mark.parametrize("name_of", [of_atlas, of_comparison, of_base_runs])
 def test_another_input_is_another_name(name_of, config, tmp_path):
-    names = [
-        name_of(session_of(config), config, tmp_path),
-        name_of(session_of(config, "1"), config, tmp_path),
-    ]
+    names = [name_of(session_of(config, weights), config, tmp_path) for weights in ("0", "1")]
     for name in ("prompt", "seed", "num_frames", "timestep_shift"):
         names.append(name_of(session_of(config), replace(config, **{name: OTHERS[name]}), tmp_path))
     assert len(set(names)) == len(names)
@@ -233,13 +222,10 @@ def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config
         assert len(session.asked) > before
 
 
-def test_means_of_another_run_under_this_ones_name_are_refused(config, tmp_path):
-    path = tmp_path / "means.pt"
+def test_means_of_another_run_under_this_ones_name_are_refused(tmp_path):
+    path, sizes = tmp_path / "means.pt", SimpleNamespace(num_heads=12, head_dim=8)
     torch.save({"self|0|0|cond": torch.zeros(3, 12, 8), "fingerprint": "ab"}, path)
-    sizes = SimpleNamespace(num_heads=12, head_dim=8)
-    assert list(causal._read_means(path, sizes)) == list(
-        causal._read_means(path, sizes, "ab")
-    )  # a named file
+    assert [*causal._read_means(path, sizes)] == [*causal._read_means(path, sizes, "ab")]  # a named file
     torch.save({"self|0|0|cond": torch.zeros(3, 8, 12)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="holds no means"):
         causal._read_means(tmp_path / "other.pt", sizes)

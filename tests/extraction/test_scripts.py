@@ -159,13 +159,11 @@ FIGURE4, EACH, ALL, CALLS = run_extraction_figure4, run_extraction_each, run_ext
     ("script", "flags", "message"),
     [
         (FIGURE4, ["--checkpoint_path", "no.pt"], "no.pt not found; run: bash experiments/download_weights"),
-        (FIGURE4, ["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/"),
         (FIGURE4, ["--layer_indices", "1", "8"], r"layer 8 is not in 0\.\.7"),
         (FIGURE4, ["--capture", "probabilities", "--granularity", "frame"], "needs --granularity token"),
         (EACH, ["--layer_index", "-1"], r"layer_index.*-1|layer -1 is not in 0\.\."),
         (ALL, ["--step", "5"], r"step 5 is not in 0\.\.4; 4 is the clean pass"),
         (EACH, ["--num_frames", "20"], "20 frames do not fit blocks of 3; try 18 or 21"),
-        (EACH, ["--device", "quantum"], "device 'quantum' is not one of auto, cpu"),
         (EACH, ["--output_dir", "somewhere"], "excludes --layer_index|--output_path"),
         (CALLS, ["--blocks", "-8"], r"block -8 is not in 0\.\.6"),
         (CALLS, ["--step", "1", "--steps", "2"], "--step and --steps exclude each other"),
