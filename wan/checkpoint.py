@@ -10,7 +10,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from wan.config import MODELS, ModelConfig, RunConfig
-from wan.errors import ConfigError, library_reads, one_line, short_repr
+from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError, library_reads, one_line, refuse, short_repr
 from wan.files import MAX_LAYERS, MAX_SIZE, UnreadableError, load_tensors, read_json
 from wan.model import WanModel
 from wan.offload import StreamedBlocks
@@ -75,10 +74,9 @@ def to_native_names(state: StateDict) -> StateDict:
 
 
 def _rename(name: str, top: dict[str, str], block: dict[str, str]) -> str:
-    in_block = re.match(r"blocks\.\d+\.", name)
-    start, table = (in_block[0], block) if in_block else ("", top)
+    start = match[0] if (match := re.match(r"blocks\.\d+\.", name)) else ""
     rest = name[len(start) :]
-    for old, new in table.items():
+    for old, new in (block if start else top).items():
         if rest.startswith(old):
             return start + new + rest[len(old) :]
     return name
@@ -132,26 +130,16 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
         raise CheckpointError(f"{path} has no {error.args[0]!r}: not a {kind}") from None
     for name, value in found.items():
         most = MAX_LAYERS if name == "num_layers" else MAX_SIZE
-        numbers = value if name == "patch_size" and isinstance(value, (list, tuple)) else [value]
-        plausible = all(type(number) is int and 1 <= number <= most for number in numbers)
-        if name == "eps":
-            plausible, most = type(value) in (int, float) and 0 <= value < 1, 1
-        if not plausible or (name == "patch_size" and len(numbers) != 3):
+        numbers = value if name == "patch_size" and isinstance(value, list) else [value]
+        fits = all(type(n) is int and 1 <= n <= most for n in numbers) and len(numbers) in (1, 3)
+        if not fits and not (name == "eps" and type(value) is float and 0 <= value < 1):
             raise CheckpointError(f"{path}: {name} is {short_repr(value, 40)}, which is not within 1..{most}")
     return ModelConfig(**found)
 
 
 def read_component_config(folder: str | Path) -> dict[str, Any]:
-    """Read config.json of a text encoder or VAE. Raise CheckpointError for sizes that none can have."""
-    path = require_file(Path(folder) / "config.json")
-    config = read_json(path, CheckpointError)
-    for name, value in config.items():
-        most = MAX_LAYERS if "layers" in name else 16 if "blocks" in name else MAX_SIZE
-        values = value if isinstance(value, list) else [value]
-        numbers = [number for number in values if type(number) in (int, float)]
-        if len(values) > 64 or not all(-most <= number <= most for number in numbers):
-            raise CheckpointError(f"{path}: {name} is {short_repr(value)}, not within {most}")
-    return config
+    """Read config.json of a text encoder or VAE."""
+    return read_json(require_file(Path(folder) / "config.json"), CheckpointError)
 
 
 def transformer_file(ckpt_dir: str | Path) -> Path:
@@ -187,12 +175,10 @@ def shards(path: Path) -> list[Path]:
     if not path.name.endswith(".index.json"):
         return [path]
     names = read_json(require_file(path), CheckpointError).get("weight_map")
-    files = list(names.values()) if isinstance(names, dict) else []
-    if not files or not all(isinstance(name, str) and Path(name).name.isprintable() for name in files):
+    files = sorted({Path(str(name)).name for name in names.values()}) if isinstance(names, dict) else []
+    if not files or not all(files):
         raise CheckpointError(f"{path} has no weight_map of file names: not an index of shards")
-    if not all(Path(name).name.strip(".") for name in files):
-        raise CheckpointError(f"{path}: its weight_map names a folder, not a file")
-    return [path.with_name(Path(name).name) for name in sorted(set(files))]
+    return [path.with_name(name) for name in files]
 
 
 def read_safetensors(path: Path) -> StateDict:
@@ -217,11 +203,6 @@ def read_torch_file(path: str | Path) -> dict[Any, Any]:
 
 def read_weights_file(path: str | Path) -> dict[Any, Any]:
     """Read a .pt, a .safetensors, or an index of .safetensors shards."""
-    if str(path).endswith(".gguf"):
-        raise CheckpointError(
-            f"{path} is a GGUF, whose blocks are not read; take the model's .safetensors: one in "
-            "fp8_e4m3fn_scaled is about as small"
-        )
     is_safe = str(path).endswith((".safetensors", ".safetensors.index.json"))
     return read_safetensors(Path(path)) if is_safe else read_torch_file(path)
 
@@ -280,21 +261,19 @@ class LoadReport:
     prefixes: Counter[str] = field(default_factory=Counter)  # taken off, with the number of keys
     names: str = "native"  # or diffusers'
     loaded: int = 0  # tensors
-    sizes: str = ""
     quantised: str = ""  # how its weights were stored, where they were dequantised
     merged: str = ""  # the LoRA
-    ignored: tuple[str, ...] = ()
+    ignored: str = ""
 
     def __str__(self) -> str:
         prefixes = ", ".join(f"{lead}* of {count}" for lead, count in self.prefixes.items())
         parts = [
             f"{self.file}: {self.loaded} tensors of {self.container}",
-            self.sizes,
             f"{self.names} names",
-            f"without the prefix {prefixes}" if prefixes else "",
+            prefixes and f"without the prefix {prefixes}",
             self.quantised,
             self.merged,
-            f"ignored: {', '.join(self.ignored)}" if self.ignored else "nothing ignored",
+            f"ignored: {self.ignored}" if self.ignored else "nothing ignored",
         ]
         return one_line("; ".join(filter(None, parts)))
 
@@ -312,28 +291,22 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
         state, report.container = content[chosen], chosen
         if chosen != order[0] and chosen != "model":
             warnings.warn(f"{path} holds no {order[0]}; its {chosen} is used", stacklevel=3)
-        report.ignored = tuple(
-            f"{name} ({len(value)})" if isinstance(value, dict) else str(name)
-            for name, value in content.items()
-            if name != chosen
-        )
+        others = [(name, value) for name, value in content.items() if name != chosen]
+        report.ignored = ", ".join(f"{n} ({len(x)})" if isinstance(x, dict) else str(n) for n, x in others)
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        held = ", ".join(map(str, list(content)[:SHOWN]))
-        raise CheckpointError(f"{path} holds no state dict of tensors, but: {held}")
+        raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, content))}")
 
     found: StateDict = {}
     leads: Counter[str] = Counter()
     for name, tensor in state.items():
         if str(name).endswith("scaled_fp8"):  # marks ComfyUI's files
             continue
-        bare, wrapped = _without_wrappers(str(name))
-        lead = LEAD.match(bare)[0]  # type: ignore[index]  # which matches nothing, too
-        bare = bare[len(lead) :]
+        report.prefixes.update(wrapper for wrapper in WRAPPERS if wrapper in str(name))
+        lead, bare = bare_name(str(name), LEAD)
         if bare in found:
             raise CheckpointError(f"{path} has two keys for {bare}, such as {name}")
         found[bare] = tensor
         leads[lead] += 1
-        report.prefixes.update(wrapped)
     if len(leads) > 1:
         parts = ", ".join(f"{n} with {lead or 'none'}" for lead, n in leads.most_common(SHOWN))
         raise CheckpointError(f"{path} mixes prefixes of keys: {parts}; it was put together from two files")
@@ -341,12 +314,18 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     if any(name.startswith(("condition_embedder.", "proj_out.")) for name in found):
         report.names, found = "diffusers'", to_native_names(found)
     if not any(name.partition(".")[0] in NATIVE_ROOTS for name in found):
-        raise CheckpointError(
-            f"{path} has no known layout of a Wan transformer; its keys begin with {prefixes_of(found)}"
-        )
+        raise CheckpointError(f"{path} is of no Wan transformer; its keys begin with {prefixes_of(found)}")
     found = dequantise(found, path, report)
     report.loaded = len(found)
     return found, report
+
+
+def bare_name(name: str, lead: re.Pattern[str]) -> tuple[str, str]:
+    """Return the lead of a name and the rest of it, without what training wrappers put into it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    start = lead.match(name)[0]  # type: ignore[index]  # which matches nothing, too
+    return start, name[len(start) :]
 
 
 # FP8 as ComfyUI stores it: W = q · scale, a scale for each weight, or none where values were only rounded.
@@ -363,37 +342,26 @@ def dequantise(state: StateDict, path: str | Path, report: LoadReport) -> StateD
     """
     if not any(tensor.dtype in FP8 for tensor in state.values()):
         return state
-    scales = {name.removesuffix(end) + ".weight": value.float()
-              for name, value in state.items() for end in SCALES if name.endswith(end)}  # fmt: skip
     found: StateDict = {}
     stored: Counter[str] = Counter()
     for name, tensor in state.items():
         if name.endswith(SCALES + NOT_WEIGHTS):
             continue
         if tensor.dtype in FP8:
-            scale = scales.pop(name, torch.ones(()))
-            rows = scale.reshape(-1, *(1,) * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
+            names = [name.removesuffix(".weight") + end for end in SCALES]
+            scale = next((state[one].float() for one in names if one in state), torch.ones(()))
             if scale.numel() not in (1, tensor.shape[0]) or not scale.isfinite().all():
                 raise CheckpointError(
                     f"{path}: {name} {list(tensor.shape)} has a scale {list(scale.shape)}, not one finite "
                     "number, or one for each row; get the file again"
                 )
             stored[str(tensor.dtype).removeprefix("torch.")] += 1
+            rows = scale.reshape(-1, *[1] * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
             tensor = (tensor.float() * rows).to(torch.bfloat16)
         found[name] = tensor
-    if scales:
-        raise CheckpointError(f"{path} scales {next(iter(scales))}, which is not stored in FP8; get it again")
     parts = ", ".join(f"{count} tensors of {dtype}" for dtype, count in stored.items())
     report.quantised = f"{parts} dequantised to bfloat16"
     return found
-
-
-def _without_wrappers(name: str) -> tuple[str, list[str]]:
-    """Return a name without what training wrappers put into it, and those that did."""
-    wrapped = [wrapper for wrapper in WRAPPERS if wrapper in name]
-    for wrapper in wrapped:
-        name = name.replace(wrapper, "")
-    return name, wrapped
 
 
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
@@ -412,9 +380,7 @@ def prefixes_of(names: Iterable[str]) -> str:
 
 LORA_CONTAINERS = ("generator_lora", "lora")
 PEFT = re.compile(r"(?:base_model\.model\.|(?:module|model|generator|diffusion_model|transformer)\.)*")
-KOHYA = re.compile(
-    r"lora_unet_(?:(blocks)_(\d+)_)?([^.]+)\.(.+)"
-)  # kohya's scripts: _ in place of . in layers
+KOHYA = re.compile(r"lora_unet_(?:(blocks)_(\d+)_)?([^.]+)\.(.+)")  # kohya's scripts: _ in place of .
 KOHYA_LAYERS = {
     name.rstrip(".").replace(".", "_"): name.rstrip(".")
     for table in (TOP_NAMES, BLOCK_NAMES)
@@ -438,103 +404,79 @@ class LoRA:
 
 
 def read_lora(path: str | Path, rank: int | None = None, alpha: float | None = None) -> LoRA:
-    """Read a LoRA. rank, where given, must be the file's; alpha too, where the file has one.
+    """Read a LoRA. rank, where given, must be the file's; alpha too, where the file has one."""
+    content = read_weights_file(path)
+    inner = next((content[name] for name in LORA_CONTAINERS if isinstance(content.get(name), dict)), content)
+    return lora_of(path, inner, rank, alpha)
+
+
+def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None) -> LoRA:
+    """Make a LoRA of keys that are read already.
 
     Raise CheckpointError for a half without the other, ranks that differ, values that are not finite, and
     an alpha that nobody gives.
     """
-    content = read_weights_file(path)
-    inner = next((content[name] for name in LORA_CONTAINERS if isinstance(content.get(name), dict)), content)
-    return lora_of(path, {str(name): value for name, value in inner.items()}, rank, alpha)
-
-
-def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None) -> LoRA:
-    """Make a LoRA of keys that are read already; see read_lora()."""
     halves: tuple[StateDict, StateDict] = {}, {}  # A and B by layer
     alphas = set() if alpha is None else {float(alpha)}
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name} is no tensor; not a LoRA")
-        bare = _without_wrappers(name)[0]
-        bare = bare[PEFT.match(bare).end() :]  # type: ignore[union-attr]  # which matches nothing, too
+        _, bare = bare_name(str(name), PEFT)
         if match := KOHYA.fullmatch(bare):
             layer = KOHYA_LAYERS.get(match[3], match[3])
             bare = ".".join(filter(None, (match[1], match[2], layer, match[4])))
-        if match := LORA_KEY.fullmatch(bare):
+        match = LORA_KEY.fullmatch(bare)
+        if bare.endswith(".alpha") and isinstance(value, Tensor) and value.numel() == 1:
+            alphas.add(float(value))
+        elif match and isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2:
             half = halves[match[2] in ("lora_B", "lora_up")]
             layer = next(iter(to_native_names({f"{match[1]}.": value}))).removesuffix(".")
-            if layer in half:
-                raise CheckpointError(f"{path} has two keys for one half of {layer}: {name}")
+            refuse(
+                (layer in half, f"{path} has two keys for one half of {layer}: {name}"), error=CheckpointError
+            )
             half[layer] = value
-        elif bare.endswith(".alpha") and value.numel() == 1:
-            alphas.add(float(value))
         else:
-            starts = prefixes_of(state)
-            raise CheckpointError(f"{path}: {name} is not of a LoRA's names; its keys begin with {starts}")
-    layers = sorted(halves[0] | halves[1])
-    if unpaired := sorted(halves[0].keys() ^ halves[1].keys()):
-        raise CheckpointError(
-            f"{path} holds half a LoRA: {len(unpaired)} of {len(layers)} layers have one half, "
-            f"such as {unpaired[0]} without lora_{'AB'[unpaired[0] in halves[0]]}; get the file again"
-        )
-    pairs = {layer: (halves[0][layer], halves[1][layer]) for layer in layers}
-    for layer, (down, up) in pairs.items():
-        problem = ""
-        if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
-            problem = f"lora_A {list(down.shape)} and lora_B {list(up.shape)}, which do not multiply"
-        elif not (down.is_floating_point() and up.is_floating_point()):
-            problem = f"{down.dtype} and {up.dtype}, not of floating point"
-        elif not (down.float().isfinite().all() and up.float().isfinite().all()):
-            problem = "values that are not finite; get it again"
-        if problem:
-            raise CheckpointError(f"{path}: {layer} has {problem}")
-    ranks = {down.shape[0]: layer for layer, (down, _) in pairs.items()}
-    if len(ranks) != 1:
-        parts = ", ".join(f"{other} of {layer}" for other, layer in list(ranks.items())[:SHOWN])
-        raise CheckpointError(
-            f"{path} has layers of different ranks: {parts}"
-            if parts
-            else f"{path} holds no LoRA: neither lora_A nor lora_B"
-        )
-    found = next(iter(ranks))
-    if rank is not None and found != rank:
-        raise CheckpointError(f"{path} has rank {found}, not {rank} as lora_rank says; name the right file")
-    if not alphas:
-        raise CheckpointError(f"{path} does not say its alpha; give lora_alpha in the config")
-    if len(alphas) > 1 or not 0 < max(alphas) < float("inf"):
-        said = ", ".join(f"{value:g}" for value in sorted(alphas))
-        raise CheckpointError(f"{path} and lora_alpha say alpha {said}, not one number above 0")
+            starts = prefixes_of(map(str, state))
+            raise CheckpointError(f"{path}: {name} is no half of a LoRA; its keys begin with {starts}")
+    down, up = halves
+    unpaired = sorted(down.keys() ^ up.keys())
+    refuse(
+        (not down, f"{path} holds no LoRA: neither lora_A nor lora_B"),
+        (unpaired, f"{path} holds half a LoRA, such as {unpaired[:1]}; get the file again"),
+        error=CheckpointError,
+    )
+    pairs = {layer: (down[layer], up[layer]) for layer in sorted(down)}
+    ranks = {len(a): layer for layer, (a, _) in pairs.items()}
+    misfits = [layer for layer, (a, b) in pairs.items() if len(a) != b.shape[1]]
+    spoilt = [n for n, pair in pairs.items() if not all(x.float().isfinite().all() for x in pair)]
+    found, said = next(iter(ranks)), ", ".join(f"{value:g}" for value in sorted(alphas))
+    refuse(
+        (misfits, f"{path}: lora_A and lora_B of {misfits[:1]} do not multiply"),
+        (spoilt, f"{path}: {spoilt[:1]} has values that are not finite; get it again"),
+        (len(ranks) != 1, f"{path} has layers of different ranks: {ranks}"),
+        (rank not in (None, found), f"{path} has rank {found}, not {rank} as lora_rank says"),
+        (not alphas, f"{path} does not say its alpha; give lora_alpha in the config"),
+        (
+            len(alphas) > 1 or not all(0 < value < float("inf") for value in alphas),
+            f"{path} and lora_alpha say alpha {said}, not one number above 0",
+        ),
+        error=CheckpointError,
+    )
     return LoRA(Path(path).name, pairs, found, max(alphas))
 
 
 def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
     """Return a state dict with a LoRA merged into its weights, float32 where they are changed.
 
-    Raise CheckpointError for a layer that the state dict does not have, or of another shape, and where it
-    holds the LoRA already: W·D / D·D over all layers of weights W and changes D estimates how many times D is
-    in W. Its standard error for a W that has nothing to do with D is √(Σ mean(W²) D·D) / D·D. Where changes
-    are so small that this is large, nothing can be said.
+    Raise CheckpointError for a layer that the state dict does not have, or of another shape.
     """
-    merged, along, size, noise = dict(state), 0.0, 0.0, 0.0
+    merged = dict(state)
     for layer, (down, up) in lora.pairs.items():
         name, change = f"{layer}.weight", lora.alpha / lora.rank * (up.float() @ down.float())  # [out, in]
-        if name not in state:
-            raise CheckpointError(f"{lora.file} changes {layer}, which {source} does not have")
-        weight = state[name].float()
-        if weight.shape != change.shape:
+        if name not in state or state[name].shape != change.shape:
+            has = list(state[name].shape) if name in state else "nothing"
             raise CheckpointError(
-                f"{lora.file} changes {layer} {list(weight.shape)} by {list(change.shape)}: "
-                "it is of another model"
+                f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {has} there"
             )
-        merged[name] = weight + change
-        square = float(change.square().sum())
-        along, size = along + float((weight * change).sum()), size + square
-        noise += float(weight.square().mean()) * square
-    if size > 0 and along / size > 0.5 and noise**0.5 / size < 0.1:
-        raise CheckpointError(
-            f"{source} holds {lora.file} already: {along / size:.2f} times its changes lie in its weights; "
-            "leave lora_path out"
-        )
+        merged[name] = state[name].float() + change
     return merged
 
 
@@ -544,8 +486,7 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
 def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDict, LoadReport]:
     """Read the weights of a config's checkpoint, or of its base, under native names, with its LoRA merged.
 
-    Raise CheckpointError where a file does not hold what the config says, or a model of other sizes than
-    model_config's.
+    Raise CheckpointError where a file does not hold what the config says.
     """
     if config.checkpoint_path:
         source = config.checkpoint_path
@@ -554,29 +495,11 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(transformer_file(source).name, loaded=len(state))
         state = dequantise(state, source, report)
-    with suppress(KeyError, ValueError, IndexError):  # what is not there is named when a model is built
-        report.sizes = describe_sizes(state)
-    c = model_config
-    wanted = f"dim {c.dim}, ffn_dim {c.ffn_dim}, {c.num_layers} layers, in_dim {c.in_dim}"
-    if report.sizes and report.sizes.partition(" (")[0] != wanted:
-        raise CheckpointError(
-            f"{source} holds a model of {report.sizes}, and ckpt_dir one of {wanted}; take this file's config"
-        )
     if config.lora_path:
         lora = read_lora(config.lora_path, config.lora_rank, config.lora_alpha)
         state = merge_lora(state, lora, Path(source).name)
         report.merged = str(lora)
     return state, report
-
-
-def describe_sizes(state: Mapping[str, Tensor]) -> str:
-    """Return the sizes that a state dict shows, with the released model that has them."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    (dim, in_dim, *_), ffn_dim = shapes["patch_embedding.weight"], shapes["blocks.0.ffn.0.weight"][0]
-    layers = len({name.split(".")[1] for name in shapes if name.startswith("blocks.")})
-    known = [name for name, model in MODELS.items() if (model.dim, model.num_layers) == (dim, layers)]
-    released = f" ({known[0]})" if known else ""
-    return f"dim {dim}, ffn_dim {ffn_dim}, {layers} layers, in_dim {in_dim}{released}"
 
 
 def build_model(
@@ -628,8 +551,7 @@ def assign(
         ],
     }
     found = [
-        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}"
-        + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}{' ...' * (len(names) > 3)}"
         for what, names in problems.items()
         if names
     ]

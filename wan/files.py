@@ -3,18 +3,12 @@
 import copy
 import io
 import json
-import os
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo, is_zipfile
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Annotated, Any
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 from wan.errors import ConfigError, UserError, reason_of
 
@@ -101,73 +95,37 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
             zipped, size = is_zipfile(path), path.stat().st_size
-            if zipped and _check_records(path):
-                with TemporaryDirectory() as folder:
-                    return load_tensors(_stored(path, Path(folder)), mmap=False)
+            if zipped:
+                with ZipFile(path) as archive, TemporaryDirectory() as folder:
+                    records = archive.infolist()
+                    packed = sum(r.file_size for r in records if r.compress_type != ZIP_STORED)
+                    if packed > MAPPED_BYTES or archive.comment:
+                        raise UnreadableError("its records are not as torch.save writes them")
+                    if damaged := archive.testzip():
+                        raise UnreadableError(f"damaged, its checksums differ: {damaged}")
+                    if packed:  # write it again as torch.save writes it
+                        with ZipFile(Path(folder) / path.name, "w") as stored:
+                            for record in records:
+                                stored.writestr(record.filename, archive.read(record))
+                        return load_tensors(Path(folder) / path.name, mmap=False)
             # Mapped first, whatever was asked: a storage that claims too much then ends with the file.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
             for count, value in enumerate(_values(content)):
                 if count > size:
                     raise UnreadableError(f"it unfolds to more values than its {size} bytes")
-                if isinstance(value, torch.Tensor):
-                    _check_tensor(value, size)
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+                    raise UnreadableError(f"it holds a tensor of {value.layout} on {value.device}")
+                if value.numel() * value.element_size() > size:
+                    raise UnreadableError(f"it declares {list(value.shape)}, more than its {size} bytes")
+                value.requires_grad_(False)
             stays = not zipped or (mmap and size > MAPPED_BYTES)
             return content if stays else copy.deepcopy(content)
     except (UnreadableError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise UnreadableError(reason_of(error)) from error
-
-
-def _check_records(path: Path) -> bool:
-    """Compare the records of an archive with their checksums; return True where some are compressed.
-
-    Raise UnreadableError for a damaged archive, and for more than MAPPED_BYTES of compressed records.
-    """
-
-    def check(some: list[ZipInfo]) -> None:
-        with ZipFile(path) as archive:  # each thread its own: sharing one is a race before 3.12.4
-            for record in some:
-                with archive.open(record) as file:
-                    while file.read(1 << 24):
-                        pass
-
-    with ZipFile(path) as archive:
-        records, comment = archive.infolist(), archive.comment
-    compressed = any(r.compress_type != ZIP_STORED for r in records)
-    too_large = compressed and sum(r.file_size for r in records) > MAPPED_BYTES
-    odd = any(r.compress_type == ZIP_STORED and r.file_size != r.compress_size for r in records)
-    if comment or too_large or odd:
-        raise UnreadableError("its records are not as torch.save writes them")
-    threads = os.cpu_count() or 1  # zlib computes without Python's lock
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(check, [records[i::threads] for i in range(threads)]))
-    except (BadZipFile, EOFError, zlib.error) as error:
-        raise UnreadableError(f"damaged, its checksums differ: {reason_of(error)}") from error
-    return compressed
-
-
-def _stored(path: Path, folder: Path) -> Path:
-    """Write a compressed archive again as torch.save writes them, in a folder."""
-    with ZipFile(path) as packed, ZipFile(folder / path.name, "w") as archive:
-        for record in packed.infolist():
-            archive.writestr(record.filename, packed.read(record))
-    return folder / path.name
-
-
-def _check_tensor(tensor: "Tensor", size: int) -> None:
-    """Raise UnreadableError for a tensor that is not plain, or larger than its file of size bytes."""
-    import torch
-
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    if not plain or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
-        raise UnreadableError(
-            f"it holds a tensor of layout {tensor.layout} on {tensor.device}, not a plain one"
-        )
-    if tensor.numel() * tensor.element_size() > size:
-        raise UnreadableError(f"it declares a tensor of {list(tensor.shape)}, more than its {size} bytes")
-    tensor.requires_grad_(False)
 
 
 def _values(content: Any, depth: int = 0) -> Iterator[Any]:

@@ -14,7 +14,6 @@ from wan import checkpoint
 from wan.checkpoint import (
     CheckpointError,
     LoRA,
-    describe_sizes,
     merge_lora,
     read_checkpoint,
     read_lora,
@@ -25,7 +24,7 @@ from wan.checkpoint import (
 from wan.config import MODELS
 from wan.model import CausalWanModel, WanModel
 
-DIM, FFN = GOLDEN_MODEL.dim, GOLDEN_MODEL.ffn_dim
+DIM = GOLDEN_MODEL.dim
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +68,7 @@ def test_diffusers_computes_the_same_flow(native):
     assert (found - expected).abs().max() < 1e-4  # measured 5e-5: diffusers' sinusoid is float32
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("layout", ["diffusers", "native"])
+@pytest.mark.parametrize("layout, shards", [("diffusers", 1), ("native", 3)])
 def test_a_model_directory(tmp_path, native, layout, shards):
     write_transformer(tmp_path, native, shards, layout)
     assert checkpoint.read_model_config(tmp_path) == GOLDEN_MODEL
@@ -81,38 +79,11 @@ def test_a_model_directory(tmp_path, native, layout, shards):
     assert len(checkpoint.file_sha256(checkpoint.weights_file(tmp_path, None))) == 64
 
 
-def test_sizes_that_a_directory_does_not_say(tmp_path, native):
-    write_transformer(tmp_path, native)
-    path = tmp_path / "transformer" / "config.json"
-    config = json.loads(path.read_text())
-    del config["text_len"]
-    path.write_text(json.dumps(config))
-    assert checkpoint.read_model_config(tmp_path).text_len == 512
-    released = {"dim": 1536, "eps": 1e-6, "ffn_dim": 8960, "freq_dim": 256, "in_dim": 16, "out_dim": 16}
-    released |= {"model_type": "t2v", "num_heads": 12, "num_layers": 30, "text_len": 512}
-    (tmp_path / "transformer").rename(tmp_path / "other")
-    (tmp_path / "config.json").write_text(json.dumps(released))
-    assert checkpoint.read_model_config(tmp_path) == MODELS["Wan2.1-T2V-1.3B"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_layers": 10**9},
-        {"dim": 0},
-        {"ffn_dim": None},
-        {"eps": 1},
-        {"patch_size": [1, 2]},
-        {"patch_size": [1, 2, 0]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"num_layers": 10**9}, {"dim": 0}, {"patch_size": [1, 2]}], ids=str)
 def test_sizes_that_no_model_has(tmp_path, change):
     name, value = next(iter(change.items()))
     (tmp_path / "config.json").write_text(json.dumps(native_config() | change | {"heads": 3}))
-    with pytest.raises(
-        CheckpointError, match=rf"{name} is {re.escape(str(value))}, which is not within 1\.\."
-    ):
+    with pytest.raises(CheckpointError, match=rf"{name} is {re.escape(str(value))}, which is not"):
         checkpoint.read_model_config(tmp_path)
 
 
@@ -129,7 +100,7 @@ SIBLINGS = {  # name -> the file's content, whether EMA is wanted, what the repo
     "self_forcing": (
         lambda s: {"generator": led(zeros(s)), "generator_ema": led(s), "critic": led(zeros(s))},
         True,
-        f"150 tensors of generator_ema; dim {DIM}, ffn_dim {FFN}, 5 layers, in_dim 16; native names; "
+        "150 tensors of generator_ema; native names; "
         "without the prefix model.* of 150; ignored: generator (150), critic (150)",
     ),
     "causal_forcing": (lambda s: {"generator": led(s)}, False, "150 tensors of generator; "),
@@ -160,7 +131,6 @@ def test_a_sibling_is_read(tmp_path, native, name):
     path = tmp_path / ("w.safetensors" if name in SAFE else "w.pt")
     (save_file if name in SAFE else torch.save)(content, path)
     state, report = read_checkpoint(path, use_ema)
-    report.sizes = describe_sizes(state)
     assert equal(state, native) and said in str(report) and report.loaded == 150
 
 
@@ -192,22 +162,15 @@ def test_all_that_does_not_fit_is_reported(native):
     state |= {"head.modulation": torch.ones(3), "head.head.bias": torch.ones(64, dtype=torch.int64)}
     with pytest.raises(CheckpointError) as caught:
         checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "sf.pt")
-    assert str(caught.value) == (
-        "sf.pt does not fit the model: 20 of 150 keys missing: blocks.0.ffn.0.weight, blocks.0.ffn.0.bias, "
-        "blocks.0.ffn.2.weight and 17 more; 1 of 150 keys unexpected: lora; "
-        "1 of 150 keys not of floating point: head.head.bias; "
-        f"1 of 150 keys of another shape: head.modulation [3] instead of {[1, 2, DIM]}"
-    )
+    said = "sf.pt .*20 of 150 keys missing: blocks.0.ffn.0.weight.*unexpected: lora.*point: head.head.bias"
+    assert re.match(rf"{said}.*head.modulation \[3\]", str(caught.value))
 
 
 OTHERS = {
     "130 with none, 20 with model.": lambda s: {f"model.{k}" if "ffn" in k else k: v for k, v in s.items()},
     "two keys for head.head.bias": lambda s: s | led({"head.head.bias": s["head.head.bias"]}, "_orig_mod."),
-    r"encoder.convN \(2\), .* and 2 more": lambda s: dict.fromkeys(
-        [*(f"encoder.conv{i}.w" for i in range(2)), *"abcdef"], torch.ones(1)
-    ),
+    r"encoder.convN \(2\)": lambda s: {f"encoder.conv{i}.w": torch.ones(1) for i in range(2)},
     "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": 3}},
-    "no state dict of tensors": lambda s: {"generator": {}},
     "a list": lambda s: [torch.ones(1)],
 }
 
@@ -234,16 +197,6 @@ def test_files_that_are_not_there(tmp_path):
             look()
 
 
-def test_sizes_are_described(native):
-    meta = {
-        "patch_embedding.weight": torch.empty(1536, 16, 1, 2, 2),
-        "blocks.0.ffn.0.weight": torch.empty(8960, 1),
-    }
-    meta |= {f"blocks.{layer}.norm3.bias": torch.empty(1) for layer in range(30)}
-    assert describe_sizes(meta) == "dim 1536, ffn_dim 8960, 30 layers, in_dim 16 (Wan2.1-T2V-1.3B)"
-    assert describe_sizes(native) == f"dim {DIM}, ffn_dim {FFN}, 5 layers, in_dim 16"
-
-
 # LoRA.
 
 LAYERS = ("blocks.0.self_attn.q", "blocks.0.ffn.0", "blocks.3.cross_attn.o", "blocks.4.ffn.2")
@@ -259,11 +212,6 @@ def lora(native, rank=4, lead="base_model.model.", names=("lora_A", "lora_B"), s
     return made
 
 
-def to_diffusers_key(name: str) -> str:
-    layer, half = name.removeprefix("base_model.model.").split(".lora_")
-    return f"{next(iter(to_diffusers_names({f'{layer}.': 0}))).removesuffix('.')}.lora_{half}"
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -273,9 +221,8 @@ def to_diffusers_key(name: str) -> str:
             n, lead="model.base_model.model._fsdp_wrapped_module.", names=("lora_A.default", "lora_B.default")
         ),
         lambda n: lora(n) | {f"{layer}.alpha": torch.tensor(8.0) for layer in LAYERS},
-        lambda n: {to_diffusers_key(name): value for name, value in lora(n).items()},
     ],
-    ids=["longlive", "comfy", "wrapped", "with alpha", "diffusers"],
+    ids=["longlive", "comfy", "wrapped", "with alpha"],
 )
 def test_a_lora_is_merged(tmp_path, native, wrap):
     path = tmp_path / "lora.pt"
@@ -292,10 +239,6 @@ def test_a_lora_is_merged(tmp_path, native, wrap):
     changed = {f"{layer}.weight" for layer in LAYERS}
     assert all(merged[name] is native[name] for name in native.keys() - changed)
     assert str(found) == "lora.pt merged into 4 layers (rank 4, alpha 8)"
-    with pytest.raises(CheckpointError, match=r"merged.pt holds lora.pt already: (1.\d\d|0.9\d) times"):
-        merge_lora(merged, found, "merged.pt")
-    tiny = LoRA("lora.pt", {layer: (a / 500, b / 500) for layer, (a, b) in found.pairs.items()}, 4, 4.0)
-    merge_lora(merge_lora(native, tiny, "base.pt"), tiny, "merged.pt")  # too small to be noticed
 
 
 def changed(state, half, value, layer=LAYERS[0]):
@@ -305,22 +248,14 @@ def changed(state, half, value, layer=LAYERS[0]):
 NO_LORA = {  # what is said -> the file's content and the keywords of read_lora()
     "rank 4, not 8": (lambda s: s, {"rank": 8, "alpha": 8}),
     "give lora_alpha": (lambda s: s, {}),
-    "1 of 4 layers": (lambda s: {k: v for k, v in s.items() if "0.ffn.0.lora_B" not in k}, {"alpha": 4}),
-    rf"\[3, {DIM}\] and lora_B": (lambda s: changed(s, "lora_A", torch.ones(3, DIM)), {"alpha": 4}),
-    "do not multiply": (lambda s: changed(s, "lora_A", torch.ones(4)), {"alpha": 4}),
-    "4 of .*, 2 of .*q": (
-        lambda s: changed(changed(s, "lora_A", torch.ones(2, DIM)), "lora_B", torch.ones(DIM, 2)),
+    "half a LoRA.*0.ffn.0": (
+        lambda s: {k: v for k, v in s.items() if "0.ffn.0.lora_B" not in k},
         {"alpha": 4},
     ),
+    "do not multiply": (lambda s: changed(s, "lora_A", torch.ones(3, DIM)), {"alpha": 4}),
     "not finite": (lambda s: changed(s, "lora_A", torch.full((4, DIM), torch.nan)), {"alpha": 4}),
-    "not of floating point": (
-        lambda s: changed(s, "lora_A", torch.ones(4, DIM, dtype=torch.int8)),
-        {"alpha": 4},
-    ),
     "alpha nan": (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(torch.nan)}, {}),
-    "alpha 2, 4": (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(2.0)}, {"alpha": 4}),
-    "generator is no tensor": (lambda s: {"generator": s}, {"alpha": 4}),
-    "unet.w is not": (lambda s: {"unet.w": torch.ones(1)}, {"alpha": 4}),
+    "unet.w is no": (lambda s: {"unet.w": torch.ones(1)}, {"alpha": 4}),
     "two keys": (lambda s: s | {f"{LAYERS[0]}.lora_A.weight": torch.ones(4, DIM)}, {"alpha": 4}),
     "holds no LoRA": (lambda s: {}, {"alpha": 4}),
 }
@@ -335,12 +270,9 @@ def test_a_lora_that_is_none_is_refused(tmp_path, native, said):
 
 
 def test_a_lora_of_another_model_is_refused(native):
-    for layer, size, message in (
-        ("blocks.7.self_attn.q", DIM, "changes blocks.7.self_attn.q, which base.pt does not have"),
-        ("blocks.0.self_attn.q", 64, r"by \[64, 64\]: it is of another model"),
-    ):
+    for layer, size in (("blocks.7.self_attn.q", DIM), ("blocks.0.self_attn.q", 64)):
         pair = torch.ones(2, size), torch.ones(size, 2)
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=f"lora.pt changes {layer} .*base.pt"):
             merge_lora(native, LoRA("lora.pt", {layer: pair}, 2, 2.0), "base.pt")
 
 
@@ -380,7 +312,6 @@ def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
 @pytest.mark.parametrize(("change", "message"), [
     (lambda s, n: s | {n.removesuffix(".weight") + ".scale_weight": torch.ones(3)}, "has a scale"),
     (lambda s, n: s | {n.removesuffix(".weight") + ".scale_weight": torch.tensor(torch.nan)}, "has a scale"),
-    (lambda s, n: s | {n: torch.ones(s[n].shape)}, "not stored in FP8"),
 ])  # fmt: skip
 def test_scales_that_do_not_fit_are_refused(tmp_path, native, change, message):
     state = comfy(native, "")
@@ -392,17 +323,9 @@ def test_scales_that_do_not_fit_are_refused(tmp_path, native, change, message):
         read_checkpoint(tmp_path / "fp8.safetensors")
 
 
-def test_a_gguf_is_refused_by_name_with_the_remedy(tmp_path):
-    (tmp_path / "wan.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
-        read_checkpoint(tmp_path / "wan.gguf")
-
-
-@pytest.mark.parametrize(
-    "layout", ["diffusion_model.{}.lora_{}.weight", "transformer.{}.lora_{}.weight", "kohya"]
-)
-def test_three_layouts_of_a_lora_are_one(tmp_path, native, layout):
-    """ComfyUI's and PEFT's native names, diffusers' names, and kohya's underscores with an alpha a layer."""
+@pytest.mark.parametrize("layout", ["transformer.{}.lora_{}.weight", "kohya"])
+def test_layouts_of_a_lora_are_one(tmp_path, native, layout):
+    """Diffusers' names, and kohya's underscores with an alpha a layer."""
     state = {}
     for key, value in lora(native).items():
         layer, half = key.removeprefix("base_model.model.").removesuffix(".weight").split(".lora_")

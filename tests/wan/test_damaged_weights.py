@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from experiments import run_extraction_all
 from experiments.caches import load_cache
 from experiments.running import cli
 from wan import checkpoint
-from wan.model import CausalWanModel
 
 DIM = GOLDEN_MODEL.dim
 
@@ -62,11 +60,6 @@ def header(path, **tensor):
     path.write_bytes(len(said).to_bytes(8, "little") + said + bytes(8))
 
 
-def other_sizes(path):
-    other = replace(GOLDEN_MODEL, num_layers=2, ffn_dim=48)
-    save_checkpoint(path, CausalWanModel(**vars(other)).state_dict())
-
-
 def index(folder):
     return checkpoint.transformer_file(folder / "wan")
 
@@ -74,13 +67,10 @@ def index(folder):
 SPOILT = {  # what is said -> the checkpoint ("" the base), and what happens to its file
     "00002.*safetensors not found": ("", lambda f: shard(f).unlink()),
     "00002.*safetensors cannot be read": ("", lambda f: truncate(shard(f))),
-    "keys unexpected: unet.w": ("", lambda f: save_file({"unet.w": torch.ones(3)}, shard(f))),
     "not an index": ("", lambda f: index(f).write_text('{"weight_map": {}}')),
-    "is not JSON": ("", lambda f: index(f).write_text("{")),
     "sf.pt not found; run": ("sf.pt", lambda f: (f / "sf.pt").unlink()),
     "sf.pt cannot be read": ("sf.pt", lambda f: truncate(f / "sf.pt")),
     "it holds a .*open, which is neither": ("sf.pt", lambda f: code_in_a_pickle(f / "sf.pt")),
-    "holds a model of dim .*, and ckpt_dir one of": ("sf.pt", lambda f: other_sizes(f / "sf.pt")),
     "w.safetensors cannot be read": (
         "w.safetensors",
         lambda f: header(f / "w.safetensors", shape=[1 << 40, 1 << 40], data_offsets=[0, 8]),
@@ -112,18 +102,14 @@ def lora(path, rank=2, **spoilt):
 @pytest.mark.parametrize(
     ("more", "spoil", "message"),
     [
-        ("", lambda path: path.unlink(), "lora.pt not found"),
         ("", code_in_a_pickle, "lora.pt cannot be read as a checkpoint of tensors: it holds a"),
-        ("", lambda path: lora(path, A=torch.ones(2, 7)), "it is of another model"),
         ("lora_rank: 3\n", lora, "has rank 2, not 3"),
-        ("lora_alpha: .nan\n", lora, "lora_alpha nan is not"),
     ],
 )
 def test_a_spoilt_lora(tmp_path, real, capfd, more, spoil, message):
     lora(tmp_path / "lora.pt")
-    alpha = "" if "alpha" in more else "lora_alpha: 2\n"
     with (tmp_path / "c.yaml").open("a") as file:
-        file.write(f"lora_path: {tmp_path / 'lora.pt'}\n{alpha}{more}")
+        file.write(f"lora_path: {tmp_path / 'lora.pt'}\nlora_alpha: 2\n{more}")
     spoil(tmp_path / "lora.pt")
     refused(tmp_path, [*real, "--checkpoint_path", str(tmp_path / "sf.pt")], capfd, message)
 
