@@ -22,7 +22,7 @@ NEED_WEIGHTS = [
 THESE_TESTS = "bash tests/run.sh"
 SHORTER = {  # thirty layers are drawn like two
     "bash experiments/run_notebooks.sh extract_all_attention.ipynb "
-    "cache/published/self_forcing_dmd_eagle_21f.pt all": (" all", " 0 20"),
+    "cache/published/self_forcing_dmd_eagle_21f.pt all": (" all", " 0 20")
 }
 
 

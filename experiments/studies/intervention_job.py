@@ -38,10 +38,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     written = [args.output_path, *videos]
     check_outputs(args, config, written)
     edits, plain = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
-    with (
-        claimed(dict.fromkeys(written, 0), args.overwrite is not False),
-        observed(args, unit=None) as watch,
-    ):
+    with claimed(dict.fromkeys(written, 0), args.overwrite is not False), observed(args, unit=None) as watch:
         if videos and not args.dry_run:
             require_ffmpeg("leave the video out by --no_video")
         check_sources(edits, config)

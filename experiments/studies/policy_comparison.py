@@ -302,11 +302,7 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
     planned = plan(args, runs, scenes)
     path = planned.folder / TABLE
-    with (
-        claimed({str(path): 0}),
-        observed(args, "policy") as watch,
-        crew_of(args, runs[0].device) as crew,
-    ):
+    with claimed({str(path): 0}), observed(args, "policy") as watch, crew_of(args, runs[0].device) as crew:
         start = time.monotonic()
         comparison = called(crew, prepared, planned, args.batch, *([] if crew else [watch]))
         work_through(comparison, comparison.groups(), planned.folder, watch, crew)

@@ -14,29 +14,16 @@ GOLDEN_MODEL = ModelConfig(**{name: golden_config()["model"][name] for name in S
 
 
 SMALL_UMT5 = UMT5Config(
-    vocab_size=50,
-    d_model=24,
-    d_kv=8,
-    d_ff=40,
-    num_layers=3,
-    num_heads=2,
-    relative_attention_num_buckets=32,
-    dropout_rate=0.0,
+    **{"vocab_size": 50, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 2},
+    **{"relative_attention_num_buckets": 32, "dropout_rate": 0.0},
 )
 
 
 def diffusers_model() -> WanTransformer3DModel:
     c = GOLDEN_MODEL
-    return WanTransformer3DModel(
-        num_attention_heads=c.num_heads,
-        attention_head_dim=c.head_dim,
-        ffn_dim=c.ffn_dim,
-        num_layers=c.num_layers,
-        freq_dim=c.freq_dim,
-        text_dim=c.text_dim,
-        in_channels=c.in_dim,
-        out_channels=c.out_dim,
-    )
+    same = {name: getattr(c, name) for name in ("ffn_dim", "num_layers", "freq_dim", "text_dim")}
+    heads = {"num_attention_heads": c.num_heads, "attention_head_dim": c.head_dim}
+    return WanTransformer3DModel(in_channels=c.in_dim, out_channels=c.out_dim, **heads, **same)
 
 
 def native_config() -> dict:

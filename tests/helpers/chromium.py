@@ -9,29 +9,10 @@ from pathlib import Path
 from urllib.request import urlopen
 
 FOUND = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--remote-debugging-port=0",
-    "--remote-allow-origins=*",
-)
-KEYS = {
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-    "[": 219,
-    "]": 221,
-    "j": 74,
-    "k": 75,
-    "p": 80,
-}
+FLAGS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+FLAGS += " disable-component-update disable-sync remote-debugging-port=0 remote-allow-origins=*"
+KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "[": 219, "]": 221}
+KEYS |= {"j": 74, "k": 75, "p": 80}
 
 
 class Browser:
@@ -41,12 +22,14 @@ class Browser:
         import websocket
 
         assert FOUND is not None  # who opens a browser has looked
-
-        self.process = subprocess.Popen(
-            [FOUND, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        null = subprocess.DEVNULL
+        command = [
+            FOUND,
+            *(f"--{flag}" for flag in FLAGS.split()),
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
+        self.process = subprocess.Popen(command, stdout=null, stderr=null)
         port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
         while not (port_file.exists() and port_file.read_text(encoding="utf-8").strip()):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -72,18 +55,11 @@ class Browser:
 
     def open(self, url: str, width: int, height: int) -> None:
         self.events.clear()
-        self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
-        deadline = time.monotonic() + 30
-        while self.js("document.readyState") != "complete" and time.monotonic() < deadline:
-            time.sleep(0.02)
+        self.wait_for("document.readyState == 'complete'", 30)
 
     def js(self, expression: str):
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
@@ -110,19 +86,18 @@ class Browser:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def screenshot(self, path: Path) -> None:
-        path.write_bytes(
-            base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"])
-        )
+        found = self.send("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(found["data"]))
 
     def complaints(self) -> list:
         """Exceptions, log entries, and requests for anything but the page itself."""
-        wrong = [e for e in self.events if e.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded")]
-        requests = [
-            e["params"]["request"]["url"]
-            for e in self.events
-            if e.get("method") == "Network.requestWillBeSent"
-        ]
-        return wrong + [url for url in requests if not url.startswith(("file:", "about:", "data:"))]
+        found = []
+        for event in self.events:
+            kind, of = event.get("method"), event.get("params", {}).get("request", {}).get("url", "")
+            asked = kind == "Network.requestWillBeSent" and not of.startswith(("file:", "about:", "data:"))
+            if asked or kind in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                found.append(event)
+        return found
 
     def close(self) -> None:
         self.socket.close()

@@ -54,11 +54,8 @@ def compiled(kernel: JITFunction, grid: Any) -> Any:
             "shared_bytes": found.metadata.shared,
             "on_tensor_cores": "mma" in code,
         }
-        print(
-            json.dumps(
-                numbers | {n: v for n, v in constants.items() if n in ("HEAD_DIM", "UNEQUAL", "ROTATE")}
-            )
-        )
+        shown = ("HEAD_DIM", "UNEQUAL", "ROTATE")
+        print(json.dumps(numbers | {n: v for n, v in constants.items() if n in shown}))
 
     return call
 

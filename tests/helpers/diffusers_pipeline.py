@@ -11,12 +11,7 @@ MINI = ROOT / "checkpoints" / "wan-mini"
 def small_wan_pipeline() -> WanPipeline:
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(
-        num_attention_heads=3,
-        attention_head_dim=16,
-        ffn_dim=64,
-        num_layers=2,
-        freq_dim=32,
-        text_dim=64,
+        num_attention_heads=3, attention_head_dim=16, ffn_dim=64, num_layers=2, freq_dim=32, text_dim=64
     )
     pipeline = WanPipeline(
         tokenizer=AutoTokenizer.from_pretrained(MINI / "tokenizer"),

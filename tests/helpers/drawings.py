@@ -187,9 +187,7 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
         ),
         "lens": lambda: figures.lens_strip([pictures[:2]] * 2, [0, 5], [0, 1], rng.random((2, 2))),
         "all by r": lambda: figures.heads_by_agreement(
-            {"here": np.linspace(-1, 1, 9)},
-            [figures.HeadPair("L1H1", one, one, 0.9)] * 2,
-            "Agreement",
+            {"here": np.linspace(-1, 1, 9)}, [figures.HeadPair("L1H1", one, one, 0.9)] * 2, "Agreement"
         ),
         "correlation": lambda: figures.correlation_map(rng.random((N, H)), range(N), "mass"),
         "by layer": lambda: figures.lines_by_layer(

@@ -40,9 +40,7 @@ class Outcome:
 
 
 def forked(function: Callable[[], Any], timeout: float = 240, kill_after: float | None = None) -> Outcome:
-    """Call function in a fork, and kill the fork by SIGKILL after kill_after seconds,
-    or as hung after timeout.
-    """
+    """Call function in a fork, which SIGKILL ends after kill_after seconds, or as hung after timeout."""
     before, start = psutil.Process().memory_info().rss, time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()
@@ -62,14 +60,8 @@ def forked(function: Callable[[], Any], timeout: float = 240, kill_after: float 
     os.close(reading)
     _, status, usage = os.wait4(child, 0)
     value, said = pickle.loads(received) if received and os.WIFEXITED(status) else (None, "")
-    return Outcome(
-        value,
-        os.waitstatus_to_exitcode(status),
-        time.monotonic() - start,
-        usage.ru_utime + usage.ru_stime,
-        max(0, usage.ru_maxrss * 1024 - before),
-        said,
-    )
+    cost = time.monotonic() - start, usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss * 1024 - before)
+    return Outcome(value, os.waitstatus_to_exitcode(status), *cost, said)
 
 
 def _child(function: Callable[[], Any], pipe: int) -> None:
@@ -91,13 +83,11 @@ def _child(function: Callable[[], Any], pipe: int) -> None:
 
 def one_after_another(runs: list[Callable[[], Any]]) -> list[tuple[int, str]]:
     """The exit code of each function, and what it said on stderr; to be called in a fork."""
-    outer, ended = sys.stderr, []
+    ended = []
     for run in runs:
-        sys.stderr = io.StringIO()
-        code = exit_code(run)()
-        ended.append((code, sys.stderr.getvalue()))
-    sys.stderr = outer
-    return ended
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            ended.append((exit_code(run)(), said))
+    return [(code, said.getvalue()) for code, said in ended]
 
 
 def exit_code(run: Callable[[], Any]) -> Callable[[], int]:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from experiments.studies.policy_findings import OF_SECONDS, OF_WHOLE
+
 COST = {"seconds": 1.0, "last_block_seconds": 0.1, "batch": 2, "cache_bytes": 10**6}
 KINDS = ["single", "crossing", "wall"] * 6
 
@@ -15,13 +17,8 @@ def comparison(gain: dict[str, float], prompts: int = 18, seconds: int = 59) -> 
                 rng = np.random.default_rng([prompt, seed])  # the same draws for every policy
                 right = (rng.random(seconds) < 0.4 + more).astype(int).tolist()
                 tracker = dict.fromkeys(("right", "color", "shape", "visible", "background"), right)
-                each = {
-                    name: [0.1] * seconds
-                    for name in ("hue_kept", "motion", "flicker", "distance", "sharpness")
-                }
-                whole = dict.fromkeys(
-                    ("sharpness_change", "clipped_change", "flicker_change", "largest_drop"), 0.5
-                ) | {"non_repetition": None}
+                each = {name: [0.1] * seconds for name in OF_SECONDS}
+                whole = dict.fromkeys(OF_WHOLE, 0.5) | {"non_repetition": None}
                 about = {"label": label, "prompt": f"p{prompt}", "seed": seed}
                 videos.append(about | {"tracker": tracker, "seconds": each, "whole": whole})
     return {

@@ -9,23 +9,14 @@ PROMPT = "a red circle moving right over a dark blue background"
 
 
 def common(kind, F=21, H=12, S=16, blocks=None, **more):
-    blocks = blocks or [3] * (F // 3)
-    return {
-        "format": kind,
-        "schema_version": 1,
-        "prompt": PROMPT,
-        "seed": 42,
-        "num_frames": F,
-        "num_frame_per_block": 3,
-        "frame_seq_length": S,
-        "block_sizes": blocks,
-        "num_heads": H,
-        "model": "wan-mini",
-        "weights": "checkpoint",
+    of_model = {"frame_seq_length": S, "num_heads": H, "model": "wan-mini", "weights": "checkpoint"}
+    of_run = {"prompt": PROMPT, "seed": 42, "num_frames": F, "num_frame_per_block": 3, "is_logits": True}
+    files = {
         "weights_file": "self_forcing.pt",
         "weights_sha256": "0" * 64,
-        "is_logits": True,
-    } | more
+        "block_sizes": blocks or [3] * (F // 3),
+    }
+    return {"format": kind, "schema_version": 1} | of_run | of_model | files | more
 
 
 def pass_of(step=0):
