@@ -10,8 +10,7 @@
 A stage ends after its steps or, where they end first, its minutes. Then it writes bf16 weights (the moving
 average of training) and its numbers in training.json. Its state is saved every minute: after Ctrl-C or a
 kill the same command with --resume goes on, and without --minutes the weights are the same bytes as if
-nothing had happened. Under `torchrun --nproc-per-node 2` every GPU takes its share of each step's clips, and
-no state is kept. On a CPU, `--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
+nothing had happened. On a CPU, `--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from pathlib import Path
 
 from experiments.miniature.recipe import HARD_KINDS, LOG, OPTIMIZERS, RECIPES, StageRun
 from experiments.running.cli import Parser, count, finite_number, main
-from experiments.running.ranks import this_rank
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
@@ -71,15 +69,7 @@ def run(argv=None):
         raise ConfigError(f"--start_from is of the stages {', '.join(STARTS)}; {start} was not found")
     if missing := [path for path in recipe.needs if not (args.output_dir / path).exists()]:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
-    rank = this_rank()
-    if args.resume and rank.count > 1:
-        raise ConfigError("a stage of several processes keeps no state; leave --resume out")
-    for name in ("batch", "clips"):
-        if (clips := getattr(recipe, name)) % rank.count:
-            raise ConfigError(f"--{name}: {clips} clips cannot be shared evenly by {rank.count} processes")
-
     import torch  # after the flags: a --help needs no torch
-    import torch.distributed as dist
     from diffusers.utils import logging as diffusers_logging
 
     from experiments.caches.files import require_writable
@@ -94,31 +84,22 @@ def run(argv=None):
     compiles = on_gpu if args.compile is None else args.compile
     folders = args.training_checkpoints, args.start_from
     limits = args.seed, args.minutes, args.resume, compiles
-    stage = StageRun(args.stage, recipe, args.output_dir, device, dtype, *limits, *folders, rank)
+    stage = StageRun(args.stage, recipe, args.output_dir, device, dtype, *limits, *folders)
     log = args.log or args.output_dir / LOG
     for path in (stage.state_file, log):
         require_writable(path)
     if args.training_checkpoints:
         require_writable(args.training_checkpoints / "step_00000.pt")
-    if rank.count > 1:
-        if on_gpu:
-            torch.cuda.set_device(rank.local)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
     diffusers_logging.set_verbosity_error()
     numbers = STAGES[args.stage](stage)
-    if rank.count > 1:
-        dist.destroy_process_group()
-    if not rank.is_first:
-        return
     about = {
         "device": device_name(device),
         "torch": torch.__version__,
         "seed": args.seed,
         "dtype": str(dtype),
-        "processes": rank.count,
         "frozen": hashes(),
         "start_from": start and file_sha256(start),
         **asdict(recipe),

@@ -33,28 +33,22 @@ from wan.keys import HeadShard
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
 from wan.sites import now, observer, watchers
 
-# The processes: torchrun starts them and tells each its rank; torch.distributed connects them, NCCL between
-# GPUs and gloo between CPUs, which also brings together what was captured.
+# The processes: torchrun starts them; NCCL connects GPUs, and gloo CPUs and what was captured.
 
-_stores: list[Store] = []  # of the group that this process has joined
+_errors: list[Store] = []  # where the processes of the group say what went wrong
 
 
 def join(device: torch.device) -> Group:
     """Join the group of all processes that were started together, each with a CPU and perhaps a GPU."""
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-    _stores.append(PrefixStore("errors", store))
+    _errors.append(PrefixStore("errors", store))
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
         # torch's flight recorder walks through Python's frames at every exchange, and every layer has two.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=PrefixStore("group", store),
-        rank=rank,
-        world_size=size,
-        timeout=TIMEOUT,
-    )
+    backend, about = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", {"rank": rank, "world_size": size}
+    dist.init_process_group(backend, store=PrefixStore("group", store), timeout=TIMEOUT, **about)
     if threading.current_thread() is threading.main_thread():
         # A process that waits in NCCL or gloo runs no Python: let a signal end it all the same.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -92,11 +86,10 @@ def trouble_with_others(error: BaseException) -> str:
 
 def is_first_to_fail(message: str) -> bool:
     """Return True where no other process of the group has said what went wrong; this one is about to."""
-    if not _stores:
-        return True
-    with suppress(Exception):  # the store is gone with the process that had it
-        mine = f"{os.getpid()} {message}"
-        return _stores[-1].compare_set("first", "", mine) == mine.encode()
+    if _errors:
+        with suppress(Exception):  # the store is gone with the process that had it
+            mine = f"{os.getpid()} {message}"
+            return _errors[-1].compare_set("first", "", mine) == mine.encode()
     return True
 
 
@@ -235,10 +228,8 @@ def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int]) -> 
     tokens = sorted(set(tokens))
     if size not in (legal := legal_sizes(num_heads, tokens)):
         blocks, sizes = (" or ".join(map(str, numbers)) for numbers in (tokens, legal))
-        raise ConfigError(
-            f"--gpus {size} does not split {model}: its {num_heads} heads and blocks of {blocks} tokens go "
-            f"on {sizes} GPUs"
-        )
+        split = f"its {num_heads} heads and blocks of {blocks} tokens go on {sizes} GPUs"
+        raise ConfigError(f"--gpus {size} does not split {model}: {split}")
 
 
 def shard_of(model: WanModel) -> ProcessShard | None:

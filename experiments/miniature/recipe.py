@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.running.ranks import Rank
 from wan.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ OPTIMIZERS = ("muon", "adamw")
 CAPTION_DROPOUT = 0.1
 SHORT_CLIPS, LONG_CLIPS = (5, 17), (17, 33, FRAMES, 129)  # video frames; the VAE must see beyond its past
 HELD_OUT_SEED = 1_000_003
-SEEDS_APART = 10_007  # between the seeds of neighbouring processes
 SHIPPED = Path(__file__).parents[2] / "checkpoints/wan-mini"
 LOG = "training.json"  # in the checkpoint's folder: the numbers of every stage
 CHECKPOINT_REPORT = Path("cache/wan-mini-training/moments.json")  # of measure_checkpoints.py
@@ -57,7 +55,7 @@ class Recipe:
 
     steps: int
     lr: float  # at its peak
-    batch: int  # clips of 81 frames per step, of all processes together
+    batch: int  # clips of 81 frames per step
     clips: int = 16384  # different clips
     kinds: tuple[str, ...] = HARD_KINDS  # of scenes
     needs: tuple[str, ...] = ()  # files and folders of earlier stages
@@ -65,9 +63,7 @@ class Recipe:
 
 
 GUIDANCE = 1.5  # of the few-step stage's teacher
-TEACHER_STEPS = (
-    20  # of the teacher's ODE; a multiple of the sampler's 4, whose noise levels are among its own
-)
+TEACHER_STEPS = 20  # of its ODE; a multiple of the sampler's 4, whose noise levels are among its own
 CAUSAL_FILES = ("vae", "text_encoder", "causal.pt")  # what the few-step stage needs
 
 RECIPES = {
@@ -95,27 +91,6 @@ class StageRun:
     compile: bool = False
     training_checkpoints: Path | None = None
     start_from: Path | None = None  # a folder of earlier weights; of the VAE, the base and the causal model
-    rank: Rank = field(default_factory=Rank)  # of torchrun's processes, which share a step's clips
-
-    @property
-    def batch(self) -> int:
-        """Clips of 81 frames that this process sees in a step."""
-        return self.recipe.batch // self.rank.count
-
-    @property
-    def clips(self) -> int:
-        """Different clips that this process trains on."""
-        return self.recipe.clips // self.rank.count
-
-    @property
-    def rank_seed(self) -> int:
-        """The seed of this process, whose clips and noise are its own."""
-        return self.seed + SEEDS_APART * self.rank.number
-
-    @property
-    def latents_file(self) -> Path:
-        """Latents of the transformer stages, made by the first of them."""
-        return self.output_dir / f"latents.{self.rank.number}.pt"
 
     @property
     def state_file(self) -> Path:

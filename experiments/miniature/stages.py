@@ -15,19 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import replacing
+from experiments.miniature import recipe
 from experiments.miniature.moving_shapes import sample_scenes
-from experiments.miniature.recipe import (
-    CAPTION_DROPOUT,
-    GUIDANCE,
-    KEPT_STEPS,
-    MODEL,
-    SAMPLER_STEPS,
-    SHIFT,
-    SHIPPED,
-    TEACHER_STEPS,
-    TEXT,
-    StageRun,
-)
+from experiments.miniature.recipe import MODEL, SHIFT, SHIPPED, TEACHER_STEPS, StageRun
 from experiments.miniature.training import CAUSAL, TEACHER, Trainer, generator_state, kept_steps, save_base
 from experiments.miniature.vae_training import encode_scenes, train_vae
 from wan.attention import MaskedAttention
@@ -40,8 +30,8 @@ from wan.vae import channels_last
 OWN_PAST_AFTER = 1 / 3  # of a causal stage; from then on every other past is the model's own
 TEACHER_BATCH = 256  # clips of one call of the teacher, each with and without its caption
 PATH_USES = 4  # steps that draw a path before the teacher makes the clip another, on average
-PATHS_APART = 1_000_003  # between the random numbers of a rank's batches of paths
-EVERY = TEACHER_STEPS // len(SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
+PATHS_APART = 1_000_003  # between the random numbers of batches of paths
+EVERY = TEACHER_STEPS // len(recipe.SAMPLER_STEPS)  # of the teacher's noise levels are the sampler's
 
 
 # --- Data: latents of rendered clips, tokens of their captions, noise
@@ -54,13 +44,13 @@ class LatentClips:
     """Normalised latents [N, C, F, h, w] of random scenes on the device, and their captions."""
 
     def __init__(self, run: StageRun):
-        seed = run.rank_seed + 2
-        scenes = list(itertools.islice(sample_scenes(seed, kinds=run.recipe.kinds), run.clips))
+        seed = run.seed + 2
+        scenes = list(itertools.islice(sample_scenes(seed, kinds=run.recipe.kinds), run.recipe.clips))
         weights = (run.output_dir / "vae/diffusion_pytorch_model.safetensors").read_bytes()
-        made_of = [seed, run.clips, list(run.recipe.kinds), sha256(weights).hexdigest()]
-        saved = {}
-        if run.latents_file.is_file():  # an earlier stage's
-            saved = torch.load(run.latents_file, weights_only=True, map_location="cpu")
+        made_of = [seed, run.recipe.clips, list(run.recipe.kinds), sha256(weights).hexdigest()]
+        file, saved = run.output_dir / "latents.pt", {}
+        if file.is_file():  # an earlier stage's
+            saved = torch.load(file, weights_only=True, map_location="cpu")
         if saved.get("made_of") != made_of:
             vae = AutoencoderKLWan.from_pretrained(run.output_dir / "vae").to(run.device, run.dtype)
             channels_last(vae)
@@ -68,7 +58,7 @@ class LatentClips:
             mean, std = statistics.view(2, 1, -1, 1, 1, 1)
             latents = (encode_scenes(vae, scenes, run.device) - mean) / std
             saved = {"made_of": made_of, "latents": latents.to(run.dtype)}
-            torch.save(saved, run.latents_file)
+            torch.save(saved, file)
         self.latents = saved["latents"].to(run.device)
         captions = ["", *(scene.caption for scene in scenes)]  # row 0 is the empty one
         tokens = shipped_tokenizer()(captions, padding=True, return_tensors="pt")
@@ -80,7 +70,9 @@ class LatentClips:
 
     def drop_captions(self, chosen: Tensor) -> Tensor:
         """Return the rows of clips' captions, some of them the empty one's, for guidance."""
-        return torch.where(torch.rand(len(chosen), device=chosen.device) < CAPTION_DROPOUT, 0, chosen + 1)
+        return torch.where(
+            torch.rand(len(chosen), device=chosen.device) < recipe.CAPTION_DROPOUT, 0, chosen + 1
+        )
 
 
 def encode_text(encoder: UMT5EncoderModel, clips: LatentClips, rows: Tensor) -> Tensor:
@@ -108,7 +100,7 @@ def train_base(run: StageRun) -> dict:
     timesteps = FlowSchedule(SHIFT).timesteps.to(run.device)
     model = WanModel(**asdict(MODEL)).to(run.device)
     model.init_weights()
-    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(shipped_tokenizer()), **TEXT))
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(shipped_tokenizer()), **recipe.TEXT))
     if run.start_from:
         model.load_state_dict(read_transformer_state(run.start_from))
         encoder = UMT5EncoderModel.from_pretrained(run.start_from / "text_encoder")
@@ -121,7 +113,7 @@ def train_base(run: StageRun) -> dict:
         averaged_encoder.save_pretrained(run.output_dir / "text_encoder")
 
     def loss() -> Tensor:
-        chosen = clips.draw(run.batch)
+        chosen = clips.draw(run.recipe.batch)
         x0, rows = clips.latents[chosen], clips.drop_captions(chosen)
         noise, t = torch.randn_like(x0), draw(timesteps, len(x0))
         flow = model(add_noise(x0, noise, t / 1000), t, encode_text(encoder, clips, rows))
@@ -198,7 +190,7 @@ class TeacherForcing:
     """The causal loss: predict noisy copies of all blocks at once, each from the clean blocks before it."""
 
     def __init__(self, run: StageRun, model: CausalWanModel, clips: LatentClips, change: Change):
-        self.model, self.clips, self.batch = model, clips, run.batch
+        self.model, self.clips, self.batch = model, clips, run.recipe.batch
         self.encoder = UMT5EncoderModel.from_pretrained(run.output_dir / "text_encoder")
         self.encoder.to(run.device, run.dtype).requires_grad_(False)
         self.num_frames = clips.latents.shape[2]
@@ -209,7 +201,7 @@ class TeacherForcing:
         self.frames = [*range(self.num_frames)] * 2
         schedule = FlowSchedule(SHIFT)
         self.timesteps = schedule.timesteps.to(run.device)
-        self.sampler_steps = schedule.warp(SAMPLER_STEPS).to(run.device)
+        self.sampler_steps = schedule.warp(recipe.SAMPLER_STEPS).to(run.device)
 
     def token_mask(self, sizes: Sequence[int], run: StageRun, window: int = -1, sink: int = 0) -> Tensor:
         """Return frame_mask() of tokens, [2L, 2L]."""
@@ -263,7 +255,7 @@ def train_causal(run: StageRun) -> dict:
 
     The causal stage may go on from an earlier few-step stage; kept steps of the few-step stage follow its.
     """
-    change, kept = CHANGES[run.stage], run.training_checkpoints if run.rank.is_first else None
+    change, kept = CHANGES[run.stage], run.training_checkpoints
     if change.rank:
         # By CUDA graphs alone a step takes 1.0 ms a clip on an H200, and 0.7 ms compiled, but to compile took
         # 30 s, and this stage lasts about a minute.
@@ -288,7 +280,7 @@ def train_causal(run: StageRun) -> dict:
             torch.save(lora_state(averaged) if change.rank else generator_state(averaged), file)
 
     def one_step(step: int) -> None:
-        if kept and not after and step in KEPT_STEPS:
+        if kept and not after and step in recipe.KEPT_STEPS:
             save(kept / f"step_{step:05d}.pt")
         loss.before(step)
         own = bool(step % 2) and trainer.progress > OWN_PAST_AFTER
@@ -322,7 +314,7 @@ class FewStep(TeacherForcing):
         mask, length = self.token_mask(block_sizes(self.num_frames), run), self.tokens * self.num_frames
         self.clean = masked_attention(mask[:length, :length], run, compiled=True)
         self.noisy = masked_attention(mask[length:], run, compiled=True)
-        self.seed = run.rank_seed
+        self.seed = run.seed
         self.sigmas = teacher_sigmas()[:-1:EVERY].to(run.device)
         latents = clips.latents.transpose(1, 2)
         self.paths = latents.new_empty(len(latents), len(self.sigmas) + 1, *latents.shape[1:])
@@ -352,7 +344,7 @@ class FewStep(TeacherForcing):
             both = x.to(past.dtype).repeat(2, 1, 1, 1, 1)
             flow = model(both, 1000 * now, text, cache, mask=self.noisy)
             guided, free = flow.float().chunk(2)
-            x = x + (after - now) * (free + GUIDANCE * (guided - free))
+            x = x + (after - now) * (free + recipe.GUIDANCE * (guided - free))
             if (step + 1) % EVERY == 0:
                 points.append(x)
         return points

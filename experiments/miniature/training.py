@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -93,10 +92,8 @@ class Trainer:
         self.params: list[Tensor] = [p for _, p in named]
         self.masters = [p.detach().float().clone(memory_format=torch.contiguous_format) for p in self.params]
         self.averages = [master.clone() for master in self.masters]
-        sizes = [master.numel() for master in self.masters]
-        self.gradients = torch.zeros(sum(sizes), device=run.device)  # of all masters: shared by ranks at once
-        for master, part in zip(self.masters, self.gradients.split(sizes), strict=True):
-            master.grad = part.view_as(master)
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
         self.lr = torch.zeros((), device=run.device)  # a tensor, so that graphs see it change
         matrices = {id(m) for m, (name, p) in zip(self.masters, named, strict=True) if is_matrix(name, p)}
         others = [m for m in self.masters if id(m) not in matrices]
@@ -129,9 +126,6 @@ class Trainer:
         decayed = self.run.recipe.lr * 0.5 * (1 + math.cos(math.pi * self.progress))
         self.lr.fill_(decayed * min(1, (self.step + 1) / LR_WARM_UP))
         value = self._graphed(kind, lambda: self._backward(loss))
-        if self.run.rank.count > 1:
-            dist.all_reduce(self.gradients)
-            self.gradients /= self.run.rank.count
         self._graphed("update", self._optimize)
         decay = min(AVERAGE_DECAY, (1 + self.step) / (10 + self.step))
         torch._foreach_lerp_(self.averages, self.masters, 1 - decay)
@@ -153,8 +147,7 @@ class Trainer:
             return value
         if kind not in self.graphs:
             graph = torch.cuda.CUDAGraph()
-            # NCCL's watchdog asks for its events in a thread of its own, which "global" forbids.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph):
                 value = call()
             self.graphs[kind] = graph, value
         graph, value = self.graphs[kind]
@@ -178,36 +171,27 @@ class Trainer:
         return norm
 
     def train(self, one_step: Callable[[int], None], save_weights: Callable[[], None]) -> None:
-        """Call one_step(step) to the stage's end, at least once, then save_weights() in the first process.
+        """Call one_step(step) to the stage's end, at least once, then save_weights().
 
-        The state of a process alone is saved every minute and on Ctrl-C, and removed at the end. Raises
-        StoppedError on Ctrl-C.
+        The state is saved every minute and on Ctrl-C, and removed at the end. Raises StoppedError on Ctrl-C.
         """
-        run, alone = self.run, self.run.rank.count == 1
-        if not alone:  # weights were drawn alike, clips must not be
-            torch.manual_seed(run.rank_seed)
-        if run.resume:
-            self.load_state(run.state_file)
+        file = self.run.state_file
+        if self.run.resume:
+            self.load_state(file)
         begin, saved = time.monotonic() - self.seconds, self.seconds
         try:
             while self.progress < 1 or not self.step:
                 one_step(self.step)
-                now = torch.tensor(time.monotonic() - begin, dtype=torch.float64)
-                if not alone:  # all end at once
-                    dist.broadcast(now, src=0)
-                self.seconds = now.item()
-                if alone and self.seconds - saved > SAVE_SECONDS:
+                self.seconds = time.monotonic() - begin
+                if self.seconds - saved > SAVE_SECONDS:
                     saved = self.seconds
-                    self.save_state(run.state_file)
+                    self.save_state(file)
         except KeyboardInterrupt:
-            if not alone:
-                raise
-            self.save_state(run.state_file)
+            self.save_state(file)
             message = f"stopped at step {self.step}; the same command with --resume goes on from there"
             raise StoppedError(message) from None
-        if run.rank.is_first:
-            save_weights()
-            run.state_file.unlink(missing_ok=True)
+        save_weights()
+        file.unlink(missing_ok=True)
 
     def save_state(self, path: Path) -> None:
         """Save everything that later steps depend on: weights, moments, the random numbers to come."""

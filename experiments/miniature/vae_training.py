@@ -133,7 +133,7 @@ def train_vae(run: StageRun) -> dict:
     trainer = Trainer(run, [vae], lambda _, p: recipe.optimizer == "muon" and p.ndim >= 4)
 
     def loss(frames: int) -> Tensor:
-        size = (max(1, round(run.batch * FRAMES / frames)),)
+        size = (max(1, round(recipe.batch * FRAMES / frames)),)
         chosen = table[torch.randint(len(table), size, device=device)]
         return vae_loss(vae, render_table(chosen, frames, SIDE))
 
@@ -145,7 +145,7 @@ def train_vae(run: StageRun) -> dict:
         averaged.save_pretrained(run.output_dir / "vae")
 
     def one_step(step: int) -> None:
-        if run.rank.is_first and step % max(1, recipe.steps // QUALITY_POINTS) == 0:
+        if step % max(1, recipe.steps // QUALITY_POINTS) == 0:
             now = vae_quality(trainer.averaged()[0], device, min(CHECKED_CLIPS, recipe.clips))
             trainer.notes.setdefault("psnr_curve", []).append([step, *now.values()])
         lengths = SHORT_CLIPS if trainer.progress < SHORT_SHARE and not earlier else LONG_CLIPS
@@ -153,8 +153,6 @@ def train_vae(run: StageRun) -> dict:
         trainer.update(f"{frames} frames", lambda: loss(frames))
 
     trainer.train(one_step, save)
-    if not run.rank.is_first:
-        return {}
     return trainer.numbers() | {"receptive_field": sees} | final_quality(trainer.averaged()[0], run)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts of the golden model that many processes share: every policy, every capture, edits of all kinds."""
+"""Rollouts of a small model that many processes share: every policy, every capture, edits of all kinds."""
 
 import csv
 import dataclasses
@@ -20,52 +20,55 @@ from wan.interventions import (
     intervene,
     record_head_outputs,
 )
+from wan.model import CausalWanModel
 from wan.parallel import gather_calls
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 
-HEADS, LAYERS = 12, 5
+HEADS, LAYERS = 6, 2
+SIZES = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 16, "text_len": 8}
+SIZES |= {"num_heads": HEADS, "num_layers": LAYERS}
 POLICIES = {
-    "full": {"name": "full"},
     "window": {"name": "window", "window": 9, "sink": 3},
-    "longlive": {"name": "window", "window": 9, "sink": 3, "released": "longlive"},
     "relative": {"name": "relative", "window": 9, "sink": 3},
-    "deep_sink": {"name": "deep_sink", "window": 9, "sink": 3},
     "participative": {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent": 3},
     "ema_sink": {"name": "ema_sink", "window": 9, "sink": 3},
-    "two_memories": {"name": "two_memories", "window": 9, "sink": 3},
-    "rolling_sink": {"name": "rolling_sink", "window": 9},
     "memory_bank": {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1},
     "per_head": {"name": "per_head"},
-    "dummy_forcing": {"name": "dummy_forcing", "num_dummy": 30, "row_seed": 2},
-    "forcing_kv": {"name": "forcing_kv", "heads": [[n % 3 == 0 for n in range(12)]] * 5},
+    "dummy_forcing": {"name": "dummy_forcing", "num_dummy": 6, "row_seed": 2},
+    "forcing_kv": {"name": "forcing_kv", "heads": [[n % 3 == 0 for n in range(HEADS)]] * LAYERS},
     "triattention": {"name": "triattention", "budget_tokens": 40, "sink": 1},
 }
 REQUESTS = (
-    CaptureRequest(granularity="frame", kinds=("self", "cross"), layers=[1, 3], rope_bands=True),
+    CaptureRequest(granularity="frame", kinds=("self", "cross"), rope_bands=True),
     CaptureRequest(granularity="key", layers=[1], steps=[0]),
     CaptureRequest(
-        granularity="map", layers=[2], heads=(1, 3), queries=(MapQuery(), MapQuery(4, 2)), steps=[1]
+        granularity="map", layers=[0], heads=(1, 3), queries=(MapQuery(), MapQuery(4, 2)), steps=[1]
     ),
-    CaptureRequest(granularity="map", layers=[4], kinds=("cross",), num_words=5, blocks=[2], steps=[0]),
-    CaptureRequest(granularity="token", layers=[2], blocks=[1], steps=[2], is_logits=False),
+    CaptureRequest(granularity="map", layers=[1], kinds=("cross",), num_words=5, blocks=[2], steps=[0]),
+    CaptureRequest(granularity="token", layers=[0], blocks=[1], steps=[2], is_logits=False),
 )
+
+
+def small_model() -> CausalWanModel:
+    torch.manual_seed(0)
+    return CausalWanModel(**SIZES).eval().requires_grad_(False)
 
 
 def policy_of(name: str, folder):
     settings = dict(POLICIES[name])
     if name == "per_head":  # a class lives in the first heads alone, another in one layer alone
-        labels = [["a" if head < 4 else "b" for head in range(HEADS)] for _ in range(LAYERS)]
-        labels[3] = ["c" if head % 2 else "a" for head in range(HEADS)]
+        labels = [["a" if head < 2 else "b" for head in range(HEADS)] for _ in range(LAYERS)]
+        labels[1] = ["c" if head % 2 else "a" for head in range(HEADS)]
         path = folder / f"labels_{os.getpid()}.csv"  # no process reads what another one is writing
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(labels)
-        classes = {"a": "participative", "b": "full", "c": "memory_bank"}
+        classes = {"a": "participative", "b": "window", "c": "memory_bank"}
         settings |= {"file": str(path)}
         settings |= {"policies": {label: POLICIES[policy] for label, policy in classes.items()}}
     if name == "triattention":
         random = torch.Generator().manual_seed(4)
-        means = torch.randn(5, HEADS, 8, generator=random, dtype=torch.complex64)
+        means = torch.randn(LAYERS, HEADS, 4, generator=random, dtype=torch.complex64)
         settings["statistics"] = {"q_mean": means, "q_abs_mean": means.abs() + 0.5}
     return make_policy(**settings)
 
@@ -74,7 +77,7 @@ def roll_out(model, policy=None, *requests, num_frames=12, seed=1, batch=1, gath
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(batch, num_frames, 16, 4, 6, generator=generator)
     renoise = torch.randn(1, *noise.shape, generator=generator)
-    embeds = torch.randn(batch, 32, 64, generator=generator)
+    embeds = torch.randn(batch, 8, 16, generator=generator)
     pipeline = CausalInferencePipeline(model, cache_policy=policy, **TWO_STEPS)
     with ATTENTION_WEIGHT_CAPTURE.capture(*(requests or [CaptureRequest(layers=[])])) as calls:
         latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, **more)[1]
@@ -101,20 +104,20 @@ def stripped(run):
 
 def edited_runs(model, folder):
     """Latents and calls under edits of some heads, of means, of another run, of text."""
-    frames = CaptureRequest(granularity="frame", layers=[1, 3])
+    frames = CaptureRequest(granularity="frame")
     with record_head_outputs() as outputs:
         roll_out(model)
     means = ReferenceMeans.over([outputs])
-    frame_mean = Ablate("frame_mean", layers=[3], heads=[0, 7], passes="denoise")
-    mean = Ablate("mean", layers=[1], heads=[5], passes="all")
-    swap = Patch("kv", source={"seed": 5}, layers=[2], heads=[3, 11], passes="denoise")
+    frame_mean = Ablate("frame_mean", layers=[1], heads=[0, 4], passes="denoise")
+    mean = Ablate("mean", layers=[0], heads=[5], passes="all")
+    swap = Patch("kv", source={"seed": 5}, layers=[1], heads=[3, 5], passes="denoise")
     cases = {
-        "knockout": [Knockout(frames="first", layers=[1, 3], heads=[1, 2, 10], passes="all")],
-        "bias": [Bias(-2.0, frames="past", layers=[1], heads=[11], passes="denoise"), Jitter(seed=3)],
-        "move": [Move(frames=[0], offset=3, heads=[0, 4, 8], passes="all"), frame_mean],
-        "text": [Knockout(tokens=[0, 5], heads=[6], passes="denoise"), mean],
+        "knockout": [Knockout(frames="first", heads=[1, 2, 5], passes="all")],
+        "bias": [Bias(-2.0, frames="past", layers=[1], heads=[5], passes="denoise"), Jitter(seed=3)],
+        "move": [Move(frames=[0], offset=3, heads=[0, 2, 4], passes="all"), frame_mean],
+        "text": [Knockout(tokens=[0, 5], heads=[4], passes="denoise"), mean],
         "step": [swap],
-        "per_head": [Knockout(frames="past", heads=[1, 10], passes="denoise"), swap],
+        "per_head": [Knockout(frames="past", heads=[1, 5], passes="denoise"), swap],
     }
     by_class = policy_of("per_head", folder)
     by_class.policies["a"], by_class.policies["c"] = make_policy("window", window=6), make_policy("full")

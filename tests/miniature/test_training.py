@@ -1,6 +1,7 @@
-"""Training: Muon is PyTorch's, ranks are one process, a killed training goes on to the same bytes."""
+"""Training: Muon is PyTorch's, a killed training goes on to the same bytes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,10 @@ import torch
 from experiments import train_mini
 from experiments.caches.files import StoppedError
 from experiments.miniature import stages, training, vae_training
-from experiments.miniature.recipe import RECIPES, Recipe, StageRun
+from experiments.miniature.recipe import MODEL, RECIPES, Recipe, StageRun
 from experiments.miniature.training import Muon, Trainer
 from experiments.miniature.vae_training import decode, receptive_field
 from experiments.running import cli
-from experiments.running.ranks import Rank
-from wan.errors import ConfigError
 
 LR = 1e-3
 SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu", "--no-compile"]
@@ -38,6 +37,7 @@ def short_clips_without_measurements():
         patch.setattr(vae_training, "VAE", vae_training.VAE | small)
         patch.setattr(vae_training, "vae_quality", lambda *_: {"psnr": 0.0})
         patch.setattr(vae_training, "final_quality", lambda *_: {})
+        patch.setattr(stages, "MODEL", replace(MODEL, num_layers=2))
         patch.setattr(stages, "TEACHER_STEPS", 4)
         patch.setattr(stages, "EVERY", 1)
         yield
@@ -141,13 +141,10 @@ def test_bad_input(more, said, undisturbed, tmp_path, capfd):
     assert ended.value.code == 2 and said in capfd.readouterr().err
 
 
-ALONE = Rank()
-
-
-def stage_run(steps=4, minutes=None, lr=LR, rank=ALONE) -> StageRun:
+def stage_run(steps=4, lr=LR) -> StageRun:
     """Return a stage without files on the CPU."""
     recipe = Recipe(steps, lr, batch=4)
-    return StageRun("base", recipe, Path(), torch.device("cpu"), torch.float32, minutes=minutes, rank=rank)
+    return StageRun("base", recipe, Path(), torch.device("cpu"), torch.float32)
 
 
 def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_average():
@@ -189,9 +186,6 @@ def test_the_receptive_field_is_what_the_decoder_reads():
         assert (decode(vae, other)[:, :, -1] != decode(vae, z)[:, :, -1]).any() == changes
 
 
-# -- Muon, and several processes --
-
-
 def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
     monkeypatch.setitem(training.FAST, "cpu", torch.bfloat16)  # as PyTorch's, everywhere
     torch.manual_seed(0)
@@ -208,44 +202,3 @@ def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
         reference.step()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other.data, atol=2e-5, rtol=0)  # products of bf16 in another order
-
-
-def two_ranks_worth(rank: int, count: int, init_file: str) -> list[torch.Tensor]:
-    """Weights after four steps, each on the rows of a fixed batch that are this rank's."""
-    if count > 1:
-        torch.distributed.init_process_group("gloo", f"file://{init_file}", rank=rank, world_size=count)
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(6, 4)
-    rows = torch.randn(8, 6)
-    trainer = Trainer(stage_run(lr=1e-2, rank=Rank(rank, count)), [layer], lambda _, p: p.ndim == 2)
-    for _ in range(4):
-        trainer.update("rows", lambda: layer(rows.chunk(count)[rank]).square().mean())
-    if count > 1:
-        torch.distributed.destroy_process_group()
-    return [m.clone() for m in trainer.masters]
-
-
-def _write(rank: int, count: int, init_file: str) -> None:
-    torch.save(two_ranks_worth(rank, count, init_file), f"{init_file}.{rank}")
-
-
-@pytest.mark.slow
-def test_two_ranks_take_the_step_of_one_with_both_batches(tmp_path):
-    init_file = str(tmp_path / "init")
-    torch.multiprocessing.start_processes(_write, (2, init_file), nprocs=2, start_method="fork")
-    one = two_ranks_worth(0, 1, init_file)
-    for rank in range(2):
-        for ours, alone in zip(torch.load(f"{init_file}.{rank}"), one, strict=True):
-            torch.testing.assert_close(ours, alone, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [(["--resume"], "keeps no state"), (["--batch", "5"], "5 clips cannot be shared evenly by 2")],
-)
-def test_what_several_processes_cannot_do(more, said, monkeypatch, tmp_path):
-    monkeypatch.setattr(train_mini, "this_rank", lambda: Rank(1, 2))
-    with pytest.raises(ConfigError, match=said):
-        train_mini.run(["--stage", "vae", *more, "--output_dir", str(tmp_path), "--device", "cpu"])
-    one, other = (stage_run(rank=Rank(number, 2)) for number in range(2))
-    assert one.batch == other.batch == 2 and other.rank_seed != one.rank_seed == one.seed

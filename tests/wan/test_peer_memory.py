@@ -11,11 +11,9 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import golden_model
-from helpers.parallel_rollouts import REQUESTS, roll_out
+from helpers.parallel_rollouts import REQUESTS, roll_out, small_model
 from helpers.processes import together
 
-from wan.capture import CaptureRequest
 from wan.kernels import peer_memory
 from wan.kernels.graphs import apply_cuda_graphs
 from wan.kernels.peer_memory import (
@@ -76,7 +74,7 @@ def memory(monkeypatch, tmp_path):
         return FileHandle(of_all, group)
 
     monkeypatch.setattr(peer_memory, "DEVICES", ("cpu",))
-    monkeypatch.setattr(peer_memory, "_are_linked", lambda group, device: True)
+    monkeypatch.setattr(peer_memory, "are_linked", lambda group, device: True)
     monkeypatch.setattr(peer_memory, "allocate", allocate)
     monkeypatch.setattr(peer_memory, "introduce", introduce)
 
@@ -85,11 +83,9 @@ def memory(monkeypatch, tmp_path):
 
 SHAPES = (  # batch, tensors, head dim; some whose rows are no elements of 16 bytes
     (1, 3, 8, torch.bfloat16),
-    (2, 3, 8, torch.bfloat16),
     (2, 4, 8, torch.float32),
     (2, 3, 6, torch.bfloat16),
     (1, 1, 6, torch.float32),
-    (2, 1, 4, torch.float64),
     (1, 2, 1, torch.float32),
 )
 
@@ -118,10 +114,9 @@ def laid_out(x):
     return x.shape, [stride for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_same_bits_in_the_same_layout(size):
-    for found in together(size, exchanged):
-        assert len(found) == 7 + 2 * (7 + 2 * (3 + 3 + 4 + 3 + 1 + 1 + 2)) and all(found)
+def test_the_same_bits_in_the_same_layout():
+    for found in together(3, exchanged):
+        assert len(found) == 5 + 2 * (5 + 2 * (3 + 4 + 3 + 1 + 2)) and all(found)
 
 
 @torch.no_grad()
@@ -150,7 +145,7 @@ def test_a_buffer_is_written_when_it_was_read():
 
 def both_models(group):
     """The same model by peers' memory and by all-to-all."""
-    direct, usual = golden_model(), golden_model()
+    direct, usual = small_model(), small_model()
     apply_head_parallel(direct, group)
     assert isinstance(direct.head_shard.exchange, AllToAll)  # with gradients
     with torch.no_grad():
@@ -173,12 +168,12 @@ def same(found, expected) -> bool:
 
 def replayed(group):
     """Whether graphs, put on before or after, change a bit."""
-    (direct, usual), first = both_models(group), golden_model()
+    (direct, usual), first = both_models(group), small_model()
     apply_cuda_graphs(first)
     apply_head_parallel(first, group)
     apply_cuda_graphs(direct)
     found, policy = [], make_policy("relative", window=9, sink=3)  # its clean pass brings raw keys
-    for seed, requests in ((1, ()), (2, (CaptureRequest(granularity="frame"),)), (3, REQUESTS)):
+    for seed, requests in ((1, ()), (2, REQUESTS)):
         runs = [roll_out(m, policy, *requests, seed=seed, batch=2) for m in (usual, direct, first)]
         found += [same(run, runs[0]) for run in runs[1:]]
     return found
@@ -186,7 +181,7 @@ def replayed(group):
 
 @pytest.mark.slow
 def test_graphs_replay_their_exchange():
-    assert together(2, replayed) == [[True] * 6] * 2
+    assert together(2, replayed) == [[True] * 4] * 2
 
 
 # Whether it can be had.
@@ -203,7 +198,7 @@ def test_all_decide_alike(monkeypatch):
     assert together(2, decided) == [None] * 2
 
 
-@pytest.mark.parametrize("name", ["_is_one_host", "_are_linked", "allocate", "introduce"])
+@pytest.mark.parametrize("name", ["are_linked", "allocate", "introduce"])
 def test_what_one_cannot_have_none_uses(name, monkeypatch):
     function = getattr(peer_memory, name)
 
@@ -215,6 +210,3 @@ def test_what_one_cannot_have_none_uses(name, monkeypatch):
 
     monkeypatch.setattr(peer_memory, name, refused)
     assert together(2, decided) == [None] * 2
-
-
-# Elements of 16 bytes.

@@ -6,13 +6,10 @@ GPUs of one host: torch's symmetric memory, over NVLink. All processes of a grou
 of the same exchange in the same order. There are two steps there, send() and receive(), and two back: a CUDA
 graph may end between them, or begin.
 
-What keeps a reader of peer memory from being overwritten: barriers of all GPUs, which wait in their streams
-and not on the host. A buffer is written between two of them. A stream comes to the first one only behind
-everything that it was given before, so behind whoever reads what the buffer held; behind the second one all
-have written. Views of a buffer are therefore good for what is launched before its next exchange, on the same
-stream, which is also where graphs with an exchange in them are replayed. Who needs them longer copies them:
-the KV cache, captures that wait for numbers, and receive() itself under edits, where the source of a patch
-exchanges the same layer in between.
+Barriers of all GPUs, which wait in their streams, keep a reader of peer memory from being overwritten: a
+buffer is written between two of them. Views of a buffer are good for what is launched before its next
+exchange, on the same stream. Who needs them longer copies them: the KV cache, captures that wait for numbers,
+and receive() itself under edits, where the source of a patch exchanges the same layer in between.
 
 A process that fails or is killed leaves others waiting on their GPUs, which keeps no signal from ending them:
 torchrun's agent sends it. One that lives and does not come lets their barriers fail after TIMEOUT.
@@ -228,8 +225,7 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
         return all(torch.equal(x, y) for x, y in [*zip(*there, strict=True), back])
 
     steps: tuple[Callable[[], bool], ...] = (
-        lambda: _is_one_host(group),
-        lambda: _are_linked(group, device),
+        lambda: are_linked(group, device),
         lambda: allocate((1,), torch.uint8, device).device.type == device.type,
         lambda: bool(direct.to_heads(parts)),
         lambda: bool(direct.to_tokens(seen)),
@@ -246,31 +242,26 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
     return direct
 
 
-def _is_one_host(group: Group) -> bool:
-    """Return True where all processes run under one kernel, by its boot id, and in one container."""
+def are_linked(group: Group, device: torch.device) -> bool:
+    """Return True where all processes have GPUs of their own in one host, and atomics reach them: by NVLink.
+
+    Barriers are made of atomics. Over PCIe they would wait for ever. GPUs that a process does not see are not
+    reached. One host is one boot of one kernel, and one container.
+    """
     number = ""
     with suppress(OSError):
         number = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-    names: list[tuple[str, str] | None] = [None] * group.size()
-    dist.all_gather_object(names, (platform.node(), number), group=group)
-    return len(set(names)) == 1
-
-
-def _are_linked(group: Group, device: torch.device) -> bool:
-    """Return True where this process's GPU is one of its own, and its atomics reach all others: by NVLink.
-
-    Barriers are made of them. Over PCIe they would wait for ever. GPUs that a process does not see are not
-    reached.
-    """
-    devices = [""] * group.size()
-    dist.all_gather_object(devices, str(torch.cuda.get_device_properties(device).uuid), group=group)
-    seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    mine = seen.index(devices[group.rank()])
-    others = [seen.index(name) for name in devices if name != seen[mine] and name in seen]
-    return len(set(others)) == group.size() - 1 and all(_has_atomics(mine, other) for other in others)
-
-
-def _has_atomics(device: int, other: int) -> bool:
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    of_all: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_all, ((platform.node(), number), uuid), group=group)
+    hosts, uuids = zip(*of_all, strict=True)
+    here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    others = {here.index(name) for name in uuids if name != uuid and name in here}
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
-    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, device, other)
-    return not failed and bool(answer.value)
+
+    def has_atomics(other: int) -> bool:
+        mine = here.index(uuid)
+        failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, mine, other)
+        return not failed and bool(answer.value)
+
+    return len(set(hosts)) == 1 and len(others) == group.size() - 1 and all(map(has_atomics, others))
