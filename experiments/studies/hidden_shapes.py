@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect
@@ -102,7 +100,8 @@ class Trials:
 
     def __post_init__(self) -> None:
         model = self.session.model_config
-        self.heads: list[Head] = [*np.ndindex(model.num_layers, model.num_heads)]  # type: ignore[list-item]
+        self.shape = model.num_layers, model.num_heads
+        self.heads: list[Head] = [*np.ndindex(self.shape)]  # type: ignore[list-item]
         self.everyone = tuple(range(len(self.scenes)))
         self.store = Results(self.folder / "items")
 
@@ -144,6 +143,21 @@ class Trials:
     def read(self, trial: Trial) -> dict[str, Any]:
         """Return the numbers of a trial, lists over its rows; nothing where it is not done."""
         return self.store.read(self.name(trial)) or {}
+
+    def scores(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """Score every head [layers, H] on some rows of trials that are done: high is important.
+
+        effect: fall of the share that comes back without its past, ties broken by the change of x0; what it
+        attends to in unedited runs.
+        """
+        base, singles = self.read(self.base()), [self.read(one) for one in self.singles()]
+
+        def means(name: str) -> np.ndarray:
+            return np.array([np.array(one[name])[list(rows)].mean() for one in singles]).reshape(self.shape)
+
+        found = {name: np.array(values)[list(rows)].mean(0) for name, values in base["measures"].items()}
+        found["change of x0"] = change = means("change")
+        return found | {"effect": np.array(base[BACK])[list(rows)].mean() - means(BACK) + 1e-6 * change}
 
     def run(self, stage: str, trials: Iterable[Trial], watch: Progress, crew: Crew | None = None) -> None:
         """Make the trials that are missing. Raises what work_through raises."""
@@ -282,27 +296,14 @@ class HiddenShapes:
         self.selection.run("selection", [self.selection.base(), *self.selection.singles()], watch, crew)
         self.test.run("test", self.conditions(), watch, crew)
 
-    def answers(self, trials: Trials, trial: Trial, question: str = BACK) -> Tensor:
-        """Return the share over seeds of a trial that is done, float64 [captions]."""
-        values = torch.tensor(trials.read(trial)[question], dtype=torch.float64)
-        return values.view(self.design.seeds, -1).mean(0)
+    def answers(self, trial: Trial, question: str = BACK) -> np.ndarray:
+        """Return the share over seeds of a trial of the test that is done, [captions]."""
+        return np.array(self.test.read(trial)[question], float).reshape(self.design.seeds, -1).mean(0)
 
-    def selection_measures(self) -> Mapping[str, Mapping[Head, float]]:
-        """Return, by order, a number per head: the effect of its knockout on selection captions, s, mass.
-
-        effect: fall of the share that comes back, ties broken by the change of x0.
-        """
-        base, heads = self.selection.base(), self.selection.heads
-
-        def mean(trial: Trial, question: str = BACK) -> float:
-            return self.answers(self.selection, trial, question).mean().item()
-
-        singles = dict(zip(heads, self.selection.singles(), strict=True))
-        change = {head: mean(one, "change") for head, one in singles.items()}
-        effect = {head: mean(base) - mean(one) + 1e-6 * change[head] for head, one in singles.items()}
-        measures = {name: np.array(x).mean(0) for name, x in self.selection.read(base)["measures"].items()}
-        by_head = {name: {head: x[head] for head in heads} for name, x in measures.items()}
-        return {"effect": effect, "change": change} | by_head
+    def selection_measures(self) -> dict[str, np.ndarray]:
+        """Return, by order, a number per head [layers, H], from the selection captions."""
+        found = self.selection.scores(self.selection.everyone)
+        return {"effect": found.pop("effect"), "change": found.pop("change of x0")} | found
 
 
 # --- Which part of the past, and which heads keep it at equal bytes
@@ -414,7 +415,7 @@ class HeadMemory(Trials):
         The rest have narrow windows with a sink. draws: random heads, matched by layer with the effect's.
         """
         for half in range(self.sizes.folds):
-            scores = self.scores(1 - half)
+            scores = self.scores_of(1 - half)
             for budget in self.sizes.budgets:
                 whole = {rule: self.chosen(scores[rule], budget) for rule in rules if rule in scores}
                 for draw in range(draws):
@@ -430,26 +431,20 @@ class HeadMemory(Trials):
         count = int(len(self.heads) * (budget - narrow) / (frames - narrow) + 1e-9)
         return sorted(self.heads, key=lambda head: -scores[head])[:count]
 
-    def scores(self, half: int) -> dict[str, np.ndarray]:
+    def scores_of(self, half: int) -> dict[str, np.ndarray]:
         """Return a score of every head [layers, H] by rule, from a half of the captions: high is kept."""
-        rows, base, model = list(self.half(half)), self.read(self.base()), self.session.model_config
-
-        def means(trials: Iterable[Mapping[str, Any]], name: str) -> np.ndarray:
-            return np.array([np.array(one[name])[rows].mean() for one in trials])
-
-        found = {name: np.array(values)[rows].mean(0) for name, values in base["measures"].items()}
-        singles = [self.read(one) for one in self.singles()]
-        found["change of x0"] = change = means(singles, "change")
-        found["effect"] = means([base], BACK) - means(singles, BACK) + 1e-6 * change  # ties by the change
+        rows = self.half(half)
+        found = self.scores(rows)
         if (self.folder / "paths.json").is_file():  # without pairs of the other half's captions
             paths = read_json(self.folder / "paths.json")["paths"]
             numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
             used = [numbers.get(caption, half) % HALVES == half for caption in paths["captions"]]
             readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)
-            found["path patching"] = np.array([shares[used].mean() for shares in readers])
+            found["path patching"] = np.array([shares[used].mean() for shares in readers]).reshape(self.shape)
         if all(samples := [self.read(one) for one in self.sampled()]):
-            found["interactions"] = regressed(self.random_halves(), means(samples, BACK), self.heads)
-        return {name: x.reshape(model.num_layers, model.num_heads) for name, x in found.items()}
+            returns = np.array([np.array(one[BACK])[list(rows)].mean() for one in samples])
+            found["interactions"] = regressed(self.random_halves(), returns, self.heads).reshape(self.shape)
+        return found
 
 
 def regressed(narrow: Sequence[Sequence[Head]], returns: np.ndarray, heads: Sequence[Head]) -> np.ndarray:

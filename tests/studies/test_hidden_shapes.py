@@ -93,7 +93,7 @@ def test_a_study_is_not_made_again(study, monkeypatch):
     study.run(QUIET)
     orders, change = study.orders(), study.selection_measures()["change"]
     assert orders["change"] == sorted(study.test.heads, key=lambda head: -change[head])
-    assert sorted(orders["random 0"]) == study.test.heads and min(change.values()) > 0
+    assert sorted(orders["random 0"]) == study.test.heads and change.min() > 0
     report = hidden_shapes.knockouts(study)
     json.dumps(report)  # plain values alone
     assert report["ranking"][0]["layer"] == orders["effect"][0][0] and len(report["names_color"]) == 2

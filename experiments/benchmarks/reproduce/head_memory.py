@@ -191,7 +191,7 @@ def budgets_of(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
     """Return, by rule, Spearman's ρ between scores of the halves, with the effect, and of a chosen twelve."""
-    one, other = (study.scores(half) for half in range(HALVES))
+    one, other = (study.scores_of(half) for half in range(HALVES))
     layers = np.broadcast_to(np.arange(len(one["effect"]))[:, None], one["effect"].shape)
     found = {}
     for rule in one:

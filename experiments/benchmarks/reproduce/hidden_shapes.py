@@ -110,7 +110,7 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
     design, made = study.design, {one.name: one for one in study.conditions()}
 
     def answers(name: str, question: str = BACK) -> np.ndarray:
-        return study.answers(study.test, made[name], question).numpy()
+        return study.answers(made[name], question)
 
     def means(name: str, question: str) -> list[float]:
         return [round(float(answers(f"{name}: {n}", question).mean()), 3) for n in design.counts]
