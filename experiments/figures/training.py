@@ -16,7 +16,6 @@ STRIP_FRAMES = 7  # shown of 81, evenly
 SMOOTHED = 7  # values of a loss that are averaged
 HEAD_COLORS = (RED, ORANGE, PURPLE, BLUE, YELLOW, GREEN)  # of heads that a figure names
 STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")  # of seeds
-Lines = Sequence[tuple[Sequence[int], Sequence[float]]]  # of each seed: steps, values
 
 
 @styled
@@ -97,27 +96,6 @@ def training_checkpoints(
         maps[0].set_ylabel("Layer")
         st.color_bar(figure, image, maps, unit)
     st.label_figure(figure, [], "Preference for the first frame in training", subtitle, legend=legend)
-    return figure
-
-
-@styled
-def effect_by_step(
-    panels: Mapping[str, Mapping[str, Lines]], subtitle="", few_step: int | None = None
-) -> Figure:
-    """Draw numbers over the steps of training: a panel a title, a colour a pass, a line a seed."""
-    figure, axes = st.panels(len(panels), len(panels), (3.2, 2.4))
-    handles: dict[str, Line2D] = {}
-    for axis, (title, passes) in zip(axes, panels.items(), strict=True):
-        for (name, seeds), color in zip(passes.items(), (BLUE, ORANGE), strict=False):
-            for seed, (steps, values) in enumerate(seeds):
-                line = STYLES[seed % len(STYLES)]
-                label = name if len(seeds) == 1 else f"{name}, seed {seed}"
-                axis.plot(steps, values, f"o{line}", color=color, markersize=2.5)
-                handles[label] = Line2D([], [], color=color, linestyle=line, label=label)
-        axis.set_title(title)
-        _steps_along(axis, max(steps[-1] for seeds in passes.values() for steps, _ in seeds), few_step)
-    axes[0].axhline(0, color="black", linestyle=":", linewidth=1)
-    st.label_figure(figure, [], "First-frame effect in training", subtitle, legend=handles)
     return figure
 
 

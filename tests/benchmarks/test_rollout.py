@@ -20,7 +20,6 @@ CASES: dict[str, list[list[str]]] = {  # bad input of scripts, beside an unknown
         ["--what", "kernels", "--device", "cpu"],
     ],
     "public": [["{}/none", *MINI]],
-    "reproduce.first_frame": [["--training", "{}"]],
     "reproduce.hidden_shapes": [["--config_path", "configs/wan_14b.yaml"]],
     "reproduce.long_rollouts": [[], ["{}/none.json"], ["{}/text.json"], ["--first_frame", "--lengths", "22"]],
 }

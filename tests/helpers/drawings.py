@@ -67,7 +67,6 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
     slots = np.where(slots < 0, -9, slots)
     shares = np.sort(rng.random((4, 5)), 1)[:, [2, 1, 3, 0, 4]]
     steps = [0, 100, 1000, 20000]
-    lines = {"first pass": [(steps, rng.random(4))] * 2, "clean pass": [(steps, rng.random(4))]}
     runs = {name: [[(i, i, 1 / (i + 1)) for i in range(20)]] * 2 for name in ("VAE", "base")}
     of_heads = rng.normal(size=(N * H, max(F - 3, 3)))
     passes = {f"pass {n} (t = {1000 - 100 * n})": s.first for n in range(3)} | {"clean pass (t = 0)": s.last}
@@ -197,7 +196,6 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
         "checkpoints": lambda: training.training_checkpoints(
             steps, {"Excess": ("logits", 0, rng.normal(size=(4, 2, 3)))}, [0, 20000], ABOUT, 1000
         ),
-        "by step": lambda: training.effect_by_step({"s": lines, "heads above": lines}, ABOUT, 500),
         "videos": lambda: training.video_strips(
             ["a red circle moving right"] * 2, {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}, subtitle=ABOUT
         ),

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from experiments.analysis import published
 from experiments.analysis.panels import choose_heads
-from experiments.benchmarks.reproduce.first_frame import LOG, TRAINING, few_step_from
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.figures import heads
@@ -27,6 +26,7 @@ from experiments.running.cli import Parser, main
 from wan.config import load_config
 from wan.files import read_json
 
+TRAINING, LOG = Path("cache/wan-mini-training"), Path("checkpoints/wan-mini/training.json")
 STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
 HEADS_SHOWN = 4  # of a layer of two caches: those that differ most
 
@@ -115,7 +115,8 @@ def moments() -> Figure:
     }
     subtitle = f"wan-mini in training, pass t = 1000, mean over {len(report['captions'])} captions"
     steps = [checkpoint["step"] for checkpoint in checkpoints]
-    return training_checkpoints(steps, values, captured, subtitle, few_step_from())
+    few_step_from = read_json(LOG)["causal_first"]["steps"]  # few-step stages follow the first causal one
+    return training_checkpoints(steps, values, captured, subtitle, few_step_from)
 
 
 if __name__ == "__main__":
