@@ -81,10 +81,7 @@ class AnyCache:
         self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        """Make room for the next block, whose queries see what stays.
-
-        text is for policies that choose by the prompt. cut: the block stands far away from what came before.
-        """
+        """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
 
     def flush(self) -> None:
         """Forget the past but for the policy's sink and the last two frames."""
@@ -99,11 +96,11 @@ class AnyCache:
         """Announce the next pass."""
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Seen:
-        """Store the newest block's keys and values [B, L, H, D], over those of its earlier passes.
+        """Store the block's keys and values [B, L, H, D], over those of earlier passes -> what the call sees.
 
-        q [B, L, H, D] are its queries, for policies that choose by them. Returns what the call sees.
+        q [B, L, H, D] are its queries, for policies that choose by them.
         """
-        raise RuntimeError(f"{type(self).__name__} has no write()")
+        return k, v
 
     @property
     def nbytes(self) -> int:
@@ -122,10 +119,11 @@ class KVCache(AnyCache):
         super().__init__(sizes, policy)
         size = self.policy.capacity(sizes.num_frames, sizes.block_size)
         self.capacity, self.raw_slots = size.slots, min(size.raw_slots, size.slots)
-        self.sink: int = getattr(policy, "sink", 0)  # the first slots, which are never dropped
+        self.sink: int = policy.sink  # the first slots, which are never dropped
         self.slots: list[Slot] = []
         self.own = range(0)
         self.text: Text = ()
+        self.passes = 0  # over the newest block, the one that runs included
 
         def buffers(slots: int) -> list[Tensor]:
             how: Any = {"dtype": sizes.dtype, "device": sizes.device}
@@ -162,14 +160,15 @@ class KVCache(AnyCache):
 
     def begin_pass(self, is_clean: bool) -> None:
         """Announce the next pass; only clean ones store un-rotated keys."""
-        self.stores_raw = is_clean and self._raw_rows(self.policy.own_slots(self, 0)).start < self.raw_slots
+        self.passes += 1
+        self.stores_raw = is_clean and self._raw_rows(self.policy.own_slots(self)).start < self.raw_slots
 
     def places(self, layer: int, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
         """Return where write() will put keys and values [1, L, H, D] of L tokens, if in one piece.
 
         shape is that of the tokens, [B, L, dim].
         """
-        own = self.policy.own_slots(self, layer)
+        own = self.policy.own_slots(self)
         if shape[0] != 1 or len(own) * self.tokens_per_frame != shape[1]:
             return None
         self._given = self.keys[layer][:, self.tokens(own)], self.values[layer][:, self.tokens(own)]
@@ -178,7 +177,7 @@ class KVCache(AnyCache):
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        own, S = self.policy.own_slots(self, layer), self.tokens_per_frame
+        own, S = self.policy.own_slots(self), self.tokens_per_frame
         first = k.shape[1] - len(own) * S  # the first frames may have no slot
         if not any(k is place for place in self._given):  # else both were computed there
             self.keys[layer][:, self.tokens(own)] = k[:, first:]
@@ -276,12 +275,10 @@ class KVCache(AnyCache):
             self.key_positions = range(first, first + len(self.own))
         self.query_positions = self.policy.query_positions(self)
         self.begin_pass(is_clean=True)
+        self.passes = 0
         asks, sink = tuple(self.query_positions), range(min(self.sink, self.own.start))
         shared = KeyLayout(tuple(self.slots), self.tokens_per_frame, self.own, asks, sink=sink)
-        self.layouts = [shared] * self.num_layers
-        if self.policy.chooses_by_layer:
-            own = [self.policy.of_layer(self, layer) for layer in range(self.num_layers)]
-            self.layouts = [replace(shared, slots=tuple(slots), chosen=chosen) for slots, chosen in own]
+        self.layouts = [self.policy.layout(self, layer, shared) for layer in range(self.num_layers)]
 
 
 class HeadClass(NamedTuple):
@@ -314,7 +311,7 @@ class PerHeadCache(AnyCache):
             one.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
         first, self.newest = self.caches[0], block
         self.query_positions, self.key_positions = first.query_positions, first.key_positions
-        self.begin_pass(is_clean=True)
+        self.stores_raw = any(cache.stores_raw for cache in self.caches)
 
     def flush(self) -> None:
         for cache in self.caches:
@@ -555,6 +552,9 @@ class CachePolicy:
     keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
     chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
     can_recache: ClassVar[bool] = True
+    sink: ClassVar[int] = 0  # the first frames, which stay; a field of most policies
+    reserved: ClassVar[int] = 0  # slots of the window that are neither sink nor recent frames
+    least_blocks: ClassVar[int] = 1  # that a window holds
     by_heads: ClassVar[bool] = False  # heads of a layer may keep different keys
     raw_by_frame: ClassVar[bool] = False  # un-rotated keys lie at their frame's number, not at its slot
 
@@ -578,17 +578,17 @@ class CachePolicy:
     @property
     def num_frames(self) -> int | None:
         """Frames that a call sees at most; None without a limit."""
-        return None
+        return getattr(self, "window", None)
 
     @property
     def recomputed_frames(self) -> int | None:
         """Frames that a change of prompts computes again at most; None for all of the past."""
-        return self.num_frames
+        return getattr(self, "num_recomputed", self.num_frames)
 
     @property
     def lasting_sink(self) -> int:
         """Frames of the sink that outlive a recache."""
-        return 0
+        return self.sink if getattr(self, "global_sink", False) else 0
 
     def describe(self) -> dict[str, Any]:
         """Return the policy as a config has it: its name and the fields that differ from their defaults."""
@@ -600,6 +600,9 @@ class CachePolicy:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
         fits = self.source not in self.block_bound or set(block_sizes) <= {3}
         self.require(fits, f"released by {self.source} has blocks of 3 frames; leave released out")
+        least = self.sink + self.reserved + self.least_blocks * max(block_sizes, default=1)
+        window = getattr(self, "window", least)
+        self.require(window >= least, f"window {window} is too small; it must be at least {least}")
 
     def switch_from(self, how: How) -> int | None:
         """Return the first frame at which a change of prompts can change the cache in this way, or None."""
@@ -615,7 +618,8 @@ class CachePolicy:
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory for a video of num_frames frames in blocks of at most block_size."""
-        return Capacity(num_frames, num_frames if self.positions_follow_slots else 0)
+        slots = min(num_frames, self.num_frames or num_frames)
+        return Capacity(slots, slots if self.positions_follow_slots else 0)
 
     # -- called by a KVCache ---------------------------------------------------------------------------------
 
@@ -637,21 +641,21 @@ class CachePolicy:
         """Return the temporal positions of the block's queries."""
         return cache.key_positions
 
-    def own_slots(self, cache: KVCache, layer: int) -> range:
-        """Return the slots that the present pass writes in a layer: of the block's frames the last ones."""
+    def own_slots(self, cache: KVCache) -> range:
+        """Return the slots that the present pass writes: of the block's frames the last ones."""
         return cache.own
 
     def written(self, cache: KVCache, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the call sees, after a write by queries q [B, L, H, D]."""
         return cache.view(layer)
 
-    def of_layer(self, cache: KVCache, layer: int) -> tuple[Sequence[Slot], ChosenTokens | None]:
-        """Return the slots as one layer has them, and the tokens it chose, where chooses_by_layer."""
-        return cache.slots, None
+    def layout(self, cache: KVCache, layer: int, shared: KeyLayout) -> KeyLayout:
+        """Return the layout of the keys of one layer, where chooses_by_layer."""
+        return shared
 
     def flush(self, cache: KVCache) -> None:
         """Forget the past but for the sink and the last two frames."""
-        sink = min(getattr(self, "sink", 0), len(cache.slots))
+        sink = min(self.sink, len(cache.slots))
         cache.drop(sink, len(cache.slots) - sink - FLUSH_KEEPS)
         kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
         cache.own = range(len(cache.slots) - kept, len(cache.slots))

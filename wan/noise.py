@@ -1,6 +1,7 @@
 """The noise of a rollout, asked for block by block: from tensors, or drawn from seeds at constant memory."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil, prod
 
 import numpy as np
@@ -15,21 +16,20 @@ DRAWN_TOGETHER = 16  # torch.randn fills memory in groups of so many values
 SKIPPED_AT_ONCE = 1 << 20  # values
 
 
+@dataclass(eq=False)
 class TensorNoise:
     """Noise [B, F, C, h, w] of the frames from start on, and renoise [steps - 1, B, F, C, h, w].
 
     Without renoise the noise between steps is drawn from generator whenever it is asked for.
     """
 
-    def __init__(
-        self,
-        noise: Tensor,
-        renoise: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        start: int = 0,
-    ):
-        self.noise, self.renoise, self.generator, self.start = noise, renoise, generator, start
-        self.shape, self.is_repeatable = tuple(noise.shape), renoise is not None
+    noise: Tensor
+    renoise: Tensor | None = None
+    generator: torch.Generator | None = None
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        self.shape, self.is_repeatable = tuple(self.noise.shape), self.renoise is not None
 
     def first(self, frames: range) -> Tensor:
         """Return what a block is denoised from, [B, n, C, h, w]."""
@@ -62,13 +62,10 @@ class SeededNoise:
         dtype: torch.dtype = torch.float32,
         start: int = 0,
     ):
-        """frame_shape is (C, h, w), start the first frame, behind those that are given.
-
-        Raises ConfigError where torch could not draw a frame for itself.
-        """
+        """frame_shape is (C, h, w), start the first frame, behind those that are given."""
         self.shape: tuple[int, ...] = (len(seeds), num_frames, *frame_shape)
         self.device, self.dtype, self.start = device, dtype, start
-        self._values = frame_shape[0] * frame_shape[1] * frame_shape[2]
+        self._values = prod(frame_shape)
         if self._values % DRAWN_TOGETHER:
             problem = f"a latent frame of {self._values} values is not drawn by itself"
             raise ConfigError(f"{problem}; they must be a multiple of {DRAWN_TOGETHER}")
@@ -85,7 +82,6 @@ class SeededNoise:
         return self._draw(0, frames)
 
     def fresh(self, step: int, frames: range) -> Tensor:
-        """Return what is added to the prediction of a denoising step on the way to the next."""
         return self._draw(1 + step, frames)
 
     def _draw(self, segment: int, frames: range) -> Tensor:
@@ -196,12 +192,8 @@ def _philox(counter: list[np.ndarray], seed: int) -> list[np.ndarray]:
     for _ in range(10):
         one, other = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
         first, second = (np.uint64(key) for key in keys)
-        a, b, c, d = (
-            (other >> np.uint64(32)) ^ b ^ first,
-            other & low,
-            (one >> np.uint64(32)) ^ d ^ second,
-            one & low,
-        )
+        highs = (x >> np.uint64(32) for x in (other, one))
+        a, b, c, d = next(highs) ^ b ^ first, other & low, next(highs) ^ d ^ second, one & low
         keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
     return [a, b, c, d]
 
@@ -209,9 +201,7 @@ def _philox(counter: list[np.ndarray], seed: int) -> list[np.ndarray]:
 def _box_muller(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two normal values, float32, of two words each."""
     unit = np.float32(2**-32)
-    u, angle = (
-        x.astype(np.float32) * unit + unit / 2,
-        (y.astype(np.float32) * unit + unit / 2) * np.float32(2 * np.pi),
-    )
+    u, turn = (word.astype(np.float32) * unit + unit / 2 for word in (x, y))
+    angle = turn * np.float32(2 * np.pi)
     radius = np.sqrt(np.float32(-2) * np.log(u))
     return radius * np.sin(angle), radius * np.cos(angle)

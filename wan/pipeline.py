@@ -109,9 +109,10 @@ class CausalInferencePipeline:
         """Return the denoising steps of a block, as indices of timesteps."""
         return self.later_steps if block else self.first_steps
 
-    def has_pass(self, block: int, step: int) -> bool:
-        """Return whether a block has a pass, the clean one included."""
-        return step == len(self.timesteps) or step in self.steps_of(block)
+    def at(self, block: int, frames: range, step: int) -> Pass:
+        """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
+        how = {"timestep": self.pass_timesteps[step], "is_clean_pass": step in (len(self.timesteps), RECACHE)}
+        return Pass(query_frames=tuple(frames), block=block, step=step, **how)
 
     @torch.no_grad()
     def inference(
@@ -251,7 +252,7 @@ class CausalInferencePipeline:
         for number, block in enumerate(blocks):
             how = hows.get(block.start, "keep")
             past = set() if knows_all else {*range(block.start)}
-            sink = {*range(max(getattr(one, "sink", 0) for one in policies))} & past
+            sink = {*range(max(one.sink for one in policies))} & past
             left = remembered
             for cache in caches:
                 left, again = apply_switch(cache, how, remembered, context)
@@ -266,15 +267,10 @@ class CausalInferencePipeline:
             steps = (*first, *(() if block.start < given else self.steps_of(number)), len(self.timesteps))
             more = bool(past) and not knows_all
             found.append(BlockKeys(tuple(block), steps, tuple(sorted(past)), tuple(sorted(sink)), more))
-        return RolloutPlan(
-            config.num_layers,
-            config.num_heads,
-            len(self.timesteps),
-            tuple(found),
-            config.text_len,
-            keeps_clean_keys=not context or policy.lasting_sink > 0,
-            splits_tokens=not self.model.head_shard.is_whole,
-        )
+        plan = config.num_layers, config.num_heads, len(self.timesteps), tuple(found), config.text_len
+        keeps = not context or policy.lasting_sink > 0
+        splits = not self.model.head_shard.is_whole
+        return RolloutPlan(*plan, keeps_clean_keys=keeps, splits_tokens=splits)
 
 
 class Rollout:
@@ -325,7 +321,7 @@ class Rollout:
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
             x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])
-            with during(self.at(block, frames, step)):
+            with during(self.pipeline.at(block, frames, step)):
                 x0 = visit("x0", None, x0)
             # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
@@ -341,20 +337,10 @@ class Rollout:
 
     def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
         """Run the model once, announced to those who observe it."""
-        at = self.at(block, frames, step)
+        at = self.pipeline.at(block, frames, step)
         self.kv_cache.begin_pass(at.is_clean_pass)
         with during(at):
             flow = self.model(x, x.new_full((), at.timestep, dtype=torch.float32), self.text, self.kv_cache)
         if self.on_pass:
             self.on_pass()
         return flow
-
-    def at(self, block: int, frames: range, step: int) -> Pass:
-        """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
-        return Pass(
-            query_frames=tuple(frames),
-            block=block,
-            step=step,
-            timestep=self.pipeline.pass_timesteps[step],
-            is_clean_pass=step in (len(self.pipeline.timesteps), RECACHE),
-        )

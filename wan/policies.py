@@ -29,7 +29,7 @@ from wan.cache import (
 )
 from wan.errors import ConfigError, check_fields, library_reads, short_repr
 from wan.files import CONFIG_BYTES, MAX_TEXT, Count, Frames, Share, read_json, read_text
-from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, RotaryTable, Slot, rotate, send
+from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, KeyLayout, RotaryTable, Slot, rotate, send
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -47,26 +47,12 @@ class WindowedPolicy(CachePolicy):
     """A window of W frames, the first S of them a sink: the oldest after the sink leave."""
 
     window: Count = 21
-    sink: Frames = 0
+    sink: Frames = 0  # type: ignore[misc]  # a field here
 
-    reserved: ClassVar[int] = 0  # slots of the window that are neither sink nor recent frames
-    least_blocks: ClassVar[int] = 1  # that a window holds
     zero_sink: ClassVar[tuple[str, ...]] = ()  # releases whose block 0 sees a whole sink, the rest zeros
 
-    @property
-    def num_frames(self) -> int | None:
-        return self.window
-
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        least = self.sink + self.reserved + self.least_blocks * max(block_sizes, default=1)
-        self.require(self.window >= least, f"window {self.window} is too small; it must be at least {least}")
-
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        slots = min(self.window, num_frames)
-        if self.source in self.zero_sink:
-            slots = max(slots, self.sink)
-        return Capacity(slots, slots if self.positions_follow_slots else 0)
+        return super().capacity(max(num_frames, self.sink * (self.source in self.zero_sink)), block_size)
 
     def admit(self, cache: KVCache, block: range) -> None:
         excess = len(cache.slots) + len(block) - self.window
@@ -88,22 +74,11 @@ class LongLiveSink(WindowedPolicy):
     Later passes leave frames of later blocks in the sink as pass 0 wrote them, at t = 1000.
     """
 
-    def start(self, cache: KVCache) -> None:
-        self._is_written = [False] * cache.num_layers
-
-    def admit(self, cache: KVCache, block: range) -> None:
-        self._is_written = [False] * cache.num_layers
-        super().admit(cache, block)
-
-    def own_slots(self, cache: KVCache, layer: int) -> range:
+    def own_slots(self, cache: KVCache) -> range:
         own = cache.own
-        if not self._is_written[layer] or self.source not in self.zero_sink or cache.newest.start == 0:
+        if cache.passes < 2 or self.source not in self.zero_sink or cache.newest.start == 0:
             return own
         return range(max(own.start, min(self.sink, own.stop)), own.stop)
-
-    def written(self, cache: KVCache, layer: int, q: Tensor) -> Pair:
-        self._is_written[layer] = True
-        return cache.view(layer)
 
 
 @dataclass
@@ -121,10 +96,6 @@ class Window(LongLiveSink):
     keeps_whole_frames = True
     releases = ("self_forcing", "longlive")
     block_bound = zero_sink = ("longlive",)
-
-    @property
-    def lasting_sink(self) -> int:
-        return self.sink if self.global_sink else 0
 
     def admit(self, cache: KVCache, block: range) -> None:
         if self.stride > 1:
@@ -181,8 +152,7 @@ class DeepSink(WindowedPolicy):
     releases = block_bound = ("deep_forcing",)
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        slots = min(self.window, num_frames)
-        return Capacity(slots, min(self.sink, slots))
+        return super().capacity(num_frames, block_size)._replace(raw_slots=self.sink)
 
     def start(self, cache: KVCache) -> None:
         self._first_roll: int | None = None
@@ -408,12 +378,11 @@ class MemoryBank(WindowedPolicy):
         self.start(cache)
         super().flush(cache)
 
-    def of_layer(self, cache: KVCache, layer: int) -> tuple[Sequence[Slot], None]:
-        slots = list(cache.slots)
-        for index in range(self.banked):
-            chosen = tuple(frames[index] for frames in self._frames[layer])
-            slots[self._at + index] = Slot(chosen[0], chosen[0], items=chosen)
-        return slots, None
+    def layout(self, cache: KVCache, layer: int, shared: KeyLayout) -> KeyLayout:
+        slots = list(shared.slots)
+        for index, chosen in enumerate(zip(*self._frames[layer], strict=True), self._at):
+            slots[index] = Slot(chosen[0], chosen[0], items=chosen)
+        return replace(shared, slots=tuple(slots))
 
     def _sort_bank(self, cache: KVCache, bank: range) -> None:
         """Order the slots of the bank by score, best first, in every layer and batch item."""
@@ -478,12 +447,10 @@ class Participative(WindowedPolicy):
         self._chosen: list[ChosenTokens | None] = [None] * cache.num_layers
         self._queries: list[Tensor | None] = [None] * cache.num_layers  # sums of recent frames [B, n, H, D]
         self._wide: list[Slot] = []  # the slots of a first pass that compresses; empty where none does
-        self._is_first = [True] * cache.num_layers  # whether a layer's first pass of the block is to come
         self._sink_at, self._turned_at = self.first_turn - self.budget, -1  # as released
 
     def admit(self, cache: KVCache, block: range) -> None:
         cache.append(block)
-        self._is_first = [True] * cache.num_layers
         self._wide = list(cache.slots) if len(cache.slots) > self.window else []
         if not self._wide:
             return
@@ -502,28 +469,27 @@ class Participative(WindowedPolicy):
         now = super().positions(cache, cut)
         return [*range(self._sink_at, self._sink_at + self.sink), *now[self.sink :]] if self._wide else now
 
-    def own_slots(self, cache: KVCache, layer: int) -> range:
+    def own_slots(self, cache: KVCache) -> range:
         wide = len(self._wide)
-        return range(wide - len(cache.own), wide) if wide and self._is_first[layer] else cache.own
+        return range(wide - len(cache.own), wide) if wide and cache.passes < 2 else cache.own
 
     def written(self, cache: KVCache, layer: int, q: Tensor) -> Pair:
         n, past = len(cache.newest), self._queries[layer]
         sums = q.unflatten(1, (n, -1)).sum(2, dtype=torch.float32)  # [B, n, H, D]
         if past is not None:  # a later pass takes the place of the one before; the release counts every pass
-            past = past if self._is_first[layer] or self.source else past[:, :-n]
+            past = past if cache.passes < 2 or self.source else past[:, :-n]
             sums = torch.cat([past, sums], 1)[:, -self.recent :]
         self._queries[layer] = sums
-        if self._wide and self._is_first[layer]:
+        if self._wide and cache.passes < 2:
             self._compress(cache, layer, sums.sum(1))
-        self._is_first[layer] = False
         return cache.view(layer)
 
     def flush(self, cache: KVCache) -> None:
         super().flush(cache)
         self._chosen = [None] * cache.num_layers
 
-    def of_layer(self, cache: KVCache, layer: int) -> tuple[Sequence[Slot], ChosenTokens | None]:
-        return cache.slots, self._chosen[layer]
+    def layout(self, cache: KVCache, layer: int, shared: KeyLayout) -> KeyLayout:
+        return replace(shared, chosen=self._chosen[layer])
 
     def _compress(self, cache: KVCache, layer: int, queries: Tensor) -> None:
         """Choose tokens by summed queries [B, H, D] and close up: sink, chosen, recent."""
@@ -613,7 +579,7 @@ class PerHead(CachePolicy):
 
     def switch_from(self, how: How) -> int | None:
         """Return None after a flush, too, where queries behind sinks of several sizes would stand apart."""
-        sinks = {getattr(one, "sink", 0) for one in self.policies.values() if one.positions_follow_slots}
+        sinks = {one.sink for one in self.policies.values() if one.positions_follow_slots}
         return None if how in ("flush", "cut") and len(sinks) > 1 else super().switch_from(how)
 
     @property
@@ -669,7 +635,6 @@ class HeadwisePolicy(CachePolicy):
     by_heads = True
     keeps_items_apart: ClassVar[bool] = False  # videos of a batch have classes of their own
     can_recache = False  # before every block; at a change of prompts they do
-    sink: ClassVar[int] = 0
 
     def switch_from(self, how: How) -> int | None:
         return 0 if how in ("keep", "recache") else None
@@ -736,10 +701,6 @@ class DummyForcing(HeadwisePolicy):
     @property
     def keeps_items_apart(self) -> bool:  # type: ignore[override]  # of others a constant
         return not self.source
-
-    @property
-    def recomputed_frames(self) -> int:
-        return self.num_recomputed
 
     def switch_from(self, how: How) -> int | None:
         return 3 * self.ar_start + 1 if how == "recache" and self.source else super().switch_from(how)
@@ -848,14 +809,6 @@ class ForcingKV(HeadwisePolicy):
     def num_frames(self) -> int:
         longest = max(self.spatial_context_length, self.temporal_context_length + self.dynamic_context_length)
         return self.sink + longest + 3
-
-    @property
-    def recomputed_frames(self) -> int | None:
-        return self.num_recomputed
-
-    @property
-    def lasting_sink(self) -> int:
-        return self.sink if self.global_sink else 0
 
     @property
     def chunks_kept(self) -> int:
@@ -1051,6 +1004,7 @@ class TriAttention(HeadwisePolicy):
     statistics: Any = ""
 
     name = "triattention"
+    global_sink = True
     releases = block_bound = ("triattention",)
 
     def __post_init__(self) -> None:
@@ -1059,26 +1013,13 @@ class TriAttention(HeadwisePolicy):
         self._before: dict[str, Any] = {"frame": 0, "noise": None}  # of the pipeline's last video
         super().__post_init__()
 
-    @property
-    def num_frames(self) -> int:
-        return self.window
-
-    @property
-    def lasting_sink(self) -> int:
-        return self.sink
-
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         super().check(block_sizes)
-        least = self.sink + max(block_sizes, default=1)
-        self.require(self.window >= least, f"window {self.window} is too small; it must be at least {least}")
         fits = self.sink <= 3 or not self.source
         self.require(fits, f"released knows a sink of at most 3 frames, not {self.sink}; leave released out")
 
     def switch_from(self, how: How) -> int | None:
         return self.window + 1 if how == "recache" and self.source else super().switch_from(how)
-
-    def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        return Capacity(min(num_frames, self.window))
 
     def start(self, cache: HeadwiseCache) -> None:
         most, pairs = self.window * cache.tokens_per_frame, cache.head_dim // 2

@@ -9,13 +9,13 @@ that is not clean yet are left out, since the next one overwrites what they writ
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan.blocks import rolling_attention_size
-from wan.cache import Capacity, KVCache
+from wan.cache import CachePolicy, CacheSizes, Capacity, KVCache
 from wan.errors import ConfigError
 from wan.interventions import active_edits
 from wan.keys import KeyLayout, Slot, rotate
@@ -25,70 +25,70 @@ from wan.policies import PromptSwitch, WindowedPolicy
 from wan.sites import Pass, check_watchers, during, visit
 
 
-@dataclass
-class CleanFrames(WindowedPolicy):
-    """Keep the first block, with its keys without RoPE as well, and the newest frames."""
+class RollingCache(KVCache):
+    """A KVCache of clean frames, behind which stand the keys of a window that are stored nowhere.
 
-    name = "rolling_forcing"
-
-    def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        slots = min(self.window, num_frames)
-        return Capacity(slots, min(self.sink, slots))
-
-
-class RollingCache:
-    """A KVCache of clean frames with the keys of a window behind them.
-
-    The first block is the anchor, whose keys are rotated to stand right before the other clean frames. The
-    model writes a forward's keys and gets those that it sees, as from a KVCache.
+    The first block is the anchor, whose keys are rotated to stand right before the other clean frames. A
+    forward sees at most size frames.
     """
 
-    def __init__(self, clean: KVCache, attention_size: int):
-        """attention_size: frames that a forward sees at most."""
-        self.clean, self.anchor, self.attention_size = clean, clean.sink, attention_size
-        self.is_clean = self.stores_raw = False
+    def __init__(self, sizes: CacheSizes, policy: CachePolicy):
+        super().__init__(sizes, policy)
+        self.size, self.is_clean = self.policy.window - self.sink, False
         self.seen = range(0)  # slots that a window sees beside its own keys and the anchor
 
     def begin_window(self, frames: range) -> None:
         """Announce a forward that denoises frames; it writes nothing."""
         self.is_clean = self.stores_raw = False
-        clean, room = len(self.clean.slots), self.attention_size - len(frames) - self.anchor
-        self.seen = range(max(self.anchor, clean - max(room, 0)), max(self.anchor, clean))
-        first = frames.start - len(self.seen) - self.anchor  # where the anchor stands
-        past = [Slot(slot.frame, first + slot.frame) for slot in self.clean.slots[: self.anchor]]
-        self.anchor_rope = self.clean.rope(range(first, first + self.anchor)) if past else None
-        past += self.clean.slots[self.seen.start : self.seen.stop]
-        self._publish(past, frames, sink=min(self.anchor, len(past)))
+        clean, room, anchor = len(self.slots), self.size - len(frames) - self.sink, self.sink
+        self.seen = range(max(anchor, clean - max(room, 0)), max(anchor, clean))
+        first = frames.start - len(self.seen) - anchor  # where the anchor stands
+        past = [Slot(slot.frame, first + slot.frame) for slot in self.slots[:anchor]]
+        self.anchor_rope = self.rope(range(first, first + anchor)) if past else None
+        self._announce(past + self.slots[self.seen.start : self.seen.stop], frames, min(anchor, len(past)))
 
     def begin_clean(self, frames: range) -> None:
         """Announce a forward that writes the clean keys and values of frames, and sees the newest ones."""
-        self.clean.advance(frames)
-        self.is_clean, self.stores_raw = True, self.clean.stores_raw
-        self._publish(self.clean.slots[-self.attention_size :][: -len(frames)], frames, sink=0)
+        self.advance(frames)
+        self.is_clean = True
+        self._announce(self.slots[-self.size :][: -len(frames)], frames, sink=0)
+
+    def places(self, layer: int, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
+        return super().places(layer, shape) if self.is_clean else None
 
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, Lk, H, D] that a forward with its own k and v [B, L, H, D] sees."""
         if self.is_clean:
-            self.clean.write(layer, q, k, v, raw_k)
-            keys, values = self.clean.view(layer)
-            newest = -self.attention_size * self.clean.tokens_per_frame
+            keys, values = super().write(layer, q, k, v, raw_k)
+            newest = -self.size * self.tokens_per_frame
             return keys[:, newest:], values[:, newest:]
         if self.anchor_rope is None:  # the window begins the video
             return k, v
-        keys, values, seen = self.clean.keys[layer], self.clean.values[layer], self.clean.tokens(self.seen)
-        anchor = rotate(self.clean.raw_keys[layer], *self.anchor_rope)
-        values_of_anchor = values[:, self.clean.tokens(range(self.anchor))]
+        keys, values, seen = self.keys[layer], self.values[layer], self.tokens(self.seen)
+        anchor = rotate(self.raw_keys[layer], *self.anchor_rope)
+        values_of_anchor = values[:, self.tokens(range(self.sink))]
         return torch.cat([anchor, keys[:, seen], k], 1), torch.cat([values_of_anchor, values[:, seen], v], 1)
 
-    def _publish(self, past: Sequence[Slot], frames: range, sink: int) -> None:
+    def _announce(self, past: Sequence[Slot], frames: range, sink: int) -> None:
         """Make the layout of the forward to come."""
         self.newest = self.query_positions = self.key_positions = frames
         slots = (*past, *(Slot(frame, frame) for frame in frames))
-        own, S = range(len(past), len(slots)), self.clean.tokens_per_frame
+        own, S = range(len(past), len(slots)), self.tokens_per_frame
         layout = KeyLayout(slots, S, own, tuple(frames), sink=range(sink))
-        self.layouts = [layout] * self.clean.num_layers
+        self.layouts = [layout] * self.num_layers
+
+
+@dataclass
+class CleanFrames(WindowedPolicy):
+    """Keep the first block, with its keys without RoPE as well, and the newest frames."""
+
+    name = "rolling_forcing"
+    cache_type = RollingCache
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        return super().capacity(num_frames, block_size)._replace(raw_slots=self.sink)
 
 
 class RollingForcingPipeline(CausalInferencePipeline):
@@ -134,10 +134,9 @@ class RollingForcingPipeline(CausalInferencePipeline):
         check_frames(noise, range(num_frames))
         check_watchers(lambda: self.plan(num_frames))
         batch, _, _, height, width = noise.shape
-        n, size = self.num_frame_per_block, self.attention_size
-        policy, text = CleanFrames(window=n + size, sink=n), self.model.text_keys_values(prompt_embeds)
-        kv_cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, n)
-        cache = RollingCache(cast(KVCache, kv_cache), size)
+        n, text = self.num_frame_per_block, self.model.text_keys_values(prompt_embeds)
+        policy = CleanFrames(window=n + self.attention_size, sink=n)
+        cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, n)
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
         def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:
@@ -153,13 +152,12 @@ class RollingForcingPipeline(CausalInferencePipeline):
                 window[newest] = noise.first(blocks[newest])
 
             # 2. Denoise all blocks of the window together; block b stands at step newest - b.
-            parts = [self._announced(block, newest - block, blocks[block]) for block in window]
+            parts = [self.at(block, blocks[block], newest - block) for block in window]
             cache.begin_window(range(blocks[parts[0].block].start, blocks[parts[-1].block].stop))
-            levels_of_frames = tuple((frame, one.timestep) for one in parts for frame in one.query_frames)
-            frames_now = tuple(frame for frame, _ in levels_of_frames)
-            at = replace(parts[0], query_frames=frames_now, parts=tuple(parts), levels=levels_of_frames)
+            now = {frame: one.timestep for one in parts for frame in one.query_frames}
+            at = replace(parts[0], query_frames=(*now,), parts=(*parts,), levels=(*now.items(),))
             x = torch.cat(list(window.values()), 1)
-            t = x.new_tensor([level for _, level in at.levels], dtype=torch.float32).expand(x.shape[0], -1)
+            t = x.new_tensor([*now.values()], dtype=torch.float32).expand(batch, -1)
             flows = forward(x, t, at).split([len(part.query_frames) for part in parts], 1)
 
             for part, flow in zip(parts, flows, strict=True):
@@ -174,16 +172,6 @@ class RollingForcingPipeline(CausalInferencePipeline):
                 # 4. It leaves: the clean pass keeps its keys and values.
                 del window[block]
                 cache.begin_clean(frames)
-                clean = self._announced(block, levels, frames)
+                clean = self.at(block, frames, levels)
                 forward(x0, x0.new_full((), clean.timestep, dtype=torch.float32), clean)
                 yield frames, x0
-
-    def _announced(self, block: int, step: int, frames: range) -> Pass:
-        """Return what one block's share of a forward is called: its own block, step and level."""
-        return Pass(
-            query_frames=tuple(frames),
-            block=block,
-            step=step,
-            timestep=self.pass_timesteps[step],
-            is_clean_pass=step == len(self.timesteps),
-        )

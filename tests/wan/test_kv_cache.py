@@ -77,6 +77,7 @@ def test_whoever_asks_for_places_leaves_a_block_its_first_pass(batch):
     cache.advance(range(3))
     cache.advance(range(3, 6))
     for first in (True, False):
+        cache.begin_pass(is_clean=False)
         for layer in range(LAYERS):
             k, v = torch.randn(2, batch, 6, HEADS, DIM)
             places = cache.places(layer, torch.Size([batch, 6, HEADS * DIM]))

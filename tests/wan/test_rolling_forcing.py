@@ -14,7 +14,7 @@ from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
 from wan.keys import rotate
 from wan.pipeline import add_noise, flow_to_x0
-from wan.rolling_forcing import CleanFrames, RollingCache, RollingForcingPipeline
+from wan.rolling_forcing import CleanFrames, RollingForcingPipeline
 
 STEPS = [1000, 800, 600, 400, 200]
 
@@ -111,12 +111,11 @@ def test_what_a_pass_sees(calls, at, frames, positions):
 
 def test_the_anchor_is_rotated_from_its_own_keys():
     generator, S = torch.Generator().manual_seed(0), 2
-    clean = tiny_pipeline().model.new_kv_cache(1, 6, 2, 4, CleanFrames(window=5, sink=1), 1)
-    cache = RollingCache(clean, attention_size=4)
+    cache = tiny_pipeline().model.new_kv_cache(1, 6, 2, 4, CleanFrames(window=5, sink=1), 1)
     raw, values = torch.randn(2, 6, 1, S, 3, 16, generator=generator)
 
     def turned(frame: int, position: int) -> torch.Tensor:
-        return rotate(raw[frame], *clean.rope(range(position, position + 1)))
+        return rotate(raw[frame], *cache.rope(range(position, position + 1)))
 
     for frame in range(5):
         cache.begin_clean(range(frame, frame + 1))
