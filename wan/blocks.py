@@ -71,25 +71,13 @@ def later_block(block_sizes: Sequence[int], ahead: int = 0) -> "Tensor":
     return block[None, :] > block[:, None] + ahead
 
 
-def earlier_block(block_sizes: Sequence[int]) -> "Tensor":
-    """Return [F, F] bool: the key's block comes before the query's.
-
-    Such keys are clean context in every pass; the query's own block is as noisy as the query.
-    """
-    return later_block(block_sizes).T
-
-
 def visible_frames(
     block_sizes: Sequence[int], block: int, local_attn_size: int = -1, sink_size: int = 0
 ) -> list[int]:
-    """Return the key frames that a block sees, its own included.
-
-    All so far, or with local_attn_size > 0 the first sink_size and the newest local_attn_size - sink_size.
-    """
-    end = block_frames(block_sizes, block)[-1] + 1
-    if local_attn_size <= 0 or end <= local_attn_size:
-        return list(range(end))
-    return [*range(sink_size), *range(end - (local_attn_size - sink_size), end)]
+    """Return the key frames that a block sees, its own included: all so far, or a sink and the newest."""
+    frames = list(range(block_ranges(block_sizes)[block].stop))
+    excess = len(frames) - local_attn_size if local_attn_size > 0 else 0
+    return frames[:sink_size] + frames[sink_size + max(0, excess) :]
 
 
 def rolling_attention_size(local_attn_size: int, num_steps: int, block_size: int) -> int:

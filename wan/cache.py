@@ -552,7 +552,7 @@ class CachePolicy:
     keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
     chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
     can_recache: ClassVar[bool] = True
-    sink: ClassVar[int] = 0  # the first frames, which stay; a field of most policies
+    sink = 0  # the first frames, which stay; a field of most policies
     reserved: ClassVar[int] = 0  # slots of the window that are neither sink nor recent frames
     least_blocks: ClassVar[int] = 1  # that a window holds
     by_heads: ClassVar[bool] = False  # heads of a layer may keep different keys

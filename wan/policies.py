@@ -47,7 +47,7 @@ class WindowedPolicy(CachePolicy):
     """A window of W frames, the first S of them a sink: the oldest after the sink leave."""
 
     window: Count = 21
-    sink: Frames = 0  # type: ignore[misc]  # a field here
+    sink: Frames = 0
 
     zero_sink: ClassVar[tuple[str, ...]] = ()  # releases whose block 0 sees a whole sink, the rest zeros
 
@@ -713,7 +713,6 @@ class DummyForcing(HeadwisePolicy):
         self.require(self.num_dummy <= total, f"num_dummy {self.num_dummy} of a model of {total} heads")
         self.head_class: Tensor | None = None  # [items, layers, heads]
         self.head_mass: list[Tensor] = []  # per layer [items, heads, (first, middle, own)]
-        self.sampled_rows: list[Tensor] = []
         self._generator = None if self.row_seed is None else torch.Generator().manual_seed(self.row_seed)
 
     def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
@@ -727,7 +726,6 @@ class DummyForcing(HeadwisePolicy):
         logits = asking @ kind.keys[0].float().permute(1, 2, 0) * cache.head_dim**-0.5
         weights, shares = logits.softmax(-1), (slice(first), slice(first, -own), slice(-own, None))
         mass = torch.stack([weights[:, :, keys].sum(-1).mean(-1) for keys in shares], -1)  # [H, 3]
-        self.sampled_rows.append(rows)
         self.head_mass.append(cache.shard.gather(mass.unflatten(0, (cache.items, -1)), 1).cpu())
 
     def finish(self, cache: HeadwiseCache) -> None:
@@ -785,7 +783,7 @@ class ForcingKV(HeadwisePolicy):
     local_attn_size -1); with a window the release takes max(sink, context lengths, 1).
     """
 
-    sink: Frames = 1  # type: ignore[misc]  # a field here
+    sink: Frames = 1
     ar_start: Frames = 1
     spatial_context_length: Frames = 1
     temporal_context_length: Frames = 1
@@ -845,8 +843,6 @@ class ForcingKV(HeadwisePolicy):
         tokens = f"a frame of {cache.tokens_per_frame} tokens"
         self.require(fits, f"num_frame_patch {self.num_frame_patch} does not divide {tokens}")
         self.is_divided = False
-        self.dynamic_keep: list[Tensor] = []  # per choice the numbers of the chunks kept, [B or 1, n]
-        self.dynamic_score: list[Tensor] = []  # and the scores of all of them, [B or 1, 3, chunks a frame]
         self._recent = 0  # tokens of recent frames that dynamic heads hold
         self._chosen = 0  # tokens of chosen chunks before them
         self._rings: dict[bool | None, Ring] = {}  # as released, of static heads and of dynamic ones
@@ -930,8 +926,6 @@ class ForcingKV(HeadwisePolicy):
         score = cosine.unflatten(2, (P, -1)).mean(3)  # [B, 3, P]
         score = score[:1] if self.source else score
         chosen = score.flatten(1).topk(self.chunks_kept, largest=False).indices.sort().values
-        self.dynamic_score.append(score)
-        self.dynamic_keep.append(chosen)
         size = S // P
         return (chosen[:, :, None] * size + torch.arange(size, device=cache.device)).flatten(1)
 
@@ -988,7 +982,7 @@ class TriAttention(HeadwisePolicy):
     """
 
     window: Count = 12
-    sink: Frames = 3  # type: ignore[misc]  # a field here
+    sink: Frames = 3
     budget_tokens: Annotated[int, 1, 1 << 24] = 9360
     compress_every_n_frames: Count = 3
     keep_last_frames: Frames = 3
@@ -1027,8 +1021,6 @@ class TriAttention(HeadwisePolicy):
         self.require(self.budget_tokens < most, problem)
         problem = f"statistics have {self.q_mean.shape[2]} frequencies, heads of this model {pairs}"
         self.require(self.q_mean.shape[2] == pairs, problem)
-        self.compressions: list[tuple[int, int]] = []  # frames done and tokens held at every compression
-        self.raw_scores: Tensor | None = None  # of the last one, [layers, B, h, tokens]
         self._noise, self._last = torch.Generator().manual_seed(self.random_seed), 0
         if self.source and self._before["noise"] is not None:
             self._last = self._before["frame"]
@@ -1063,7 +1055,6 @@ class TriAttention(HeadwisePolicy):
         between, count = range(sink, n - last), max(0, self.budget_tokens - sink - last)
         first, newest = cache.rows(range(sink)), cache.rows(range(n - last, n))
         scores = self._scores(cache, between, done) if count else None
-        self.compressions.append((done, n))
         for layer, [kind] in enumerate(cache.kinds):
             index = torch.cat([first, newest], 1)
             if scores is not None:
@@ -1105,7 +1096,7 @@ class TriAttention(HeadwisePolicy):
             score = torch.einsum("bnhd,hod->bhno", keys, asking[layer]).amax(3)
             raw.append(score + torch.einsum("bnhf,hf->bhn", sizes, beyond[layer]))
         # 3. Normalise rows, break ties, and let all layers of a head agree where they shall.
-        scores = self.raw_scores = torch.stack(raw)  # [layers, B, h, n]
+        scores = torch.stack(raw)  # [layers, B, h, n]
         if self.normalize_scores:
             spread = scores.std(-1, unbiased=False, keepdim=True).clamp_min(1e-6)
             scores = (scores - scores.mean(-1, keepdim=True)) / spread

@@ -19,7 +19,7 @@ from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_ID
 from experiments.analysis.stats import mean_without_nan, pearson
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
-from wan.blocks import earlier_block
+from wan.blocks import later_block
 
 RANK_TOLERANCE = 1e-9  # squared share of a column outside the span of others, below which it is in the span
 LINE = slice(3, 12)  # key frames through which contrasts draw their line
@@ -120,7 +120,7 @@ def key_frame_contrasts(
 
 def context_cells(block_sizes: Sequence[int]) -> np.ndarray:
     """Mark the cells whose key block is strictly earlier than the query's: [F, F] bool."""
-    return earlier_block(block_sizes).numpy().copy()
+    return later_block(block_sizes).T.numpy().copy()
 
 
 def _of_heads(

@@ -221,15 +221,11 @@ def test_a_probe_that_would_change_the_rollout_is_refused(row, left_out, message
         pipeline_of(row).inference(**inputs, probe=lambda block, denoise: denoise())
 
 
-@pytest.mark.parametrize(
-    "window, frames", [(7, [0, 6, 8, 10, 12, 13, 14]), (8, [0, 4, 6, 8, 10, 12, 13, 14])]
-)
-def test_a_stride_keeps_every_other_frame_of_the_past(window, frames):
+def test_a_stride_keeps_every_other_frame_of_the_past():
+    row = {"name": "window", "window": 7, "sink": 1, "stride": 2}
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[0], steps=[0]) as calls:
-        pipeline_of({"name": "window", "window": window, "sink": 1, "stride": 2}).inference(
-            **golden_inputs(15)
-        )
-    assert calls[-1]["key_frames"] == frames
+        pipeline_of(row).inference(**golden_inputs(15))
+    assert calls[-1]["key_frames"] == [0, 6, 8, 10, 12, 13, 14]
 
 
 # -- settings, files and documents ---------------------------------------------------------------------------
@@ -266,14 +262,10 @@ def test_any_wrong_value_of_any_field_is_one_line(row):
         ({"name": "magic"}, [], "'magic' is not one of full, window"),
         ({"name": "window", "windw": 3}, [], "has no field 'windw'; it has"),
         ({"name": "window", "window": "9"}, [], "window '9' is not int in 1"),
-        ({"name": "window", "window": 3, "sink": 3}, [], "must be at least 4"),
         ({"name": "window", "window": 5, "sink": 3}, [1, 3], "must be at least 6"),
-        ({"name": "window", "released": "rolex"}, [], "'rolex' is not one of self_forcing, longlive"),
         ({"name": "full", "released": True}, [], "leave it out"),
         ({"name": "deep_sink", "released": True}, [1, 3], "has blocks of 3 frames"),
-        ({"name": "participative", "sink": 4, "recent": 4, "budget": 7}, [], "at least sink . recent, 8"),
         ({"name": "participative", "recent": 2, "budget": 14}, [3], "recent 2 must be at least a block, 3"),
-        ({"name": "ema_sink", "sink": 0}, [], "sink 0 is not int in 1"),
         ({"name": "rolling_sink", "sink": 1}, [], r"sink 1 is not int in 0\.\.0"),
         ({"name": "rolling_sink", "window": 5}, [3], "window 5 .* must be at least 6"),
     ],
@@ -291,11 +283,8 @@ LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_
     [
         ({"prompt_schedule": [{"frame": 4, "prompt": "a"}]}, "does not begin a block .* begin at 3, 6"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a"}] * 2}, "frame 6 .* has two prompts"),
-        ({"prompt_schedule": [{"frame": 6, "prompt": "a", "how": "jump"}]}, "'jump' is not one of keep"),
-        ({"prompt_schedule": [{"frame": 6}]}, "has a frame, a prompt"),
         ({"prompt_schedule": [{"frame": 6, "text": "a"}]}, "has a frame, a prompt and perhaps how, not"),
         ({"prompt_schedule": [{"frame": 6, "prompt": "a\0b"}]}, "prompt_schedule: prompt has a NUL"),
-        ({"prompt_schedule": [{"frame": 6, "prompt": "a" * 100_001}]}, "prompt_schedule: prompt 'a"),
         (
             {"cache_policy": LONG_SINK, "prompt_schedule": [{"frame": 3, "prompt": "a", "how": "cut"}]},
             "cannot cut at frame 3; it can .*cut from frame 6 on",
