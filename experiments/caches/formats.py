@@ -4,12 +4,14 @@ Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the 
 layers, P passes. Fields have the names that files have.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from math import inf
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,15 +47,14 @@ class PassTag(NamedTuple):
 class Fields:
     """A dict of a file with attributes. It keeps the order of its entries, and unknown ones."""
 
-    nested: ClassVar[Mapping[str, type["Fields"]]] = {}  # fields that are lists of dicts
+    nested: ClassVar[Mapping[str, type[Fields]]] = {}  # fields that are lists of dicts
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Wrap a dict, unchecked; a field that is absent has its default."""
         wrapped = object.__new__(cls)
         for name, value in values.items():
-            if name in cls.nested and isinstance(value, list):
-                kind = cls.nested[name]
+            if (kind := cls.nested.get(name)) and isinstance(value, list):
                 value = [kind.from_dict(v) if isinstance(v, Mapping) else v for v in value]
             wrapped.__dict__[name] = value
         return wrapped
@@ -69,25 +70,15 @@ class Fields:
     @cache
     def table(cls) -> Table:
         """Return the declared type and lengths of every field; names end with "?" where one may be absent."""
-        hints = get_type_hints(cls, include_extras=True)
-        return {
-            f.name + "?" * (f.default is not MISSING): [cls.nested[f.name].table()]
-            if f.name in cls.nested
-            else _declared(hints[f.name], optional=f.default is None)
-            for f in fields(cls)
-        }
-
-
-def _declared(hint: Any, optional: bool) -> str:
-    """Return an annotation as text: "int | none", or what Annotated says."""
-    if get_origin(hint) is Annotated:
-        return hint.__metadata__[0]
-    options = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    return " | ".join(
-        "none" if o is NoneType else (get_origin(o) or o).__name__
-        for o in options
-        if not (optional and o is NoneType)
-    )
+        table: Table = {}
+        for field in fields(cls):
+            text = str(field.type).replace("None", "none")
+            said = re.search('"(.*)"', text)
+            declared = said[1] if said else re.sub(r"\[.*\]", "", text)
+            declared += " | none" if said and "| none" in text else ""
+            name = field.name + "?" * (field.default is not MISSING)
+            table[name] = [cls.nested[field.name].table()] if field.name in cls.nested else declared
+        return table
 
 
 # --- What the formats have in common
@@ -230,22 +221,10 @@ class Figure4Layer(Tokens):
     tokens_kept: Annotated[Tensor | None, "i32 [F]"] = None
 
     @staticmethod
-    def repeated(
-        num_frames: int,
-        frame_seq_length: int,
-        num_heads: int,
-        query_frames: Sequence[int],
-        key_frames: Sequence[int],
-    ) -> dict[str, int]:
-        """Return the fields that follow from those of the cache."""
-        return {
-            "num_frames": num_frames,
-            "frame_seq_length": frame_seq_length,
-            "num_heads": num_heads,
-            "num_query_frames": len(query_frames),
-            "num_key_frames": len(key_frames),
-            "last_block_start_frame": query_frames[0],
-        }
+    def repeated(query_frames: Sequence[int], key_frames: Sequence[int], **shared: int) -> dict[str, int]:
+        """Return the fields that follow from those of the cache: shared are its lengths."""
+        lengths = {"num_query_frames": len(query_frames), "num_key_frames": len(key_frames)}
+        return {**shared, **lengths, "last_block_start_frame": query_frames[0]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,19 +467,13 @@ class CausalAtlasCache(Cache):
             raise CacheError(f"each is {self.each!r}, not one of head, layer, frame, site")
 
 
-@dataclass(frozen=True)
-class Format:
-    """A format's dataclass, the script that makes one, where it puts it, the notebook that shows one."""
+class Format(NamedTuple):
+    """A format's dataclass, the script that makes one, the notebook that shows one, where it goes."""
 
     cache: type[Cache]
     script: str
     notebook: str
     default: str
-
-    @property
-    def fields(self) -> Table:
-        """The table of fields."""
-        return self.cache.table()
 
 
 FORMATS = {
@@ -525,8 +498,8 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
 
 
 # --- The one check of a cache: version, texts, types and shapes, then values by the names of fields
-TENSORS = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32, "mask": torch.bool}
-PLAIN = {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "dict": (dict,)}
+TYPES: dict[str, Any] = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32, "mask": torch.bool}
+TYPES |= {"str": str, "int": int, "float": (float, int), "bool": bool, "dict": dict, "none": type(None)}
 LENGTHS = {  # letter: an int field, or a list of this length
     "F": "num_frames",
     "S": "frame_seq_length",
@@ -550,24 +523,18 @@ FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot
 def check(values: Mapping[str, Any]) -> None:
     """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
     typed = as_cache(values)
-    version, reader = values.get("schema_version"), values.get("read_by")
+    version, reader = values.get("schema_version"), values.get("read_by", "later")
     if type(version) is int and not 1 <= version <= SCHEMA_VERSION:
-        needs = f"version {reader}" if type(reader) is str else "a later version"
         raise CacheError(
-            f"schema_version {version} is newer than this code's {SCHEMA_VERSION}; "
-            f"{needs} of this project reads it (git pull)"
-            if version > 0
-            else f"schema_version is {version}; they count from 1"
+            f"schema_version {version} is not one of 1..{SCHEMA_VERSION}, which this code reads; "
+            f"version {reader} of this project reads it (git pull)"
         )
-    try:
-        for text in _texts(values):
-            require_text(
-                text.replace("\0", ""), short_repr(text, 20), MAX_TEXT
-            )  # a page shows NUL as an escape
-    except ConfigError as error:
-        raise CacheError(str(error)) from None
     check_counts(values)
     _check_fields(values, typed.table())
+    try:
+        require_text(typed.prompt.replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
+    except ConfigError as error:
+        raise CacheError(str(error)) from None
     blocks, done = typed.block_sizes, typed.done
     if not 1 <= done <= len(blocks) or (typed.blocks_done is not None and not typed.partial):
         raise CacheError(f"blocks_done is {done}, not in 1..{len(blocks)} of a partial cache")
@@ -592,44 +559,31 @@ def check_counts(values: Mapping[str, Any]) -> None:
             raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts of nested values, their keys too."""
-    if isinstance(value, str):
-        yield value
-        return
-    for inner in [*value, *value.values()] if isinstance(value, Mapping) else value:
-        if not isinstance(inner, (int, float, Tensor, NoneType)):
-            yield from _texts(inner)
-
-
 def _check_fields(
     values: Mapping[str, Any], table: Table, where: str = "", outer: Mapping[str, int] = {}
 ) -> None:
     """Raise CacheError for the first field that is missing, or of another type or length than is declared."""
     sizes = {letter: n for letter, n in outer.items() if letter in LENGTHS}
     for letter, name in LENGTHS.items():
-        value = values.get(name)
-        if isinstance(value, Sized):
-            sizes[letter] = len(value)
-        elif type(value) is int:
-            sizes[letter] = value
+        if isinstance(value := values.get(name), (int, list, Tensor)):
+            sizes[letter] = value if isinstance(value, int) else len(value)
     for tokens, frames in (("L", "F"), ("Lq", "Fq"), ("Lk", "Fk")):
         if frames in sizes and "S" in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
     for key, declared in table.items():
-        name = key.rstrip("?")
+        name, value = key.rstrip("?"), values.get(key.rstrip("?"))
         if name not in values:
             if key == name:
                 raise CacheError(f"{where}{name} is missing")
         elif isinstance(declared, list):
-            if not isinstance(values[name], list) or not all(isinstance(v, Mapping) for v in values[name]):
-                raise CacheError(f"{where}{name} is {_describe(values[name])}, not a list of dicts")
-            for i, entry in enumerate(values[name]):
+            if not isinstance(value, list) or not all(isinstance(v, Mapping) for v in value):
+                raise CacheError(f"{where}{name} is {_describe(value)}, not a list of dicts")
+            for i, entry in enumerate(value):
                 _check_fields(entry, declared[0], f"{where}{name}[{i}].", sizes)
-        elif not any(_fits(values[name], option.strip(), sizes) for option in declared.split("|")):
+        elif not any(_fits(value, option, sizes) for option in declared.split(" | ")):
             known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared)
             raise CacheError(
-                f"{where}{name} is {_describe(values[name])}, not {declared}{f' ({known})' if known else ''}"
+                f"{where}{name} is {_describe(value)}, not {declared}{f' ({known})' if known else ''}"
             )
 
 
@@ -637,19 +591,19 @@ def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
     """Compare a value with its declared type and lengths; letters not yet known are learned from it."""
     kind, _, lengths = option.rstrip("]").partition(" [")
     letters = lengths.split(", ") if lengths else []
-    if value is None:
-        return kind == "none"
     if isinstance(value, Tensor):
-        shape = list(value.shape)
-        if value.dtype not in [TENSORS.get(name) for name in kind.split("/")]:
-            return False
+        shape, fits = list(value.shape), value.dtype in [TYPES[name] for name in kind.split("/")]
     else:
         shape = [len(value)] if isinstance(value, list) else []
-        if any(type(item) not in PLAIN.get(kind, ()) for item in (value if shape else [value])):
-            return False
-    return len(shape) == len(letters) and all(
-        n == (int(letter) if letter.isdigit() else sizes.setdefault(letter, n))
-        for n, letter in zip(shape, letters, strict=True)
+        allowed = TYPES[kind] if isinstance(TYPES.get(kind), tuple) else (TYPES.get(kind),)
+        fits = all(type(item) in allowed for item in (value if shape else [value]))
+    return (
+        fits
+        and len(shape) == len(letters)
+        and all(
+            n == (int(letter) if letter.isdigit() else sizes.setdefault(letter, n))
+            for n, letter in zip(shape, letters, strict=True)
+        )
     )
 
 
@@ -673,9 +627,8 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
         require(increasing, name, f"must increase in 0..{F - 1}")
     if "block" in there:
         own = block_frames(blocks, there["block"]) if there["block"] < len(blocks) else None
-        require(
-            there["query_frames"] == own, "query_frames", f"must be {own}, those of block {there['block']}"
-        )
+        rule = f"must be {own}, those of block {there['block']}"
+        require(there["query_frames"] == own, "query_frames", rule)
     keys = there["key_frames"] if "key_frames" in there else getattr(cache, "key_frames", range(F))
     if "key_frames" in there:
         later = later_block(blocks, cache.ahead)[there["query_frames"][-1], keys]
@@ -698,13 +651,14 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
         absent = later_block(blocks, cache.ahead)
         absent[sum(blocks[: cache.done]) :] = True
         require(cells[..., absent].isnan().all(), name, "must be NaN in later blocks, and in those not done")
-    mass = next((name for name in ("map_mass", "slot_mass", "frame_mass") if name in there), "")
-    if mass in small:
-        rows, unit = there[mass].float(), S if mass == "map_mass" else 1
-        off = (rows.nansum(-1) / unit - 1)[~rows.isnan().all(-1)].abs()
-        require(
-            (off <= MASS_TOLERANCE).all() and not (rows < 0).any(), mass, f"must have rows that sum to {unit}"
+    for mass in [name for name in ("map_mass", "slot_mass", "frame_mass") if name in there][:1]:
+        rows, unit = (
+            there[mass].float() if mass in small else torch.empty(0, 1),
+            S if mass == "map_mass" else 1,
         )
+        off = (rows.nansum(-1) / unit - 1)[~rows.isnan().all(-1)].abs()
+        fine = (off <= MASS_TOLERANCE).all() and not (rows < 0).any()
+        require(fine, mass, f"must have rows that sum to {unit}")
 
 
 def _check_any_of(values: Fields, names: Sequence[str], where: str = "") -> None:

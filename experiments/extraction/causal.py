@@ -88,6 +88,12 @@ class LoadedModel:
         vars(self).update(state, sha256=Future())
         self.sha256.set_result(state["sha256"])
 
+    def here(self, kept: Callable[..., "LoadedModel"]) -> "LoadedModel":
+        """Return itself, or where it came from another process, one that is loaded and kept (engine.kept)."""
+        if vars(self)["pipeline"]:
+            return self
+        return kept("model", fingerprint(self.identity(self.config)), lambda: prepare(self.config, []))
+
     def require_loaded(self, config: RunConfig) -> None:
         """Raise ConfigError where a config asks for what only loading again can give."""
         for name, loaded in vars(self.config).items():

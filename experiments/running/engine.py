@@ -4,7 +4,7 @@
         work_through(work, items, folder, watch, crew)
 
 The results of an item are files, written whole by whoever makes it. `is_done` looks at them, so the same
-command goes on after anything. A lost worker's item is given to another one. An item that fails TRIES times
+command goes on after anything. Dask gives a lost worker's item to another one. An item that fails TRIES times
 is recorded in FOLDER/failed, and the others go on. FOLDER/logs has a log of every item.
 """
 
@@ -17,20 +17,15 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from experiments.caches.files import RunError, StoppedError, replacing
-from experiments.extraction.causal import LoadedModel, prepare
-from experiments.extraction.provenance import fingerprint
 from experiments.running.progress import Progress, memory_bytes
 from experiments.running.ranks import cores, this_rank
 from wan.errors import ConfigError, one_line
@@ -43,22 +38,13 @@ Loaded = TypeVar("Loaded")
 
 
 class Work(Protocol):
-    """Makes items, and says which are done. It is pickled for each item: small, and without a model."""
+    """Makes items, and says which are done. It is pickled for the workers: small, and without a model."""
 
     def is_done(self, name: str, item: Any) -> bool:
         """Check the files of an item."""
 
     def make(self, name: str, item: Any, watch: Progress) -> None:
         """Make an item and write its files. Raises StoppedError where watch.stopping ended it early."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an item is not made: bad input, which ends the work, a wish to stop, or an error."""
-
-    error: str
-    traceback: str = ""
-    kind: str = "error"  # bad input, stopped, lost
 
 
 class Results:
@@ -85,7 +71,7 @@ class Results:
 
 # --- Where an item is made
 _kept: dict[str, tuple[str, Any]] = {}  # of this process: what the last items have loaded, by kind
-_asked_to_stop: set[str] = set()  # the runs of work_through that have been stopped
+_stopped: set[str] = set()  # the runs of work_through whose items end after their block, or step
 
 
 def kept(what: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
@@ -96,117 +82,109 @@ def kept(what: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
     return _kept[what][1]
 
 
-def loaded_here(session: LoadedModel) -> LoadedModel:
-    """Return a session with its model: itself, or where it came from another process, one that is kept."""
-    if vars(session)["pipeline"]:
-        return session
-    return kept("model", fingerprint(session.identity(session.config)), lambda: prepare(session.config, []))
+def stop_items(run: str) -> None:
+    """Let the items of a run that this worker makes, or will be given, end early."""
+    _stopped.add(run)
 
 
-class _AtAWorker(Progress):
-    """The progress of an item that a worker makes: its log, and the wish to stop."""
+class _ItemLog(Progress):
+    """The log of an item, and at a worker its progress."""
 
     run = ""
 
     @property
     def stopping(self) -> bool:  # type: ignore[override]
-        return self.run in _asked_to_stop
+        return self.run in _stopped
 
 
 def attempt(
-    work: Work, name: str, item: Any, folder: Path, run: str, watch: Progress | None = None
-) -> Failure | None:
-    """Make an item that is not done, here, and keep its log."""
-    if run in _asked_to_stop:
-        return Failure("stopped", kind="stopped")
+    work: Work, folder: Path, run: str, name: str, item: Any, watch: Progress | None = None
+) -> Exception | None:
+    """Make an item that is not done, here, and keep its log.
+
+    Returns what is not to be tried again: a wish to stop, or bad input. Raises other errors.
+    """
+    if run in _stopped:
+        return StoppedError("stopped")
     try:
-        with _AtAWorker(quiet=True, log_file=folder / "logs" / f"{name}.jsonl") as log:
+        with _ItemLog(quiet=True, log_file=folder / "logs" / f"{name}.jsonl") as log:
             log.run = run
             if watch:
                 watch.item = log
             if not work.is_done(name, item):
                 work.make(name, item, watch or log)
-    except StoppedError as error:
-        return Failure(str(error), kind="stopped")
-    except ConfigError as error:
-        return Failure(str(error), kind="bad input")
-    except Exception as error:
-        return Failure(f"{type(error).__name__}: {one_line(error)}", traceback.format_exc())
+    except (StoppedError, ConfigError) as error:
+        return error
     finally:
         if watch:
             watch.item = None
     return None
 
 
+Makes = Iterator[tuple[str, Exception | None]]  # names of items as they end, and what went wrong
+
+
+def make_here(work: Work, items: Mapping[str, Any], folder: Path, watch: Progress) -> Makes:
+    """Make items one by one in this process."""
+    for number, (name, item) in enumerate(items.items(), 1):
+        watch.print(f"item {number} of {len(items)}: {item}")
+        for again in reversed(range(TRIES)):
+            try:
+                yield name, attempt(work, folder, "", name, item, watch)
+                break
+            except Exception as error:
+                if not again:
+                    yield name, error
+        if watch.stopping:
+            return
+
+
 # --- Who makes them
 class Crew:
     """Workers of a Dask cluster: processes of one thread, which have the GPUs that an item needs."""
 
-    per_worker = 2  # items that each has: the next one is there when one is done
-
     def __init__(self, connect: Callable[[], Any], gpus: int = 1):
         self.connect, self.client = connect, connect()
         self.resources = {"GPU": gpus} if gpus > 1 else None
-        self.client.register_worker_callbacks(_at_start)
-        self.futures: dict[str, Any] = {}
-        self.looked, self.workers = 0.0, 0
-        self.own: Any = None  # the cluster of this machine, where there is one
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Return function(*given) of a worker, whose device and files count."""
         return self.client.submit(function, *given, pure=False).result()
 
-    def room(self) -> int:
-        """Return how many items may be given away at a time."""
-        if self.client.status != "running":
-            return 0
-        if time.monotonic() > self.looked + 1:
-            self._revive()
-            self.looked, threads = time.monotonic(), self.client.nthreads()
-            self.workers = len(threads)
-            if busy := next((name for name, count in threads.items() if count > 1), None):
-                raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
-        return max(1, self.per_worker * self.workers)
+    def make(self, work: Work, items: Mapping[str, Any], folder: Path, watch: Progress) -> Makes:
+        """Give items to the workers; Dask gives those of lost workers, and those that fail, away again."""
+        from distributed import as_completed
 
-    def _revive(self) -> None:
-        """Start workers of this machine anew whose process died while Dask started it again."""
-        if (cluster := self.own) is not None:
-            for name in [n for n, one in cluster.workers.items() if one.status.name in ("closed", "failed")]:
-                del cluster.workers[name]
-            if len(cluster.workers) < len(cluster.worker_spec):
-                cluster.sync(cluster._correct_state)
-
-    def start(self, ended: SimpleQueue, name: str, *given: Any) -> None:
-        future = self.client.submit(attempt, *given, pure=False, resources=self.resources)
-        self.futures[name] = future  # Dask forgets tasks whose future is gone
-
-        def end(future: Any) -> None:
-            failure = Failure("its scheduler is gone", kind="lost")
-            with suppress(Exception):  # cancelled by a scheduler that is gone
-                error = future.exception() if future.status == "error" else None
-                text = f"{type(error).__name__}: {one_line(error)}"
-                failure = Failure(text, text) if error else future.result()
-            ended.put((name, future, failure))
-
-        future.add_done_callback(end)
-
-    def stop(self, run: str) -> None:
-        """Let items that are being made end after their block, or step."""
-        with suppress(Exception):  # workers that are gone have stopped
-            self.client.run(_asked_to_stop.add, run)
+        run, told = f"{os.getpid()} {time.monotonic()}", False
+        make = partial(attempt, work, folder, run)
+        options = {"pure": False, "retries": TRIES - 1, "resources": self.resources}
+        futures = self.client.map(make, list(items), list(items.values()), **options)
+        names = {future.key: name for future, name in zip(futures, items, strict=True)}
+        ending = as_completed(futures, loop=self.client.loop)
+        del futures  # Dask forgets results whose future is gone
+        while ending.count():
+            if watch.stopping and not told:
+                told = True
+                with suppress(Exception):  # workers that are gone have stopped
+                    self.client.run(stop_items, run)
+            for future in (batch := ending.next_batch(block=False)):
+                if future.status == "finished":
+                    yield names[future.key], future.result()
+                else:
+                    yield names[future.key], future.exception().with_traceback(future.traceback())
+            if not batch:
+                time.sleep(0.02)
 
     def come_back(self) -> None:
-        """Connect again where the scheduler was gone for too long. RunError where it does not come back."""
-        if self.client.status != "closed":
-            return
+        """Wait for a scheduler that was gone. RunError where it does not come back."""
         end = time.monotonic() + LOST_SECONDS
-        while True:
-            try:
-                self.client = self.connect()
-                return
-            except OSError as error:
-                if time.monotonic() > end:
-                    raise RunError(f"the scheduler does not answer: {error}; run the same command") from error
+        while self.client.status != "running":
+            if time.monotonic() > end:
+                raise RunError("the scheduler does not answer; run the same command")
+            time.sleep(0.5)
+            if self.client.status == "closed":
+                with suppress(OSError):
+                    self.client = self.connect()
 
     def said(self) -> str:
         """Return how many workers there are, with their memory, in words."""
@@ -215,21 +193,7 @@ class Crew:
             for worker in self.client.scheduler_info(n_workers=-1)["workers"].values():
                 host, gpu = (worker["metrics"].get(name, 0) / 2**30 for name in ("memory", "gpu_bytes"))
                 found.append(f"{host:.1f}" + (f"+{gpu:.1f} GPU" if gpu else ""))
-        shown = ", ".join(found if len(found) < 9 else (min(found), "...", max(found)))
-        return f"{self.workers} worker{'s' * (self.workers != 1)}, GiB of each: {shown}"
-
-
-class _Here:
-    """This process in place of a crew."""
-
-    def __init__(self, watch: Progress):
-        self.watch = watch
-
-    def room(self) -> int:
-        return 1
-
-    def start(self, ended: SimpleQueue, name: str, *given: Any) -> None:
-        ended.put((name, None, partial(attempt, watch=self.watch)(*given)))
+        return f"{len(found)} workers, GiB of each: {', '.join(found[:8])}"
 
 
 def called(crew: Crew | None, function: Callable[..., Any], *given: Any) -> Any:
@@ -250,73 +214,50 @@ def work_through(
     Raises RunError at the end where items failed TRIES times, StoppedError where watch.stopping is set before
     all are done, and ConfigError for bad input.
     """
-    todo = deque(name for name in items if not work.is_done(name, items[name]))
-    ended, busy, failures = SimpleQueue[Any](), set[str](), dict[str, Failure]()
-    tries, count, done, why = Counter[str](), len(todo), 0, "stopped"
-    start = said = time.monotonic()
-    run, by, told = f"{os.getpid()} {start}", crew or _Here(watch), False
+    todo = {name: item for name, item in items.items() if not work.is_done(name, item)}
+    count, failed, why = len(todo), dict[str, str](), "stopped"
+    start, said = time.monotonic(), time.monotonic()
     watch.generating |= crew is not None  # from here on Ctrl-C is for the workers
     if count < len(items):
         watch.print(f"{len(items) - count} of {len(items)} are done already")
-    while todo or busy:
-        if watch.stopping:
-            todo.clear()
-            if crew and not told:
-                crew.stop(run)
-            told = True
-        while todo and len(busy) < by.room():
-            name = todo.popleft()
-            busy.add(name)
-            if crew is None:
-                watch.print(f"item {count - len(todo)} of {count}: {items[name]}")
-            by.start(ended, name, work, name, items[name], folder, run)
-        try:
-            name, future, failure = ended.get(timeout=0.5)
-        except Empty:
-            if crew:
-                crew.come_back()
-            continue
-        if crew and crew.futures.pop(name, None) is not future:
-            continue
-        busy.remove(name)
-        state = failure.kind if failure else "done"
-        watch.log("item", name=name, state=state, **(asdict(failure) if failure else {}))
-        if failure is None:
-            done += 1
-            (folder / "failed" / f"{name}.json").unlink(missing_ok=True)
-            after(name, "done")
-        elif state == "bad input":
-            raise ConfigError(failure.error)
-        elif state == "stopped":
-            why = failure.error
-            after(name, "stopped")
-        elif state == "lost":
-            todo.appendleft(name)
-        else:
-            tries[name] += 1
-            if tries[name] < TRIES:
-                todo.append(name)
+    while todo and not watch.stopping:
+        if crew:
+            crew.come_back()
+        for name, error in (crew.make if crew else make_here)(work, dict(todo), folder, watch):
+            if isinstance(error, ConfigError):
+                raise error
+            if type(error).__name__ == "CancelledError":  # its scheduler is gone
+                continue
+            state, record = "done", Results(folder / "failed")
+            if isinstance(error, StoppedError):
+                state, why = "stopped", str(error)
+            elif error:
+                state, failed[name] = "failed", f"{type(error).__name__}: {one_line(error)}"
+                lines = "".join(traceback.format_exception(error))
+                record.write(name, {"item": str(items[name]), "error": failed[name], "traceback": lines})
             else:
-                failures[name] = failure
-                Results(folder / "failed").write(name, {"item": str(items[name]), **asdict(failure)})
-                after(name, "failed")
-        if crew and (time.monotonic() > said + REPORT_SECONDS or not (todo or busy)):
-            passed, said = time.monotonic() - start, time.monotonic()
-            left = passed / max(1, done) * (len(todo) + len(busy))
-            failed = f", {len(failures)} failed" if failures else ""
-            watch.print(f"{done} of {count} done{failed}: {passed:.1f} s, {left:.1f} s left, {crew.said()}")
+                record.path(name).unlink(missing_ok=True)
+            if state != "stopped":
+                del todo[name]
+            watch.log("item", name=name, state=state, error=failed.get(name, ""))
+            after(name, state)
+            if crew and (time.monotonic() > said + REPORT_SECONDS or not todo):
+                passed, said = time.monotonic() - start, time.monotonic()
+                left = passed / max(1, count - len(todo)) * len(todo)
+                done = f"{count - len(todo) - len(failed)} of {count} done, {len(failed)} failed"
+                watch.print(f"{done}: {passed:.1f} s, {left:.1f} s left, {crew.said()}")
     if crew is None:
         _kept.clear()
-    for name, failure in failures.items():
-        watch.print(f"failed {TRIES} times  {items[name]}  {failure.error}")
-    if failures:
-        first = next(iter(failures))
+    for name, reason in failed.items():
+        watch.print(f"failed {TRIES} times  {items[name]}  {reason}")
+    if failed:
+        first = next(iter(failed))
         raise RunError(
-            f"{len(failures)} of {len(items)} failed; first {items[first]}: {failures[first].error}; "
+            f"{len(failed)} of {len(items)} failed; first {items[first]}: {failed[first]}; "
             f"tracebacks are in {folder / 'failed'}, and the same command tries again"
         )
-    if done < count:
-        made = f"{len(items) - count + done} of {len(items)} are done and will not be made again"
+    if todo:
+        made = f"{len(items) - len(todo)} of {len(items)} are done and will not be made again"
         raise StoppedError(f"{why}; {made}: run the same command to go on")
 
 
@@ -333,38 +274,41 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
 
     Raises ConfigError for flags that do not fit, GPUs that are not there, and where Dask is not.
     """
-    given = [name for name in ("workers", "scheduler", "slurm") if getattr(args, name)]
     if this_rank().count > 1:
         raise ConfigError("torchrun is for one rollout; a list of items is shared by --workers N")
-    if not given:
+    if not (args.workers or args.scheduler or args.slurm):
         yield None
         return
-    if len(given) > 1:
-        raise ConfigError(f"--{given[0]} and --{given[1]} exclude each other")
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device} was asked for, and every worker has its own GPU; leave it out")
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "error")  # of this process and of its workers
     try:
         import dask
+        from distributed import Client
     except ImportError:
-        raise ConfigError(f'--{given[0]} needs Dask; run: pip install ".[cluster]"') from None
+        raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     dask.config.set({"distributed.scheduler.allowed-failures": TRIES})
     dask.config.set({"distributed.worker.daemon": False})  # items may start processes
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 h"})  # a busy machine starts them slowly
-    from distributed import Client
-
     with ExitStack() as stack:
         target = args.scheduler
         if args.workers:
             target = stack.enter_context(_on_this_machine(args.workers, device, gpus))
         elif args.slurm:
             target = stack.enter_context(_by_slurm(args.slurm, gpus))
+
+        def connect() -> Client:
+            client = Client(target, set_as_default=False)
+            client.register_worker_callbacks(_at_start)
+            return client
+
         try:
-            crew = Crew(lambda: Client(target, set_as_default=False), gpus)
+            crew = Crew(connect, gpus)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"--{given[0]}: no scheduler answers: {one_line(error)}") from None
+            raise ConfigError(f"no scheduler answers at {args.scheduler}: {one_line(error)}") from None
         stack.callback(lambda: crew.client.close())
-        crew.own = target if args.workers else None
+        if busy := next((name for name, threads in crew.client.nthreads().items() if threads > 1), None):
+            raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
         if not args.quiet:
             print(f"dashboard: {crew.client.dashboard_link}", file=sys.stderr)
         yield crew
@@ -386,11 +330,7 @@ def _on_this_machine(count: int, device: str, gpus: int) -> Any:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "resources": {"GPU": gpus}}
         workers[n] = {"cls": Nanny, "options": {**options, "dashboard": False}}
-    # nobody else may connect: who does runs code
-    own = {
-        "host": "127.0.0.1",
-        "dashboard_address": "127.0.0.1:8787",
-    }
+    own = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}  # who may connect runs code
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # another port is taken where that one is in use
         return SpecCluster(workers=workers, scheduler={"cls": Scheduler, "options": own})
@@ -402,15 +342,14 @@ def _by_slurm(path: str, gpus: int) -> Any:
         raise ConfigError("--slurm needs SLURM's sbatch, which is not here")
     from dask_jobqueue.slurm import SLURMCluster
 
-    settings: dict[str, Any] = {str(key): value for key, value in read_yaml(path).items()}
+    settings = {"cores": 1, "processes": 1, **{str(key): value for key, value in read_yaml(path).items()}}
     jobs, own = settings.pop("jobs", 1), settings.pop("job_script_prologue", [])
     env = {"PYTHONPATH": os.getcwd(), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
     env |= {f"DASK_DISTRIBUTED__WORKER__MEMORY__{name}": "False" for name in ("PAUSE", "SPILL", "TERMINATE")}
     settings["job_script_prologue"] = [*(f"export {name}={value}" for name, value in env.items()), *own]
-    more = ["--resources", f"GPU={gpus}", *settings.pop("worker_extra_args", [])]
+    settings["worker_extra_args"] = ["--resources", f"GPU={gpus}", *settings.pop("worker_extra_args", [])]
     try:
-        options: dict[str, Any] = {"cores": 1, "processes": 1, "worker_extra_args": more} | settings
-        cluster = SLURMCluster(**options)
+        cluster = SLURMCluster(**settings)
         cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)  # a job that ends is followed by another
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--slurm {path}: {one_line(error)}") from None

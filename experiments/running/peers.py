@@ -1,14 +1,12 @@
 """One rollout by several GPUs, again and again: a worker and the processes that it starts keep the model."""
 
 import os
-import pickle
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 
 from experiments.caches.files import RunError
 from experiments.extraction import causal
@@ -20,8 +18,6 @@ from wan import parallel
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
-COMMAND = [sys.executable, "-m", "experiments.running.peers"]
-
 
 class Group:
     """This process and the others of a rollout, a GPU each; it ends when one of them does."""
@@ -31,59 +27,50 @@ class Group:
             free.bind(("127.0.0.1", 0))
             own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         own["WORLD_SIZE"] = str(config.gpus)
-        self.peers = [
-            subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                env={**os.environ, **own, "RANK": str(n), "LOCAL_RANK": str(n)},
-            )
-            for n in range(1, config.gpus)
-        ]
-        os.environ.update(own, RANK="0", LOCAL_RANK="0")
-        threading.Thread(target=self._end_together, daemon=True).start()
-        self.requests = requests
-        self._send((config, requests))
-        self.loaded = _loaded(config, requests, observer)
+        spawn, self.requests, self.others, ends = get_context("spawn"), requests, list[Connection](), []
+        for n in range(1, config.gpus):
+            mine, theirs = spawn.Pipe()
+            other = spawn.Process(target=follow, args=(theirs, own, n, config, requests), daemon=True)
+            other.start()
+            self.others.append(mine)
+            ends.append(other.sentinel)
+        # this process may wait for the other one in NCCL; the engine gives the item to another worker
+        threading.Thread(target=lambda: wait(ends) and os._exit(1), daemon=True).start()
+        self.loaded = _load(own, 0, config, requests, observer)
 
     def extract(self, config: RunConfig, observer: RunObserver) -> Extraction:
         """Roll out a config of the same model, all together."""
-        self._send(config)
+        for other in self.others:
+            other.send(config)
         return causal.extract_next(self.loaded, config, self.requests, observer)
 
-    def _send(self, what: object) -> None:
-        for peer in self.peers:
-            assert peer.stdin is not None
-            pickle.dump(what, peer.stdin)
-            peer.stdin.flush()
 
-    def _end_together(self) -> None:
-        while all(peer.poll() is None for peer in self.peers):
-            time.sleep(0.5)
-        os._exit(1)  # it may wait for the other one in NCCL; the engine gives the item to another worker
-
-
-def _loaded(
-    config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver
+def _load(
+    own: Mapping[str, str],
+    number: int,
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+    observer: RunObserver,
 ) -> causal.LoadedModel:
+    os.environ.update(own, RANK=str(number), LOCAL_RANK=str(number))
     config = on_own_device(config, this_rank())
     if parallel.joined() is None:
         parallel.join(choose_device(config.device))
     return causal.prepare(config, requests, observer=observer, replays=True)
 
 
-def follow() -> None:
+def follow(
+    pipe: Connection,
+    own: Mapping[str, str],
+    number: int,
+    config: RunConfig,
+    requests: Sequence[CaptureRequest],
+) -> None:
     """Roll out what the first process sends, until it ends."""
     exit_with_parent(os.getppid())
-    config, requests = pickle.load(sys.stdin.buffer)
-    loaded = _loaded(config, requests, RunObserver())
-    while True:
-        try:
-            config = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        with suppress(RunError):  # the first process says it
-            causal.extract_next(loaded, config, requests, RunObserver())
-
-
-if __name__ == "__main__":
-    follow()
+    loaded = _load(own, number, config, requests, RunObserver())
+    with suppress(EOFError):
+        while True:
+            config = pipe.recv()
+            with suppress(RunError):  # the first process says it
+                causal.extract_next(loaded, config, requests, RunObserver())

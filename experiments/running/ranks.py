@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from wan.config import RunConfig
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-MAX_WORKERS = 1024
 PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 
 
@@ -30,26 +28,18 @@ class Rank:
 
 
 def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank that the environment gives this process; the only one where it gives none.
-
-    Raises ConfigError for an incomplete or impossible environment.
-    """
-    if not any(environment.get(name) for name in TORCHRUN[:2]):
+    """Return the rank that torchrun gave this process; the only one without. ConfigError for half of one."""
+    if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
         return Rank()
-    values = {name: environment[name] for name in TORCHRUN if environment.get(name)}
-    for name, text in values.items():
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise ConfigError(f"{name} is {short_repr(text, 40)}, not a number: start ranks by torchrun")
-    rank, world, local = TORCHRUN
-    for name, other in ((rank, world), (world, rank)):
-        if other not in values:
-            raise ConfigError(f"{name} is set and {other} is not: start ranks by torchrun, or unset {name}")
-    number, count = int(values[rank]), int(values[world])
-    if number >= count:
-        raise ConfigError(f"{rank} {number} is not one of {world} {count}: start ranks by torchrun")
-    if count > 1 and local not in values:
-        raise ConfigError(f"{local} is not set beside {rank} and {world}: start ranks by torchrun")
-    return Rank(number, count, int(values.get(local, 0)))
+    try:
+        number, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local = int(environment["LOCAL_RANK"] if count > 1 else "0")
+        if not 0 <= number < count:
+            raise ValueError
+    except (KeyError, ValueError):
+        said = ", ".join(f"{name}={environment.get(name)}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        raise ConfigError(f"{said} is no rank: start ranks by torchrun, or unset them") from None
+    return Rank(number, count, local)
 
 
 def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
@@ -68,8 +58,8 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
         raise ConfigError(f"device {config.device} was asked for {rank.count} ranks; leave it out")
     if rank.local >= gpus:
         raise ConfigError(
-            f"rank {rank.number} is number {rank.local} of its host, which has {gpus} "
-            f"GPU{'s' * (gpus != 1)}: start at most {max(gpus, 1)} ranks a host, or use --device cpu"
+            f"rank {rank.number} is number {rank.local} of its host, and {gpus} GPU(s) are there: "
+            "start a rank for each GPU, or use --device cpu"
         )
     return replace(config, device=f"cuda:{rank.local}")
 
@@ -80,12 +70,7 @@ def cores() -> int:
 
 
 def workers_of(asked: int | None) -> int:
-    """Return the number of processes that a script may start: as asked, else its share of the cores.
-
-    Raises ConfigError for a number out of range.
-    """
-    if asked is not None and not 0 <= asked <= MAX_WORKERS:
-        raise ConfigError(f"{asked} processes were asked for; 0 to {MAX_WORKERS} can be")
+    """Return the number of processes that a script may start: as asked, else its share of the cores."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this host that share the cores
     return max(1, cores() // beside) if asked is None else asked
 

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from experiments.extraction.provenance import fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
 from experiments.running import peers
 from experiments.running.cli import plan, videos_of
-from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
+from experiments.running.engine import Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, check_outputs, deterministic, observed
 from experiments.running.run import BuildCache, save, video_of
@@ -62,7 +61,7 @@ class Sweep:
     quantities: Mapping[str, bool]  # optional fields that caches (do not) have
     prompts: Sequence[str] = ()  # that this process will need, in their order
 
-    @cached_property
+    @property
     def results(self) -> Results:
         return Results(Path(self.args.output_dir) / "items")
 
@@ -72,9 +71,8 @@ class Sweep:
             cache, made = Path(run.path).stat(), self.results.path(name).stat().st_mtime_ns
         except OSError:
             return False
-        unchanged = (self.results.read(name) or {}).get(
-            "bytes"
-        ) == cache.st_size and made >= cache.st_mtime_ns
+        record = self.results.read(name) or {}
+        unchanged = record.get("bytes") == cache.st_size and made >= cache.st_mtime_ns
         return unchanged and self.is_of(run, peek(run.path)) and self.has_video(run)
 
     def is_of(self, run: Run, cache: Mapping[str, Any]) -> bool:
@@ -87,8 +85,12 @@ class Sweep:
         videos = videos_of(self.args, [run.path])
         return not videos or mp4_tag(videos[0]) == video_tag(run.fingerprint, run.config, self.args.vae_dtype)
 
-    def state_of_cache(self, run: Run) -> str:
-        """Return done, partial or waiting, by the cache itself. CacheError for one of other settings."""
+    def look(self, name: str, run: Run) -> str:
+        """Return done, partial or waiting, by the cache itself; record one that is whole.
+
+        Raises CacheError for a cache of other settings.
+        """
+        self.clean(name, run)
         try:
             cache = load_cache(run.path, expect=("atlas",))
         except CacheError:  # not there, or damaged: to be made
@@ -96,11 +98,14 @@ class Sweep:
         require_same(run.path, cache.get("fingerprint"), run.fingerprint, REMEDY)
         if not self.is_of(run, cache):
             raise CacheError(f"{run.path} is of a sweep that captured other quantities; {REMEDY}")
-        return "partial" if cache.get("partial") else "done" if self.has_video(run) else "waiting"
+        if cache.get("partial") or not self.has_video(run):
+            return "partial" if cache.get("partial") else "waiting"
+        self.record(name, run)
+        return "done"
 
     def clean(self, name: str, run: Run) -> None:
         """Remove what killed processes left half written."""
-        for path in (run.path, *videos_of(self.args, [run.path]), str(self.results.path(name))):
+        for path in (run.path, *videos_of(self.args, [run.path]), self.results.path(name)):
             remove_leftovers(Path(path))
 
     def make(self, name: str, run: Run, watch: Progress) -> None:
@@ -111,7 +116,7 @@ class Sweep:
             extract = kept("model", key, lambda: self._load(run.config, watch))
             with video_of(self.args, run.config, videos_of(self.args, [run.path]), watch):
                 save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
-        self.finish(name, run)
+        self.record(name, run)
 
     def _load(self, config: RunConfig, watch: Progress) -> Any:
         """Return a function that rolls out a config: with a model of this process, or of several."""
@@ -121,7 +126,7 @@ class Sweep:
         loaded = causal.prepare(config, self.requests, self.prompts, watch, replays=True, decodes=decodes)
         return lambda config, watch: causal.extract_next(loaded, config, self.requests, watch)
 
-    def finish(self, name: str, run: Run) -> None:
+    def record(self, name: str, run: Run) -> None:
         """Record that the cache of a run is whole."""
         about = {"file": Path(run.path).name, "prompt": run.config.prompt, "seed": run.config.seed}
         self.results.write(name, about | {"bytes": Path(run.path).stat().st_size})
@@ -133,23 +138,15 @@ class Encoding:
 
     config: RunConfig
 
+    def _where(self) -> tuple[Any, ...]:
+        device = choose_device(self.config.device)
+        return read_model_config(self.config.ckpt_dir), choose_dtype(self.config.dtype, device), device
+
     def is_done(self, name: str, prompts: Sequence[str]) -> bool:
-        sizes, device = read_model_config(self.config.ckpt_dir), choose_device(self.config.device)
-        return not needs_encoder(self.config, prompts, sizes, choose_dtype(self.config.dtype, device), device)
+        return not needs_encoder(self.config, prompts, *self._where())
 
     def make(self, name: str, prompts: Sequence[str], watch: Progress) -> None:
-        sizes, device = read_model_config(self.config.ckpt_dir), choose_device(self.config.device)
-        encode_prompts(self.config, prompts, sizes, choose_dtype(self.config.dtype, device), device)
-
-
-def encode_first(
-    config: RunConfig, prompts: Sequence[str], folder: Path, watch: Progress, crew: Crew
-) -> None:
-    """Let workers encode prompts, many at a time, where a file remembers them: umT5 is large to load."""
-    if config.embeds_dir and not config.prompt_embeds:
-        parts = [prompts[i : i + PROMPTS_AT_ONCE] for i in range(0, len(prompts), PROMPTS_AT_ONCE)]
-        items = {f"prompts_{number}": part for number, part in enumerate(parts)}
-        work_through(Encoding(config), items, folder, watch, crew)
+        encode_prompts(self.config, prompts, *self._where())
 
 
 def run_sweep(
@@ -167,7 +164,7 @@ def run_sweep(
     if config.gpus > 1 and not (args.workers or args.scheduler or args.slurm):
         raise ConfigError(f"--gpus {config.gpus} in a sweep is of each worker: give --workers N too")
     planned = plan(args, config)
-    manifest = Path(args.output_dir) / "manifest.json"
+    folder, manifest = Path(args.output_dir), Path(args.output_dir) / "manifest.json"
     videos = [video for path in planned for video in videos_of(args, [path])]
     models = {
         run.checkpoint_path: replace(config, checkpoint_path=run.checkpoint_path) for run in planned.values()
@@ -179,51 +176,41 @@ def run_sweep(
         observed(args) as watch,
         crew_of(args, config.device, config.gpus) as crew,
     ):
-        shared = {path: _settings(model, crew) | dict(quantities) for path, model in models.items()}
+        own = {
+            path: json.loads(json.dumps(called(crew, identity, one), default=str))
+            for path, one in models.items()
+        }
+        for settings in own.values():
+            del settings["prompt"], settings["seed"]
         runs = {}
         for path, run in planned.items():
-            own = {name: x for name, x in shared[run.checkpoint_path].items() if name not in quantities}
-            of_run = fingerprint(own, prompt=run.prompt, seed=run.seed)
-            runs[fingerprint({"run": of_run, **quantities})[:16]] = Run(path, run, of_run, fingerprint(own))
+            model = own[run.checkpoint_path]
+            of_run = fingerprint(model, prompt=run.prompt, seed=run.seed)
+            runs[fingerprint({"run": of_run, **quantities})[:16]] = Run(path, run, of_run, fingerprint(model))
         prompts = list(dict.fromkeys(run.prompt for run in planned.values()))
         quiet = argparse.Namespace(**{**vars(args), "quiet": True})  # of workers, which nobody watches
         work = Sweep(quiet if crew else args, requests, build, quantities, () if crew else prompts)
-        listing = Manifest(manifest, runs, shared)
+        listing = Manifest(manifest, runs, {path: one | dict(quantities) for path, one in own.items()})
         if not args.overwrite and manifest.exists():
             listing.require_same_settings()
         for name, one in runs.items():
             if args.overwrite:
                 work.results.path(name).unlink(missing_ok=True)
-            elif work.is_done(name, one):
-                listing.states[name] = "done"
             else:
-                listing.states[name] = work.state_of_cache(one)
-                work.clean(name, one)
-                if listing.states[name] == "done":
-                    work.finish(name, one)
+                listing.states[name] = "done" if work.is_done(name, one) else work.look(name, one)
         waiting = [one.path for name, one in runs.items() if not work.is_done(name, one)]
         if waiting and videos:
             check_video(config)
-        require_space(
-            manifest.parent, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0}
-        )
+        require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
         listing.write()
         try:
-            if crew and waiting:
-                encode_first(config, prompts, manifest.parent, watch, crew)
-            work_through(work, runs, manifest.parent, watch, crew, listing.ended)
+            if crew and waiting and config.embeds_dir and not config.prompt_embeds:
+                parts = range(0, len(prompts), PROMPTS_AT_ONCE)  # umT5 is large to load
+                items = {f"prompts_{n}": prompts[n : n + PROMPTS_AT_ONCE] for n in parts}
+                work_through(Encoding(config), items, folder, watch, crew)
+            work_through(work, runs, folder, watch, crew, listing.ended)
         finally:
             listing.write()
-
-
-def _settings(config: RunConfig, crew: Crew | None) -> dict[str, Any]:
-    """Return what all runs of a model share, as JSON has it; of a worker's device where there are workers."""
-    found = called(crew, identity, config)
-    return {
-        name: value
-        for name, value in json.loads(json.dumps(found, default=str)).items()
-        if name not in ("prompt", "seed")
-    }
 
 
 class Manifest:
@@ -233,13 +220,11 @@ class Manifest:
         self.path, self.runs, self.written = path, runs, 0.0
         self.states = dict.fromkeys(runs, "waiting")  # by name: waiting, partial, done or failed
         self.has_folders = len(shared) > 1  # one for each checkpoint
-        self.settings: dict[str, Any] = {
-            Path(run.path).parent.name if self.has_folders else "": {
-                "fingerprint": fingerprint(shared[run.config.checkpoint_path]),
-                "settings": shared[run.config.checkpoint_path],
-            }
-            for run in runs.values()
-        }
+        self.settings: dict[str, Any] = {}
+        for run in runs.values():
+            settings = shared[run.config.checkpoint_path]
+            name = Path(run.path).parent.name if self.has_folders else ""
+            self.settings[name] = {"fingerprint": fingerprint(settings), "settings": settings}
 
     def require_same_settings(self) -> None:
         """Raise CacheError where the folder's manifest is of a sweep with other settings."""
