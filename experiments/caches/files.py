@@ -98,12 +98,8 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
 
 def mp4_tag(path: str | Path) -> str | None:
     """Return the text that encode_mp4 put into an mp4; None where it is not there, torn, or without one."""
-    try:
-        boxes = list(mp4_boxes(path))
-        size = Path(path).stat().st_size
-    except OSError:
-        return None
-    if not boxes or boxes[-1][2] != size:
+    boxes = list(mp4_boxes(path)) if Path(path).is_file() else []
+    if not boxes or boxes[-1][2] != Path(path).stat().st_size:
         return None
     return next((tag_in(path, start, end) for kind, start, end in boxes if kind == b"moov"), None)
 

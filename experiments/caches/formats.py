@@ -73,7 +73,7 @@ class Fields:
         table: Table = {}
         for field in fields(cls):
             text = str(field.type).replace("None", "none")
-            said = re.search('"(.*)"', text)
+            said = re.search("'(.*)'", text)
             declared = said[1] if said else re.sub(r"\[.*\]", "", text)
             declared += " | none" if said and "| none" in text else ""
             name = field.name + "?" * (field.default is not MISSING)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, base, nodes
+from torch import Tensor
 
 from experiments.caches.formats import Figure4Layer
 from wan.blocks import block_frames, block_sizes, later_block
-from wan.errors import ConfigError
 
 # All that weights_only loading may build beside tensors: omegaconf's containers and scalars, and numpy's.
 NUMPY_PARTS = {"_reconstruct": np.array(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
@@ -29,16 +29,9 @@ ALLOWED = [
 ]  # fmt: skip
 
 FIRST_PASS = {"step": 0, "timestep": 1000.0, "is_clean_pass": False}
-UNKNOWN_PASS = {"step": None, "timestep": None, "is_clean_pass": None}
-UNRECORDED = {
-    "prompt": "",
-    "seed": None,
-    "model": "unknown",
-    "weights": "unknown",
-    "weights_file": None,
-    "weights_sha256": None,
-    "num_frame_per_block": 3,
-}
+UNKNOWN_PASS = dict.fromkeys(FIRST_PASS)
+UNRECORDED = {"prompt": "", "model": "unknown", "weights": "unknown", "num_frame_per_block": 3}
+UNRECORDED |= dict.fromkeys(("seed", "weights_file", "weights_sha256"))
 
 
 def to_plain(value: Any) -> Any:
@@ -67,14 +60,12 @@ def modernise(raw: dict[str, Any]) -> dict[str, Any]:
         kind, convert = "figure4", _figure4
     else:
         raise ValueError(f"not an attention cache, its keys are {', '.join(map(str, raw))}")
-    numbers = {  # that came as arrays are lists and numbers again
-        name: value.tolist()
-        for name, value in raw.items()
-        if isinstance(value, torch.Tensor) and value.ndim < 2 and "attention" not in name
-    }
+    for name, value in raw.items():  # numbers that came as arrays are lists and numbers again
+        if isinstance(value, Tensor) and value.ndim < 2 and "attention" not in name:
+            raw[name] = value.tolist()
     raw = UNRECORDED | {"notes": []} | raw
     try:
-        return raw | numbers | {"format": kind, "schema_version": 1} | convert(raw | numbers)
+        return raw | {"format": kind, "schema_version": 1} | convert(raw)
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"looks like an older {kind} cache, but {type(error).__name__}: {error}") from None
 
@@ -87,16 +78,11 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
     keys, note = _key_frames(raw, Lk // S, frames)
     queries = list(range(frames - Lq // S, frames))
     shared = {"num_frames": frames, "frame_seq_length": S, "num_heads": H}
-    repeated = Figure4Layer.repeated(**shared, query_frames=queries, key_frames=keys)
-    layers = [
-        {
-            **entry,
-            **repeated,
-            "layer_idx": int(entry["layer_idx"]),
-            "is_logits": bool(entry.get("is_logits", logits)),
-        }
-        for entry in entries
-    ]
+    own = Figure4Layer.repeated(**shared, query_frames=queries, key_frames=keys)
+    layers = []
+    for entry in entries:
+        named = {"layer_idx": int(entry["layer_idx"]), "is_logits": bool(entry.get("is_logits", logits))}
+        layers.append({**entry, **own, **named})
     return {
         **shared,
         **FIRST_PASS,
@@ -118,7 +104,7 @@ def _layer(raw: dict[str, Any]) -> dict[str, Any]:
     blocks = [F] if bidirectional else _blocks(raw, F)
     last = list(range(max(F - 3, 0), F)) if bidirectional else block_frames(blocks, -1)
     queries = [int(frame) for frame in raw.get("last_block_query_frames", last)]
-    matrix = matrix.masked_fill(later_block(blocks), float("nan"))  # zeros never attended; a real 0 stays
+    matrix = matrix.masked_fill(later_block(blocks), torch.nan)  # zeros never attended; a real 0 stays
     profile = raw.get("last_block_frame_attention", matrix[:, queries].float().mean(1))
     return {
         **(UNKNOWN_PASS if bidirectional else FIRST_PASS),
@@ -140,34 +126,29 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
     """Calls without tags: a layer's lie in order, equally many for each block, the first one at t = 1000."""
     S, calls = int(raw["frame_seq_length"]), raw["attention_weights"]
     frames, notes = _true_frames(raw, max(_tokens(call).shape[3] for call in calls) // S)
-    blocks = _blocks(raw, frames)
-    layers = [int(call["layer_idx"]) for call in calls]
-    tagged = []
-    for i, (call, layer) in enumerate(zip(calls, layers, strict=True)):
+    blocks, by_layer, tagged = _blocks(raw, frames), dict[int, list[Any]](), []
+    for call in calls:
+        by_layer.setdefault(int(call["layer_idx"]), []).append(call)
+    for call in calls:
+        layer = int(call["layer_idx"])
+        own = next(i for i, other in enumerate(by_layer[layer]) if other is call)
         Fq, Fk = (length // S for length in _tokens(call).shape[2:])
-        block, at = _place(layers[:i].count(layer), layers.count(layer), blocks, Fq)
+        block, at = _place(own, len(by_layer[layer]), blocks, Fq)
         queries = block_frames(blocks, block)
         keys, note = _key_frames(call, Fk, queries[-1] + 1)
         notes += [text for text in note if text not in notes]
-        own = {
-            "q_shape": [int(n) for n in call["q_shape"]],
-            "k_shape": [int(n) for n in call["k_shape"]],
-            "layer_idx": layer,
-            "block": block,
-            "query_frames": queries[-Fq:],
-            "key_frames": keys,
-            "is_logits": "attn_logits" in call,
-        }
-        tagged.append({**call, **at, **own})
+        shapes = {name: [int(n) for n in call[name]] for name in ("q_shape", "k_shape")}
+        names = {"layer_idx": layer, "block": block, "query_frames": queries[-Fq:], "key_frames": keys}
+        tagged.append({**call, **at, **shapes, **names, "is_logits": "attn_logits" in call})
     return {
         "attention_weights": tagged,
-        "layer_indices": sorted(set(layers)),
+        "layer_indices": sorted(by_layer),
         "num_frames": frames,
         "frame_seq_length": S,
         "num_heads": _tokens(calls[0]).shape[1],
         "block_sizes": blocks,
         "is_logits": "attn_logits" in calls[0],
-        "num_transformer_blocks": int(raw.get("num_transformer_blocks", max(layers) + 1)),
+        "num_transformer_blocks": int(raw.get("num_transformer_blocks", max(by_layer) + 1)),
         "notes": notes,
     }
 
@@ -184,7 +165,7 @@ def _place(position: int, count: int, blocks: list[int], query_frames: int) -> t
     return block, {"step": step, "timestep": {0: 1000.0, last: 0.0}.get(step), "is_clean_pass": step == last}
 
 
-def _tokens(entry: Mapping[str, Any]) -> torch.Tensor:
+def _tokens(entry: Mapping[str, Any]) -> Tensor:
     return entry["attn_logits"] if "attn_logits" in entry else entry["attn_weights"]
 
 
@@ -208,9 +189,4 @@ def _key_frames(raw: Mapping[str, Any], Fk: int, seen: int) -> tuple[list[int], 
 
 def _blocks(raw: Mapping[str, Any], frames: int) -> list[int]:
     sizes, n = [int(size) for size in raw.get("block_sizes", [])], int(raw["num_frame_per_block"])
-    if sum(sizes) == frames:
-        return sizes
-    try:
-        return block_sizes(frames, n)
-    except ConfigError:
-        return block_sizes(frames, n, independent_first_frame=True)
+    return sizes if sum(sizes) == frames else block_sizes(frames, n, independent_first_frame=frames % n == 1)

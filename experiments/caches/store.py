@@ -5,7 +5,6 @@ format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/
 """
 
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from experiments.caches import legacy
 from experiments.caches.activations import load_activations
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import (
     FORMATS,
-    SCHEMA_VERSION,
     AtlasCache,
     Cache,
     PassTag,
@@ -33,8 +30,6 @@ from experiments.caches.formats import (
 from experiments.caches.view import Profiles, open_profiles
 from wan.errors import reason_of, short_repr
 from wan.files import UnreadableError, load_tensors
-
-__all__ = ["SCHEMA_VERSION", "CacheError", "check", "load_cache", "save_cache"]
 
 
 def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
@@ -52,11 +47,7 @@ def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
         with replacing(path) as file:
             torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        tensors = {x.data_ptr(): x.nbytes for x in tree_leaves(values) if isinstance(x, Tensor)}
-        needed, folder = sum(tensors.values()), Path(path).parent
-        free = shutil.disk_usage(folder).free if folder.is_dir() else 0
-        full = f"; it needs {needed} bytes, {free} are free" if 0 < free < needed else ""
-        raise CacheError(f"{path} cannot be written: {reason_of(error)}{full}") from error
+        raise CacheError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
 def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
@@ -73,20 +64,14 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
             kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
         return kept[id(value)]
     if isinstance(value, Mapping):
-        return {
-            _plain(key, f"a key of {where}", kept): _plain(inner, f"{where}[{key!r}]", kept)
-            for key, inner in value.items()
-        }
+        return {_plain(key, where, kept): _plain(v, f"{where}[{key!r}]", kept) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
     if type(value) is str:
         return sys.intern(value)
     if value is None or type(value) in (bool, int, float):
         return value
-    raise CacheError(
-        f"{where} is a {type(value).__module__}.{type(value).__name__}; "
-        "only tensors and plain Python values are stored"
-    )
+    raise CacheError(f"{where} is a {type(value).__name__}; only tensors and plain Python values are stored")
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
@@ -99,19 +84,16 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     if path.suffix == ".safetensors" and path.is_file() and not expect:
         return load_activations(path)
     if not path.is_file():
-        others = ""
-        if re.fullmatch(r"layer\d+\.pt", path.name):
-            there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
-            names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
-            others = f"; there is {names}" if there else ""
+        there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
+        names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
+        others = f"; there is {names}" if there and path.name.startswith("layer") else ""
         raise CacheError(f"{path} not found{others}; run: {_command(path, expect)}")
+    again = f"make it again: {_command(path, expect)}"
     try:
         with torch.serialization.safe_globals(legacy.ALLOWED):
             raw = load_tensors(path, mmap)
     except UnreadableError as error:
-        raise CacheError(
-            f"{path} cannot be read as a cache: {error}; make it again: {_command(path, expect)}"
-        ) from error
+        raise CacheError(f"{path} cannot be read as a cache: {error}; {again}") from error
     try:
         if not isinstance(raw, dict):
             raise CacheError(f"holds a {type(raw).__name__}, not a dict")
@@ -123,7 +105,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     except Exception as error:  # fields of unheard-of types can fail in any way
         known = isinstance(error, ValueError)
         reason = str(error) if known else f"{type(error).__name__} in its fields: {reason_of(error)}"
-        raise CacheError(f"{path}: {reason}; make it again: {_command(path, expect)}") from None
+        raise CacheError(f"{path}: {reason}; {again}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(
             f"{path} is a cache of format {raw['format']}: open it with "

@@ -69,7 +69,7 @@ OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; o
 class LoadedModel:
     """Shared by the rollouts of one config: the model, the embeddings of every prompt, the caches' fields.
 
-    It is pickled without the model, which another process loads itself (engine.loaded_here).
+    It is pickled without the model, which another process loads itself (LoadedModel.here).
     """
 
     model_config: ModelConfig

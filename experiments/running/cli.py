@@ -156,10 +156,9 @@ def finite_number(text: str) -> float:
 
 def count(text: str) -> int:
     """Read a number from 1 to MAX_COUNT."""
-    number = whole_number(text)
-    if not 1 <= number <= MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{number} is not in 1..{MAX_COUNT}")
-    return number
+    if 1 <= (number := whole_number(text)) <= MAX_COUNT:
+        return number
+    raise argparse.ArgumentTypeError(f"{number} is not in 1..{MAX_COUNT}")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -306,7 +305,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
 
 def add_engine_flags(parser: Parser) -> None:
     """Add the flags of who makes a list of items: this process one by one, or workers (engine.py)."""
-    flag = parser.add_argument
+    flag = parser.add_mutually_exclusive_group().add_argument
     flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")
     flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
     flag(
@@ -385,6 +384,8 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
 
 # --- The flags of a sweep -> its runs, and where each cache goes
 SLUG_BYTES = 60  # of a prompt that names a file
+EXCLUDE = (("prompt", "prompts"), ("seed", "seeds"), ("prompt_embeds", "prompts"), ("preview", "output_dir"))
+EXCLUDE += (("checkpoint_path", "checkpoints"), ("no_checkpoint", "checkpoints"))
 
 
 def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
@@ -395,15 +396,9 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     checkpoints = getattr(args, "checkpoints", None)
     if not args.output_dir:
         raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
-    if checkpoints and (args.checkpoint_path or args.no_checkpoint):
-        raise ConfigError("--checkpoints excludes --checkpoint_path and --no_checkpoint")
-    for one, many in (("prompt", "prompts"), ("seed", "seeds")):
-        if getattr(args, one) is not None and getattr(args, many):
+    for one, many in EXCLUDE:
+        if getattr(args, one) not in (None, False) and getattr(args, many, None):
             raise ConfigError(f"--{one} and --{many} exclude each other")
-    if args.prompts and config.prompt_embeds:
-        raise ConfigError("--prompts and --prompt_embeds exclude each other: a file holds one prompt")
-    if args.preview:
-        raise ConfigError("a sweep keeps the VAE's videos: leave --preview out")
     if args.save_video:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
     folder = Path(args.output_dir)
@@ -412,13 +407,10 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     weights: dict[str | None, Path] = {config.checkpoint_path: folder}
     if checkpoints:  # a folder each, named as its file; None is the base weights
         weights = {None if c == BASE else c: folder / (c if c == BASE else Path(c).stem) for c in checkpoints}
-    for path in weights if checkpoints else ():
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{path} not found; --checkpoints names files of weights, or {BASE}")
-        if twin := next((p for p in weights if p != path and weights[p] == weights[path]), None):
-            raise ConfigError(
-                f"--checkpoints {path} and {twin} would share the folder {weights[twin].name}; rename one"
-            )
+        if absent := next((path for path in weights if path and not Path(path).is_file()), None):
+            raise ConfigError(f"{absent} not found; --checkpoints names files of weights, or {BASE}")
+        if len(set(weights.values())) < len(weights):
+            raise ConfigError("two of --checkpoints would share a folder; rename one")
     return {
         str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
             config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
@@ -433,10 +425,8 @@ def read_prompts(path: str | Path) -> list[str]:
     """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
     lines = [line.strip() for line in read_text(path).splitlines()]
     prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not prompts:
-        raise ConfigError(f"{path} holds no prompt; write one per line")
-    if len(prompts) > MAX_PROMPTS:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts, at most {MAX_PROMPTS} are read; split it")
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line")
     return prompts
 
 
@@ -503,11 +493,8 @@ def schedule_settings(path: str) -> list[Any]:
     """Read the list under `prompts` in a YAML file: frame, prompt and how of every switch."""
     settings = read_yaml(path) if isfile(path) else {}
     prompts = settings.get("prompts")
-    if (
-        set(settings) != {"prompts"}
-        or not isinstance(prompts, list)
-        or not all(isinstance(p, dict) for p in prompts)
-    ):
+    fits = set(settings) == {"prompts"} and isinstance(prompts, list)
+    if not fits or not all(isinstance(prompt, dict) for prompt in prompts):
         raise ConfigError(
             f"prompt schedule {short_repr(path)} is no YAML file of one list `prompts`, each with frame, "
             "prompt and perhaps how"

@@ -18,6 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,7 @@ class Crew:
     def __init__(self, connect: Callable[[], Any], gpus: int = 1):
         self.connect, self.client = connect, connect()
         self.resources = {"GPU": gpus} if gpus > 1 else None
+        self.own: Any = None  # the cluster of this machine, where there is one
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
         """Return function(*given) of a worker, whose device and files count."""
@@ -168,12 +170,24 @@ class Crew:
                 with suppress(Exception):  # workers that are gone have stopped
                     self.client.run(stop_items, run)
             for future in (batch := ending.next_batch(block=False)):
-                if future.status == "finished":
-                    yield names[future.key], future.result()
-                else:
-                    yield names[future.key], future.exception().with_traceback(future.traceback())
+                error: Exception | None = CancelledError("its scheduler is gone")
+                with suppress(OSError):  # it went just now
+                    if future.status == "finished":
+                        error = future.result()
+                    elif future.status == "error":
+                        error = future.exception().with_traceback(future.traceback())
+                yield names[future.key], error
             if not batch:
                 time.sleep(0.02)
+            self._revive()
+
+    def _revive(self) -> None:
+        """Start workers of this machine anew whose process died while Dask started it again."""
+        if (cluster := self.own) is not None:
+            for name in [n for n, one in cluster.workers.items() if one.status.name in ("closed", "failed")]:
+                del cluster.workers[name]
+            if len(cluster.workers) < len(cluster.worker_spec):
+                cluster.sync(cluster._correct_state)
 
     def come_back(self) -> None:
         """Wait for a scheduler that was gone. RunError where it does not come back."""
@@ -226,7 +240,7 @@ def work_through(
         for name, error in (crew.make if crew else make_here)(work, dict(todo), folder, watch):
             if isinstance(error, ConfigError):
                 raise error
-            if type(error).__name__ == "CancelledError":  # its scheduler is gone
+            if isinstance(error, CancelledError):
                 continue
             state, record = "done", Results(folder / "failed")
             if isinstance(error, StoppedError):
@@ -306,6 +320,7 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
             crew = Crew(connect, gpus)
         except (OSError, ValueError) as error:
             raise ConfigError(f"no scheduler answers at {args.scheduler}: {one_line(error)}") from None
+        crew.own = target if args.workers else None
         stack.callback(lambda: crew.client.close())
         if busy := next((name for name, threads in crew.client.nthreads().items() if threads > 1), None):
             raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")

@@ -38,6 +38,8 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     Raises CacheError, before hours of work, where one cannot be written, is there and may not be replaced, is
     being made by another run, or does not fit on its disk.
     """
+    from filelock import FileLock, Timeout  # slow to import, and --help needs no locks
+
     for path in paths:
         require_writable(path)
         if not overwrite and Path(path).exists():
@@ -45,32 +47,21 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     targets = {target_of(path): size for path, size in paths.items()}
     with ExitStack() as held:
         for target in sorted(targets):
-            held.enter_context(_locked(target))
+            lock = FileLock(
+                target.with_name(f".{target.name}.lock"), timeout=0
+            )  # flock ends with the process
+            try:
+                lock.acquire()
+            except (Timeout, OSError):
+                raise CacheError(
+                    f"{target} is being made by another run; wait for it, or choose another --output_path"
+                ) from None
+            held.callback(lock.release)
+            held.callback(Path(lock.lock_file).unlink, missing_ok=True)  # who waits for it looks again
             remove_leftovers(target)
         for folder in {path.parent for path in targets}:
             require_space(folder, {str(path): n for path, n in targets.items() if path.parent == folder})
         yield
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold .NAME.lock beside a path: by flock, which ends with the process."""
-    from filelock import FileLock, Timeout  # slow to import, and --help needs no locks
-
-    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        message = f"{path} is being made by another run; wait for it, or choose another --output_path"
-        raise CacheError(message) from None
-    except OSError as error:
-        raise CacheError(f"{lock.lock_file} cannot be locked: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.unlink(lock.lock_file)  # while it is held: who waits for it looks again
-        lock.release()
 
 
 def require_space(folder: Path, sizes: Mapping[str, int]) -> None:

@@ -4,11 +4,11 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
 from nbclient import NotebookClient
@@ -27,34 +27,27 @@ ROOT = Path(__file__).parents[2]
 DRAWN_WITH = ("experiments/**/*.py", "wan/**/*.py", "configs/taxonomy.yaml", "cache/published/*.*")
 
 
-@dataclass(frozen=True)
-class Notebook:
+class Notebook(NamedTuple):
     """The parameters of a notebook, the formats it opens, and its figure for the contact sheet."""
 
     cache: str  # the parameter that takes the cache
     formats: tuple[str, ...]
-    layer: str  # the parameter that picks a layer, or "" where the cache does
-    value: Callable[[Cache, int], Any]  # what to set it to
     sheet: str  # SVG shown on the contact sheet
+    layer: str = ""  # the parameter that picks a layer, where the cache does not
+    value: Callable[[Cache, int], Any] = lambda cache, layer: layer  # what to set it to
 
 
 NOTEBOOKS = {
-    "extract_all_attention.ipynb": Notebook(
-        "DATA_PATH", ("layer",), "", lambda cache, layer: None, "layer{}_perhead_grid.svg"
-    ),
+    "extract_all_attention.ipynb": Notebook("DATA_PATH", ("layer",), "layer{}_perhead_grid.svg"),
     "plt_fig4.ipynb": Notebook(
-        *("CACHE_PATH", ("figure4", "inference", "atlas"), "HEADS"),
+        *("CACHE_PATH", ("figure4", "inference", "atlas"), "figure4_layer{}_per_head_grid.svg", "HEADS"),
         lambda cache, layer: [[layer, head, f"L{layer}H{head}"] for head in range(cache["num_heads"])],
-        "figure4_layer{}_per_head_grid.svg",
     ),
     "plot_figure4.ipynb": Notebook(
-        *("CACHE_PATH", ("inference", "figure4"), "WEIGHT_INDEX"),
+        *("CACHE_PATH", ("inference", "figure4"), "figure4_multihead.svg", "WEIGHT_INDEX"),
         lambda cache, layer: [call["layer_idx"] for call in cache["attention_weights"]].index(layer),
-        "figure4_multihead.svg",
     ),
-    "layer_atlas.ipynb": Notebook(
-        "CACHE_PATH", ("atlas",), "LAYER", lambda cache, layer: layer, "measures.svg"
-    ),
+    "layer_atlas.ipynb": Notebook("CACHE_PATH", ("atlas",), "measures.svg", "LAYER"),
 }
 
 
@@ -86,15 +79,11 @@ class LayerCaches:
         """Return the layers that numbers, ranges such as 0-29, and "all" name. CacheError for others."""
         chosen: set[int] = set()
         for word in words:
-            first, dash, last = word.partition("-")
-            ends = [first, last] if dash else [first, first]
+            first, _, last = word.partition("-")
             if word == "all":
                 chosen.update(self.layers)
-            elif all(end.isascii() and end.isdecimal() and len(end) <= 4 for end in ends):
-                layers = range(int(ends[0]), int(ends[1]) + 1)
-                if not layers:
-                    raise CacheError(f"layers {word!r} are none: a range goes from its lower number up")
-                chosen.update(layers)
+            elif re.fullmatch("[0-9]{1,4}(-[0-9]{1,4})?", word) and int(first) <= int(last or first):
+                chosen.update(range(int(first), int(last or first) + 1))
             else:
                 raise CacheError(f"layer {word!r} is not a number from 0, a range such as 0-29, or all")
         if absent := sorted(chosen - set(self.layers)):
@@ -104,15 +93,14 @@ class LayerCaches:
 
     def parameters(self, layer: int) -> dict[str, Any]:
         """Return the parameters for one layer, without the save folder. Paths are absolute."""
-        path = self.file_of(layer)
-        if self.cache is None:
-            return {self.notebook.cache: str(path.resolve())}
-        chosen = {self.notebook.layer: self.notebook.value(self.cache, layer)} if self.notebook.layer else {}
-        if self.cache["format"] == "atlas" and self.notebook.layer != "LAYER":
-            take = one_layer if self.notebook.layer else layer_from_atlas
-            path = self.folder / f"layer{layer}.pt"
-            save_cache(path, take(self.cache, layer))
-        return {self.notebook.cache: str(path.resolve())} | chosen
+        path, notebook, chosen = self.file_of(layer), self.notebook, {}
+        if self.cache is not None:
+            if notebook.layer:
+                chosen[notebook.layer] = notebook.value(self.cache, layer)
+            if self.cache["format"] == "atlas" and notebook.layer != "LAYER":
+                path = self.folder / f"layer{layer}.pt"
+                save_cache(path, (one_layer if notebook.layer else layer_from_atlas)(self.cache, layer))
+        return {notebook.cache: str(path.resolve())} | chosen
 
     def file_of(self, layer: int) -> Path:
         """Return the file that holds a layer."""
@@ -152,24 +140,20 @@ class NotebookRuns:
         """Check that the executed notebook is of today's inputs, and its figures are as it left them."""
         try:
             done = json.loads(self.executed(layer).read_text(encoding="utf-8"))["metadata"]["done"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             return False
         return done == self.mark(layer)
 
     def run(self, layers: Sequence[int], jobs: int) -> None:
-        """Execute the layers that are not done, jobs at a time. Finished layers stay where one fails.
-
-        Raises RunError.
-        """
+        """Execute the layers that are not done, jobs at a time. RunError where one fails; others stay."""
         waiting = [layer for layer in layers if not self.is_done(layer)]
         done = {"initial": len(layers) - len(waiting), "total": len(layers)}
-        bar = tqdm(desc=self.notebook.stem, unit="layer", **done)
-        with bar as progress, ThreadPoolExecutor(max(1, min(jobs, len(waiting)))) as threads:
+        with tqdm(desc=self.notebook.stem, unit="layer", **done) as bar, ThreadPoolExecutor(jobs) as threads:
             runs = [threads.submit(self._run_layer, layer) for layer in waiting]
             try:
                 for one in as_completed(runs):
                     one.result()
-                    progress.update()
+                    bar.update()
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)  # layers that have begun are finished
 

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import stat
 import sys
 import threading
 import time
@@ -87,18 +86,13 @@ class Progress(RunObserver):
 
 def open_log(path: str | Path) -> TextIO:
     """Open a regular file to append lines to. Raises CacheError for a pipe or device: a pipe could block."""
-    if Path(path).suffix == ".pt":
-        raise CacheError(f"--log_file {path} has the name of a cache; give it another, such as log.jsonl")
     try:
+        if Path(path).suffix == ".pt" or (Path(path).exists() and not Path(path).is_file()):
+            raise OSError(errno.EINVAL, "a log is a file such as log.jsonl, no cache, folder, pipe or device")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        reason = "Is a pipe" if error.errno == errno.ENXIO else error.strerror
-        raise CacheError(f"{path} cannot be written: {reason or error}") from error
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise CacheError(f"{path} cannot be written: a log is a file, and this is a device or pipe")
-    return open(number, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextmanager
@@ -111,13 +105,12 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked_before: list[int] = []
+    asked_before: set[int] = set()
 
     def asked(number: int, frame: FrameType | None) -> None:
-        again = number != signal.SIGHUP and any(n != signal.SIGHUP for n in asked_before)
-        if not observer.generating or again:
+        if not observer.generating or (number != signal.SIGHUP and asked_before - {signal.SIGHUP}):
             raise KeyboardInterrupt
-        asked_before.append(number)
+        asked_before.add(number)
         observer.stopping = True
         if os.environ.get("RANK", "0") in ("", "0"):  # the first of several ranks
             with suppress(OSError, RuntimeError, ValueError):  # no terminal; a line that is being printed

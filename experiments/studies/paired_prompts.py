@@ -21,7 +21,7 @@ from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
 from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, MIN_CONTRAST, Scene
 from experiments.miniature.tracking import EvalPool
-from experiments.running.engine import Results, loaded_here
+from experiments.running.engine import Results, kept
 from experiments.studies.runs import Batch, Head, by_layer, knockouts, outside
 from experiments.studies.shape_attention import hidden_frames, return_block
 from wan.config import RunConfig
@@ -326,7 +326,7 @@ def budget_rows(effects: np.ndarray, budget: float, window: int, sink: int, fram
 
 def tried(config: RunConfig, session: LoadedModel, pair: Pair, path: str) -> dict[str, float]:
     """Roll out a pair's first run with the whole past and with the budget -> seconds, and their distance."""
-    session, found, latents = loaded_here(session), {}, []
+    session, found, latents = session.here(kept), {}, []
     for name, settings in {"without": None, "with budget": {"name": "head_budget", "file": path}}.items():
         pipeline = pipeline_of(session.pipeline.model, replace(config, cache_policy=settings))
         start = time.monotonic()

@@ -34,7 +34,7 @@ from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
-from experiments.running.engine import Results, called, crew_of, kept, loaded_here, work_through
+from experiments.running.engine import Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, deterministic, memory, observed
 from experiments.running.ranks import workers_of
@@ -201,7 +201,7 @@ class Comparison:
         """
         watch.log("rollout", videos=str(group))
         assert self.session is not None
-        session, items = loaded_here(self.session), group.items
+        session, items = self.session.here(kept), group.items
         on_gpu = session.device.type == "cuda"
         judges = workers_of(self.judges if self.judges is not None or on_gpu else 0)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from experiments.extraction.causal import LoadedModel, draw_noise
 from experiments.extraction.devices import threads_for
-from experiments.running.engine import loaded_here
+from experiments.running.engine import kept
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.interventions import HeadOutputs, Knockout, record_head_outputs
@@ -30,7 +30,7 @@ class Batch:
     configs: Sequence[RunConfig]
 
     def __post_init__(self) -> None:
-        self.session = s = loaded_here(self.session)
+        self.session = s = self.session.here(kept)
         drawn = [draw_noise(config, s.model_config, s.dtype, s.device) for config in self.configs]
         noise, renoise = zip(*drawn, strict=True)
         self.noise = torch.cat(noise)  # [B, F, C, h, w]

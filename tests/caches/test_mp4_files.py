@@ -12,12 +12,11 @@ import torch
 from conftest import ROOT
 from helpers.forked import exit_code
 
-from experiments import compare_policies, run_intervention, run_rollout
+from experiments import run_intervention
 from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg
 from experiments.extraction import video
 from experiments.extraction.provenance import video_tag
 from experiments.running.cli import main
-from experiments.studies import policy_comparison as policy_comparison_job
 from wan.config import load_config
 from wan.vae import StreamedDecoder
 
@@ -35,26 +34,11 @@ def without_ffmpeg(request, monkeypatch):
         monkeypatch.setattr("imageio_ffmpeg.get_ffmpeg_exe", get_ffmpeg_exe)
 
 
-def test_frames_become_an_mp4():
-    content = encode_mp4(np.zeros((3, 12, 20, 3), np.uint8), 16)
-    assert content[4:8] == b"ftyp" and require_ffmpeg()
-
-
 def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
     with pytest.raises(CacheError, match=r'run: pip install "imageio\[ffmpeg\]"; or draw nothing'):
         require_ffmpeg("draw nothing")
     with pytest.raises(CacheError, match="written by ffmpeg, which is not here"):
         encode_mp4(np.zeros((3, 16, 16, 3), np.uint8), 16)
-
-
-def test_policies_are_not_compared_where_a_video_could_not_be_written(
-    without_ffmpeg, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(policy_comparison_job, "compare", lambda *given: pytest.fail("videos were made"))
-    flags = ["--output_dir", str(tmp_path), "--videos", "0", "--vbench_dir", str(tmp_path)]
-    assert exit_code(lambda: main(compare_policies.run, flags))() == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "pip install" in said and "--videos 0" in said
 
 
 def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tmp_path, monkeypatch, capsys):
@@ -99,14 +83,6 @@ def test_boxes_of_every_size_are_walked_and_torn_ones_left_out(tmp_path):
         assert list(mp4_boxes(path)) == [(b"ftyp", 0, 16)] and mp4_tag(path) is None
     path.write_bytes(first + (8).to_bytes(4, "big") + b"free" + first)
     assert [kind for kind, _, _ in mp4_boxes(path)] == [b"ftyp", b"free", b"ftyp"]
-
-
-def test_a_long_rollout_stops_before_it_loads_a_model(without_ffmpeg, tmp_path, monkeypatch, capsys):
-    loads = "experiments.extraction.causal.prepare"
-    monkeypatch.setattr(loads, lambda *given, **more: pytest.fail("a model was loaded"))
-    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", str(tmp_path / "long.mp4"), "--quiet"]
-    assert exit_code(lambda: main(run_rollout.run, flags))() == 2
-    assert "pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("runs_out_of_memory", [False, True])

@@ -16,12 +16,9 @@ from experiments.caches.formats import AVERAGE
 from experiments.caches.store import layer_from_atlas, one_layer
 from experiments.caches.view import (
     averages_of_tokens,
-    edits_in_words,
-    noise_label,
     open_call,
     open_passes,
     open_profiles,
-    ranges,
 )
 
 
@@ -82,27 +79,6 @@ def test_granularities_agree():
         open_profiles(without_frames, quantity="mass").frame_profile(1)
 
 
-def test_layer():
-    cache = synthetic_caches.layer(N=3, F=9, H=3)
-    view = open_profiles(cache)
-    assert (view.layers, view.matrix_rows, view.query_frames) == ((3,), tuple(range(9)), (6, 7, 8))
-    np.testing.assert_array_equal(view.frame_matrix(3), cache["full_frame_attention"])
-    np.testing.assert_array_equal(view.frame_matrices()[0], cache["full_frame_attention"])
-    np.testing.assert_allclose(view.frame_profile(3), view.frame_matrix(3)[:, 6:].mean(1), atol=1e-6)
-    assert view.key_curve(3) is None
-    for quantity, message in (
-        ("mass", "holds no mass; it has mean_logit"),
-        ("logits", "'logits' is not one"),
-    ):
-        with pytest.raises(CacheError, match=message):
-            open_profiles(cache, quantity=quantity)
-    probabilities = cache | {"is_logits": False}  # mean probabilities, unless it says otherwise
-    mass = open_profiles(probabilities, quantity="mass").frame_profile(3)
-    np.testing.assert_allclose(mass, 5 * view.frame_profile(3), rtol=1e-6)
-    said = open_profiles(probabilities | {"quantity": "mass"}, quantity="mean_prob").frame_profile(3)
-    np.testing.assert_allclose(said, view.frame_profile(3) / 5, rtol=1e-6)
-
-
 def test_inference_window_passes_and_calls():
     window = [0, 4, 5, 6, 7, 8]
     cache = synthetic_caches.inference(steps=(0, 4), window=window)
@@ -129,18 +105,6 @@ def test_inference_window_passes_and_calls():
     assert [open_call(atlas, i, "mass").step for i in (2, 3, 5)] == [0, 4, 4]
     with pytest.raises(CacheError, match=r"call 6 is not in 0\.\.5, the layers and passes of this atlas"):
         open_call(atlas, 6)
-
-
-def test_the_last_captured_block_is_shown():
-    cache = synthetic_caches.inference(layers=(1,))
-    early = cache["attention_weights"][0] | {"block": 1, "query_frames": [3, 4, 5], "key_frames": [*range(6)]}
-    early["attn_weights"] = torch.full((1, 3, 15, 30), 1 / 30)
-    late = cache["attention_weights"]
-    cache["attention_weights"] = [early, *late]
-    assert open_profiles(cache).query_frames == (6, 7, 8)
-    cache["attention_weights"] = [early]
-    assert open_profiles(cache).query_frames == (3, 4, 5)
-    np.testing.assert_allclose(open_profiles(cache).frame_profile(1)[0, :6], 1 / 6, atol=1e-6)
 
 
 def test_atlas():
@@ -246,18 +210,3 @@ def test_noise_is_told_from_context():
     assert noisy.source == f"wan-mini (checkpoint: self_forcing.pt), “{synthetic_caches.PROMPT}”, seed 42"
     at_zero = replace(noisy, timestep=0.0, branch="uncond")
     assert at_zero.pass_label == "pass 0, denoising (t = 0), unconditional branch"
-
-
-def test_words_of_captions():
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0–2, 5, 7–8" and ranges([]) == ""
-    assert noise_label(None) == "own block (noise)"
-    assert noise_label(5, [1000, None, 250.5]) == "window (noise from t = 250.5 to 1000)"
-    assert noise_label(5, [5]) == "own block (noise at t = 5)"
-    assert edits_in_words(None) == "" and edits_in_words({"words": "cut", "hash": "ab"}) == "cut (ab)"
-    assert edits_in_words({"words": "x" * 101}) == f"{'x' * 97}... (no hash)"
-
-
-@pytest.mark.parametrize("kind", ["maps", "effects", "causal_atlas"])
-def test_formats_without_frame_profiles_say_so(kind):
-    with pytest.raises(CacheError, match=f"format {kind} holds no values per frame; give one of figure4"):
-        open_profiles(getattr(synthetic_caches, kind)())

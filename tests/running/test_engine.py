@@ -41,7 +41,7 @@ def test_an_item_that_fails_is_tried_again_and_the_rest_goes_on(tmp_path, capfd)
     work = Numbers(tmp_path, {"a": 2, "b": 3})
     with pytest.raises(RunError, match="1 of 3 failed; first item b: ZeroDivisionError: of this item"):
         work_through(work, items, tmp_path, Progress(), after=lambda name, state: ended.append((name, state)))
-    assert ended == [("c", "done"), ("a", "done"), ("b", "failed")]
+    assert ended == [("a", "done"), ("b", "failed"), ("c", "done")]
     record = json.loads((tmp_path / "failed/b.json").read_text())
     assert record["item"] == "item b" and "in make" in record["traceback"]
     events = [json.loads(line)["event"] for line in (tmp_path / "logs/c.jsonl").read_text().splitlines()]
