@@ -124,23 +124,17 @@ def load_activations(path: str | Path) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             said = file.metadata() or {}
             if said.get("format") != FORMAT:
-                raise CacheError(f"{path} holds no activations; seen.save(path) writes them")
+                raise ValueError("it holds none")
             found: dict[str, Any] = {"format": FORMAT, **json.loads(said["about"])}
             for site, table in json.loads(said["sites"]).items():
-                places = tuple(_place(place) for place in table["places"])
+                places = tuple(Place(**{**one, "frames": tuple(one["frames"])}) for one in table["places"])
                 values = tuple(file.get_tensor(f"{site}/{n:06d}") for n in range(len(places)))
                 found[site] = Activations(site, places, values, bool(table["is_reduced"]))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CacheError):
-            raise
         raise CacheError(
             f"{path} cannot be read as activations: {reason_of(error)}; capture them again"
         ) from None
     return found
-
-
-def _place(values: Mapping[str, Any]) -> Place:
-    return Place(**{**values, "frames": tuple(values["frames"])})
 
 
 def joined(tables: Iterator[Mapping[str, Any]]) -> dict[str, Activations]:
@@ -150,7 +144,6 @@ def joined(tables: Iterator[Mapping[str, Any]]) -> dict[str, Activations]:
         for site, part in table.items():
             if isinstance(part, Activations):
                 before = found.get(site, Activations(site, (), (), part.is_reduced))
-                found[site] = Activations(
-                    site, before.places + part.places, before.values + part.values, part.is_reduced
-                )
+                both = before.places + part.places, before.values + part.values
+                found[site] = Activations(site, *both, part.is_reduced)
     return found

@@ -511,11 +511,10 @@ LENGTHS = {  # letter: an int field, or a list of this length
     "h": "heads",
     "words": "words",
 }
-COUNTED = (
-    *("layers", "heads", "pass_steps", "layer_indices", "units", "pass_timesteps"),
-    *("timestep", "step", "block", "layer_index", "layer_idx"),
+INDICES = (
+    *("layers", "heads", "pass_steps", "layer_indices", "units", "pass_timesteps", "timestep", "step"),
+    *("block", "layer_index", "layer_idx", "query_frames", "key_frames", "last_block_query_frames"),
 )
-FRAMES = ("query_frames", "key_frames", "last_block_query_frames")
 PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
 FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot_mass", "map_mass", "effects")
 
@@ -616,22 +615,18 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
         if not fine:
             raise CacheError(f"{where}{name} is {_describe(there[name])}; {rule}")
 
-    for name in there.keys() & set(COUNTED):
-        numbers = torch.as_tensor(there[name]).flatten().tolist()
-        require(numbers and all(0 <= number < inf for number in numbers), name, "must count from 0")
-        once = name not in ("layers", "heads", "pass_steps") or len(set(numbers)) == len(numbers)
-        require(once, name, "must not repeat")
-    for name in there.keys() & set(FRAMES):
-        frames = there[name]
-        increasing = frames and frames == sorted(set(frames)) and 0 <= frames[0] <= frames[-1] < F
-        require(increasing, name, f"must increase in 0..{F - 1}")
-    if "block" in there:
-        own = block_frames(blocks, there["block"]) if there["block"] < len(blocks) else None
-        rule = f"must be {own}, those of block {there['block']}"
-        require(there["query_frames"] == own, "query_frames", rule)
-    keys = there["key_frames"] if "key_frames" in there else getattr(cache, "key_frames", range(F))
-    if "key_frames" in there:
-        later = later_block(blocks, cache.ahead)[there["query_frames"][-1], keys]
+    for name in there.keys() & set(INDICES):
+        numbers, end = torch.as_tensor(there[name]).flatten().tolist(), F if name.endswith("frames") else inf
+        require(numbers and all(0 <= n < end for n in numbers), name, f"must be of 0 to {end - 1}")
+        if name in ("layers", "heads", "pass_steps"):
+            require(len(set(numbers)) == len(numbers), name, "must not repeat")
+        if name.endswith("frames"):
+            require(numbers == sorted(set(numbers)), name, "must increase")
+    if "query_frames" in there and "key_frames" in there:
+        own = block_frames(blocks, there["block"]) if there.get("block") in range(len(blocks)) else None
+        rule = f"must be {own}, those of block {there.get('block')}"
+        require("block" not in there or there["query_frames"] == own, "query_frames", rule)
+        later = later_block(blocks, cache.ahead)[there["query_frames"][-1], there["key_frames"]]
         require(not later.any(), "key_frames", "must not come after the queries' block")
     named = [name for name in ("key_frame", "key_token", "key_position") if name in there]
     if named:
@@ -639,9 +634,11 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
         frame, token = there["key_frame"], there["key_token"]
         require(((frame >= NO_KEY) & (frame < F)).all(), "key_frame", f"must be in {NO_KEY}..{F - 1}")
         require(((token >= 0) & (token < S)).all(), "key_token", f"must be in 0..{S - 1}")
+    keys = len(there.get("key_frames", getattr(cache, "key_frames", range(F))))
     for name in there.keys() & {"key_curve", "attn_logits", "attn_weights"}:
-        whole = named or there[name].shape[-1] == len(keys) * S
-        require(whole, name, f"must be of {len(keys)} key frames of {S} tokens")
+        require(
+            named or there[name].shape[-1] == keys * S, name, f"must be of {keys} key frames of {S} tokens"
+        )
     # Values, but for those that stay on disk:
     small = {name for name in FINITE if name in there and there[name].nbytes <= MAPPED_BYTES}
     for name in small:

@@ -20,6 +20,7 @@ from experiments.caches.formats import (
     QUANTITIES,
     AtlasCache,
     Cache,
+    Fields,
     Figure4Cache,
     InferenceCache,
     LayerCache,
@@ -65,9 +66,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -> str:
     """Return "pass 0 (t = 1000)" or "clean pass (t = 0)"; a denoising one at t = 0 says so."""
-    name = "clean pass" if is_clean else f"pass {step}"
-    if timestep == 0 and is_clean is False:
-        name += ", denoising"
+    name = "clean pass" if is_clean else "pass not recorded" if step is None else f"pass {step}"
+    name += ", denoising" * (timestep == 0 and is_clean is False)
     return name if timestep is None else f"{name} (t = {timestep:g})"
 
 
@@ -122,10 +122,8 @@ def most_averages(slot_frame: Tensor) -> int:
 
 def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
     """Pick values [H, rows, slots] of the averages in slot_frame [slots] -> [H, rows, count], NaN: absent."""
-    found = torch.full((*values.shape[:-1], count), torch.nan)
-    columns = (slot_frame == AVERAGE).nonzero()[:, 0]
-    found[..., : len(columns)] = values[..., columns].float()
-    return found
+    picked = values[..., slot_frame == AVERAGE].float()
+    return torch.nn.functional.pad(picked, (0, count - picked.shape[-1]), value=torch.nan)
 
 
 def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mean: bool) -> Tensor:
@@ -134,10 +132,8 @@ def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mea
     The tokens of a slot lie together; an average begins where key_token [Lk] is 0.
     """
     there = key_frame == AVERAGE
-    index = (there & (key_token == 0)).cumsum(0) - 1
-    members = ((index[:, None] == torch.arange(int(index.max()) + 1)) & there[:, None]).float()
-    values = curves.float() @ members
-    return values / members.sum(0) if mean else values
+    number = (there & (key_token == 0)).cumsum(0)[there]
+    return frames.by_key_frame(curves[..., there], number - 1, int(number.max()), mean)
 
 
 # --- The view
@@ -220,14 +216,12 @@ class Profiles:
         matrix = self.frame_matrix(layer)
         return None if matrix is None else self._beside(matrix, self.values(layer).averages)
 
-    def _beside(self, frames: np.ndarray, gone: Tensor | None) -> np.ndarray:
+    def _beside(self, values: np.ndarray, gone: Tensor | None) -> np.ndarray:
         """Put averages after frames; NaN where a layer has none."""
-        if not self.num_averages:
-            return frames
-        columns = np.full((*frames.shape[:-1], self.num_averages), np.nan, np.float32)
+        columns = np.full((*values.shape[:-1], self.num_averages), np.nan, np.float32)
         if gone is not None:
             columns[..., : gone.shape[-1]] = gone.float().numpy()
-        return np.concatenate([frames, columns], -1)
+        return np.concatenate([values, columns], -1)
 
     def key_curve(self, layer: int) -> np.ndarray | None:
         """[H, Lk] float32 per key token of key_frames, mean over the last block's queries; None where absent.
@@ -269,8 +263,6 @@ class Profiles:
     def pass_label(self) -> str:
         """For titles: "pass 0 (t = 1000)", "clean pass (t = 0)", "pass 9 (t = 640), unconditional branch"."""
         branch = ", unconditional branch" if self.branch == "uncond" else ""
-        if self.timestep is None:
-            return ("pass not recorded" if self.step is None else f"pass {self.step}") + branch
         return pass_name(self.step, self.timestep, self.is_clean_pass) + branch
 
     @property
@@ -400,11 +392,9 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
         spread = None if curve is None else _at_frames(curve, entry, keys, S)
         if curve is not None and entry.frame_logits is None:
             return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
-        matrix = _in_quantity(entry.frame_logits, entry.frame_mass, S, quantity)
-        stored = entry.slot_logits if quantity == "mean_logit" else entry.slot_mass
-        if stored is not None and entry.slot_frame is not None:
-            slots = _in_quantity(entry.slot_logits, entry.slot_mass, S, quantity)
-            gone = averages_of_slots(slots, entry.slot_frame, count)
+        matrix = _in_quantity(entry, "frame", S, quantity)
+        if entry.slot_frame is not None and (entry.slot_logits is not None or quantity != "mean_logit"):
+            gone = averages_of_slots(_in_quantity(entry, "slot", S, quantity), entry.slot_frame, count)
         return LayerValues(matrix.mean(1), matrix, spread, gone)
 
     return _Pass(list(entries), queries, keys, queries, count, read)
@@ -424,10 +414,9 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
 
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
     S, stored = cache.frame_seq_length, cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
-    profile = _convert(cache.last_block_frame_attention.float(), stored, quantity, S)
-    matrix = _convert(cache.full_frame_attention.float(), stored, quantity, S)
-    gone = cache.average_attention
-    gone = None if gone is None else _convert(gone.float(), stored, quantity, S)
+    found = cache.last_block_frame_attention, cache.full_frame_attention, cache.average_attention
+    profile, matrix, gone = (None if x is None else _convert(x.float(), stored, quantity, S) for x in found)
+    assert profile is not None
     values, count = LayerValues(profile, matrix, None, gone), 0 if gone is None else gone.shape[-1]
     queries, rows = cache.last_block_query_frames, cache.query_frames
     return _Pass([cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
@@ -437,10 +426,9 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     p, S, by_means = cache.passes().index(at), cache.frame_seq_length, quantity == "mean_logit"
     last = block_frames(cache.block_sizes, cache.done - 1)
     exact = cache.last_block_frame_logits if by_means else None  # where the matrix is quantised
-    matrices = None
+    matrices = slots = None  # [layers, H, F, F], [layers, H, F, slots]
     if exact is None or cache.frame_logits is not None:
-        logits, mass = (None if x is None else x[:, p] for x in (cache.frame_logits, cache.frame_mass))
-        matrices = _in_quantity(logits, mass, S, quantity)  # [layers, H, F, F]
+        matrices = _in_quantity(cache, "frame", S, quantity, p)
     if exact is not None:
         profiles = exact[:, p]
     else:
@@ -450,20 +438,18 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
                 last = list(block)
                 break
         profiles = matrices[..., last, :].float().mean(-2)
-    keys = _seen(profiles)
+    keys, count = _seen(profiles), 0
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
-    count, slots = 0, cache.slot_logits if by_means else cache.slot_mass
-    if slots is not None and matrices is not None and cache.slot_frame is not None:
-        slots = _in_quantity(cache.slot_logits, cache.slot_mass, S, quantity)
-        count = most_averages(cache.slot_frame)
+    stored = cache.slot_logits if by_means else cache.slot_mass
+    if stored is not None and matrices is not None and cache.slot_frame is not None:
+        slots, count = _in_quantity(cache, "slot", S, quantity, p), most_averages(cache.slot_frame)
 
     def averages_of(i: int) -> Tensor | None:
         if slots is None or cache.slot_frame is None or not count:
             return None
         found = torch.full((cache.num_heads, cache.num_frames, most_averages(cache.slot_frame[i])), torch.nan)
         for queries, shown in zip(block_ranges(cache.block_sizes), cache.slot_frame[i], strict=False):
-            rows = slice(queries.start, queries.stop)
-            found[:, rows] = averages_of_slots(slots[i, p][:, rows], shown, found.shape[-1])
+            found[:, queries] = averages_of_slots(slots[i][:, queries], shown, found.shape[-1])
         return found
 
     def read(layer: int) -> LayerValues:
@@ -490,15 +476,13 @@ READERS: Mapping[type[Cache], Callable[[Any, PassTag, str], _Pass]] = {
 
 def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:
     """Reduce a token matrix [1, H, Lq, Lk], logits or probabilities, in one reading."""
-    S, mean = cache.frame_seq_length, quantity != "mass"
-    if entry.attn_logits is not None:
-        reduce = frames.query_frame_curves if quantity == "mean_logit" else frames.softmax_curves
-        curves = reduce(entry.attn_logits[0], S)
-    elif quantity == "mean_logit":
+    S, mean, logits = cache.frame_seq_length, quantity != "mass", entry.attn_logits is not None
+    if quantity == "mean_logit" and not logits:
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
-    else:
-        assert entry.attn_weights is not None
-        curves = frames.query_frame_curves(entry.attn_weights[0], S)
+    tokens = entry.attn_logits if entry.attn_logits is not None else entry.attn_weights
+    assert tokens is not None
+    reduce = frames.softmax_curves if logits and quantity != "mean_logit" else frames.query_frame_curves
+    curves = reduce(tokens[0], S)
     matrix, gone = _by_frame(curves, entry, keys, cache, mean), None
     if _num_averages(entry):
         assert entry.key_frame is not None and entry.key_token is not None
@@ -532,13 +516,14 @@ def _num_averages(entry: Tokens) -> int:
     return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())
 
 
-def _in_quantity(logits: Tensor | None, mass: Tensor | None, S: int, quantity: str) -> Tensor:
-    """Return stored mean logits or masses as the wanted quantity."""
-    stored = logits if quantity == "mean_logit" else mass
-    if stored is None:
-        has = "mean_logit" if logits is not None else "mass" if mass is not None else "a key curve alone"
+def _in_quantity(values: Fields, of: str, S: int, quantity: str, p: int | None = None) -> Tensor:
+    """Return OF_logits or OF_mass, of pass p [:, p], as the wanted quantity."""
+    stored = {"mean_logit": getattr(values, f"{of}_logits"), "mass": getattr(values, f"{of}_mass")}
+    kind = "mean_logit" if quantity == "mean_logit" else "mass"
+    if (found := stored[kind]) is None:
+        has = next((name for name, there in stored.items() if there is not None), "a key curve alone")
         raise CacheError(f"this cache holds no {quantity}; it has {has}")
-    return _convert(stored, "mean_logit" if quantity == "mean_logit" else "mass", quantity, S)
+    return _convert(found if p is None else found[:, p], kind, quantity, S)
 
 
 def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:

@@ -112,8 +112,7 @@ def _unfailing_streams() -> Iterator[None]:
             sys.stdout, sys.stderr = before
             for number, stream in enumerate(before, 1):
                 try:
-                    if stream:
-                        stream.flush()
+                    (stream or null).flush()
                 except (OSError, ValueError):  # Python would fail at its end, and change the exit code
                     os.dup2(null.fileno(), number)
 
@@ -194,23 +193,17 @@ class Parser(argparse.ArgumentParser):
         for before, word in zip(["", *words], words, strict=False):
             require_text(word, before if before.startswith("-") else "a word")
         found = super().parse_args(words, namespace)
-        given = vars(found).items()
-        found.words = words  # for the processes of --gpus
-        if empty := next((name for name, value in given if value == "" and name in OUTPUT_FLAGS[2:]), None):
-            raise ConfigError(f"--{empty} is empty; name a file, or leave it out")
-        texts = [
-            (name, str(text))
-            for name, value in given
-            for text in (value if isinstance(value, list) else [value])
-            if isinstance(text, (str, Path)) and name != "words"
-        ]
-        found.inputs = [
-            path
-            for name, text in texts
-            for path in (text, text.partition("=")[2])  # LABEL=FILE too
-            if name not in OUTPUT_FLAGS and isfile(path)
-        ]
-        require_distinct([text for name, text in texts if name in OUTPUT_FLAGS and text], found.inputs)
+        inputs, outputs = list[str](), list[str]()
+        for name, value in vars(found).items():
+            if value == "" and name in OUTPUT_FLAGS[2:]:
+                raise ConfigError(f"--{name} is empty; name a file, or leave it out")
+            texts = [str(one) for one in (value if isinstance(value, list) else [value]) if one]
+            if name in OUTPUT_FLAGS:
+                outputs += texts
+            else:
+                inputs += [path for text in texts for path in (text, text.partition("=")[2]) if isfile(path)]
+        require_distinct(outputs, inputs)
+        found.inputs, found.words = inputs, words  # words are for the processes of --gpus
         return found
 
     def error(self, message: str) -> NoReturn:
@@ -340,6 +333,8 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     """Return the settings of a run_parser's flags: the YAML, overridden by the flags that were given."""
     names = [field.name for field in fields(RunConfig) if field.name not in FILE_FIELDS]
     given: dict[str, Any] = {name: getattr(args, name, None) for name in names}
+    if args.gpu_id is not None:
+        given["device"] = f"cuda:{args.gpu_id}"
     if args.cache_policy:
         given |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
     if args.prompt_schedule:
@@ -349,8 +344,6 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         if args.checkpoint_path:
             raise ConfigError("--no_checkpoint and --checkpoint_path exclude each other")
         config = replace(config, checkpoint_path=None)
-    if args.gpu_id is not None:
-        config = replace(config, device=f"cuda:{args.gpu_id}")
     if config.prompt_embeds:
         from experiments.extraction.prompt_embeds import with_given_prompt
 
@@ -464,14 +457,13 @@ def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
             return read_yaml(path)
     from wan.policies import POLICIES
 
-    if name in POLICIES:
-        return {"name": name}
     first, *pairs = name.split(",")
     if not pairs:
-        published = {path.stem for path in folder.glob("*.yaml")} | {*POLICIES}
-        said = did_you_mean(name, published)
+        if name in POLICIES:
+            return {"name": name}
+        said = did_you_mean(name, {path.stem for path in folder.glob("*.yaml")} | {*POLICIES})
         raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{said}")
-    settings = {str(key): value for key, value in policy_settings(first, folder).items()}
+    settings = policy_settings(first, folder)
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not (key and equals and text):

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from experiments.caches import load_cache, save_cache
+from experiments.caches import save_cache
 from experiments.caches.files import CacheError, RunError, StoppedError
-from experiments.caches.formats import Cache
+from experiments.caches.store import peek
 from experiments.extraction import causal, devices
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
@@ -32,7 +32,7 @@ from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
 
-BuildCache = Callable[[Extraction], Cache | dict[str, Any]]
+BuildCache = Callable[[Extraction], dict[str, Any]]
 
 
 def make_caches(
@@ -115,16 +115,17 @@ def save(
     try:
         for path, build in outputs.items():
             try:
-                cache = as_dict(build(result))
+                cache = build(result)
             except (RunError, IndexError):  # the blocks that it needs were not reached
                 if not result.stopped:
                     raise
                 continue
-            caches[partial_name(path) if cache.get("partial") and _is_whole(path) else path] = cache
-        for path, cache in caches.items():
-            save_cache(path, cache)
+            there = peek(path) if cache.get("partial") else {}
+            at = partial_name(path) if there and not there.get("partial") else path
+            caches[at] = cache
+            save_cache(at, cache)
             lines.append(
-                f"{path}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
+                f"{at}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
                 f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
             )
         if watch.video is not None and not result.stopped:
@@ -132,31 +133,16 @@ def save(
             lines.append(f"{watch.video.path}: the generated video")
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
+    watch.log("saved", paths=list(caches), partial="partial" in result.common)
     if not result.stopped:
-        watch.log("saved", paths=list(outputs))
         if not args.quiet:
             print("\n".join(lines))
         return
-    partial = "partial" in result.common
-    watch.log("saved", paths=list(caches), partial=partial)
-    how = "as partial" if partial else "whole"
+    how = "as partial" if "partial" in result.common else "whole"
     kept = f"saved {how}: {', '.join(caches)}" if caches else "none of what was asked for was captured yet"
     raise StoppedError(
         f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again"
     )
-
-
-def _is_whole(path: str) -> bool:
-    """Check that a complete cache is at path."""
-    try:
-        return not load_cache(path).get("partial", False)
-    except CacheError:
-        return False
-
-
-def as_dict(cache: Cache | dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a cache."""
-    return cache.to_dict() if isinstance(cache, Cache) else cache
 
 
 # --- One rollout by several GPUs: torchrun's agent starts a process for each, and one of them prints

@@ -5,7 +5,6 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,18 +70,6 @@ def test_any_layer_cache_comes_back_with_the_same_bytes(sizes, H, half, prompt, 
         assert same(read, cache) and a.read_bytes() == b.read_bytes()
 
 
-def test_logits_of_figure4_have_both_names_and_one_storage(tmp_path):
-    one = synthetic_caches.figure4(layers=(1,), S=5, H=3)
-    entry = one["attention_weights"][0]
-    both = entry | {"attn_weights": entry["attn_logits"]}  # a name for older notebooks
-    save_cache(tmp_path / "one.pt", one)
-    save_cache(tmp_path / "both.pt", one | {"attention_weights": [both]})
-    more = (tmp_path / "both.pt").stat().st_size - (tmp_path / "one.pt").stat().st_size
-    assert 0 <= more < 1000 < entry["attn_logits"].nbytes
-    (read,) = load_cache(tmp_path / "both.pt")["attention_weights"]
-    assert read["attn_weights"].data_ptr() == read["attn_logits"].data_ptr()
-
-
 # --- What is wrong
 def told(kind, granularity=None, **changes):
     """A cache with fields replaced, or, given a function, changed."""
@@ -118,11 +105,11 @@ WRONG = [
     (told("layer", block_sizes=[3, 3]), r"block_sizes \[3, 3\] do not add up to num_frames 9"),
     (told("layer", partial=True, blocks_done=4), "blocks_done is 4, not in 1..3"),
     (told("layer", partial=True, blocks_done=2), "full_frame_attention .*must be NaN in later blocks"),
-    (told("layer", last_block_query_frames=[6, 7, 9]), r"\[6, 7, 9\]; must increase in 0..8"),
+    (told("layer", last_block_query_frames=[6, 7, 9]), r"\[6, 7, 9\]; must be of 0 to 8"),
     (told("layer", full_frame_attention=ONES[0, :, :, :8]), r"float32 \[3, 3, 8\], not f16/f32 \[H, F, F\]"),
     (told("layer", full_frame_attention=torch.zeros(3, 9, 9)), "must be NaN in later blocks"),
     (told("layer", last_block_frame_attention=lambda x: x * INF), "must be finite"),
-    (told("layer", layer_index=-3), "layer_index is -3; must count from 0"),
+    (told("layer", layer_index=-3), "layer_index is -3; must be of 0"),
     (told("layer", timestep=NAN), "timestep is nan"),
     (told("layer", format="lyer"), "format is 'lyer', not one of"),
     (told("layer", schema_version=7, read_by="3.1"), "7 is not one of 1..2.*version 3.1 of this"),
@@ -177,13 +164,6 @@ def test_every_field_is_required_or_optional_as_declared(maker):
             check({k: v for k, v in cache.items() if k != name})
     for name in cache.keys() & optional - {"frame_logits", "frame_mass"}:
         check({k: v for k, v in cache.items() if k != name})
-
-
-@pytest.mark.parametrize("value", [np.int64(3), SimpleNamespace(), {1, 2}])
-def test_only_plain_values_are_written(tmp_path, value):
-    with pytest.raises(CacheError, match=r"c.pt not written: cache\['more'\] is a "):
-        save_cache(tmp_path / "c.pt", synthetic_caches.layer() | {"more": value})
-    assert os.listdir(tmp_path) == []
 
 
 # --- Files

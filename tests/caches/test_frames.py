@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from experiments.caches import frames
 from wan.blocks import (
-    block_frames,
     block_ranges,
     later_block,
     visible_frames,
@@ -125,17 +124,3 @@ def test_golden_last_block(golden, layer):
     np.testing.assert_allclose(frames.token_matrix_to_frames(logits, 24), recorded, atol=5e-6)
     figure4 = golden[f"blocks9/figure4_layer{layer}_frame_attention_fp16src"]
     np.testing.assert_allclose(frames.token_matrix_to_frames(logits.half(), 24).mean(1), figure4, atol=5e-6)
-
-
-@pytest.mark.parametrize(("case", "block_sizes"), [("blocks9", [3, 3, 3]), ("indep7", [1, 3, 3])])
-def test_golden_assembly(golden, case, block_sizes):
-    """Calls at t = 1000 of every block put together are the older layer cache, where that was attended."""
-    calls = torch.from_numpy(golden[f"{case}/all_calls_frame_logits"])  # [calls, layers, H, 3, F], NaN-padded
-    pieces = []
-    for block, size in enumerate(block_sizes):
-        keys = visible_frames(block_sizes, block)
-        pieces.append((block_frames(block_sizes, block), keys, calls[5 * block, 0, :, :size, : len(keys)]))
-    matrix = frames.assemble(pieces, sum(block_sizes)).numpy()
-    older, absent = golden[f"{case}/each_layer0_full_frame_attention"], later_block(block_sizes).numpy()
-    assert np.isnan(matrix[:, absent]).all()
-    np.testing.assert_allclose(matrix[:, ~absent], older[:, ~absent], atol=1e-6)

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -38,20 +37,6 @@ def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, 
     assert load_cache(other)["config"]["noise"] == "L40" and "noise" not in load_cache(atlas)["config"]
     check_model.run([*MINI, "--reference", str(other), "--output_path", str(figure)])
     assert "wan-mini agrees" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("length", [21, 72])
-def test_a_head_is_itself_and_no_other(length):
-    rng, F = np.random.default_rng(0), length
-    A = rng.normal(size=(3, 4, F, F))
-    same = agreement.compare(A, A[..., -3:, :].mean(-2), A, [3] * (F // 3), np.array([1.0]))
-    assert same.verdict == "agrees" and same.is_best.all() and same.numbers()["r of s over heads"] == 1
-    assert agreement.verdict([same, same._replace(r=same.r - 0.1)]) == "differs like another prompt"
-    shifted = agreement.compare(
-        np.roll(A, 1, 1), A[..., -3:, :].mean(-2), None, [3] * (F // 3), np.array([1.0])
-    )
-    assert shifted.verdict == "wrong" and not shifted.is_best.any()
-    assert shifted.numbers()["r of whole matrices, median"] is None and len(shifted.worst(3)) == 3
 
 
 def test_the_borders_separate_what_was_measured():

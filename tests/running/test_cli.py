@@ -12,11 +12,10 @@ import time
 from importlib import import_module
 
 import pytest
-import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 from helpers.flags import arguments, flags, scripts
-from helpers.forked import exit_code, forked, one_after_another
+from helpers.forked import exit_code, forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -44,37 +43,6 @@ EXTRACTIONS = (
     *("run_extraction", "run_extraction_all", "run_extraction_each", "run_extraction_figure4"),
     *("run_extraction_maps", "extract_attention_wan"),
 )
-SENSELESS = {  # values of the right kind that do not fit
-    "run_extraction": [["--blocks", "9"], ["--steps", "7"], ["--step", "99"], ["--num_frames", "0"]],
-    "run_extraction_all": [
-        *(["--seeds", "1"], ["--seeds", "1", "--output_dir", "/proc/no/such"], ["--checkpoints", "base"]),
-        *(["--cache_policy", "no_such_policy"], ["--prompt_schedule", "x" * 5000], ["--gpus", "0"]),
-        *(["--gpus", "5", "--device", "cpu"], ["--gpus", "2", "--seeds", "1", "--output_dir", "o"]),
-        *(["--ablate_heads", "none.csv"], ["--ablate_heads", "README.md", "--ablate_passes", "all"]),
-        *(
-            ["--output_path", "", "--log_file", ""],
-            ["--device", "abacus"],
-            ["--save_video", "/proc/no/v.mp4"],
-        ),
-    ],
-    "run_extraction_each": [["--layer_index", "8"], ["--output_dir", "/proc/no/such"]],
-    "run_extraction_figure4": [["--layer_indices", "-1"], ["--capture", "x"]],
-    "run_extraction_maps": [
-        *(["--query_patch", word] for word in ("99,0,0", "a,b", "1,-1,0", "18,4,0", "", "1,2", "9" * 30)),
-        *(["--query_frame", word] for word in ("21", "-1", "x")),
-        *(["--query_grid", word] for word in ("18,0,4", "18,5,4", "21,2,2", "x")),
-        *(["--heads", "12"], ["--layer_indices", "9"], ["--blocks", "9"], ["--step", "3", "--steps", "0"]),
-    ],
-    "run_intervention": [[], ["--interventions", "README.md"]],
-    "run_causal_atlas": [["--edit", "README.md"], ["--overwrite"], ["--save_video"]],
-    "compare_policies": [["--policies", "window,width=3"], ["--overwrite"], ["--videos", "-1"]],
-    "run_rollout": [["--output_path", "a.txt"], ["--save_video"], ["--capture", "last"]],
-    "layer_page": [["--max_mb", "0"], ["--maps", PUBLISHED]],
-    "layers_from_atlas": [["--layers", "99"]],
-    "run_notebooks": [["--jobs", "0"]],
-    "train_mini": [["--minutes", "-1"], ["--seed", "-1"], ["--start_from", "docs"]],
-    "evaluate_mini": [["--captions", "0"], ["--workers", "-1"]],
-}
 FUZZED = (*EXTRACTIONS, "layer_page", "layers_from_atlas", "match_curve", "contact_sheet")
 LINKED = ("configs", "checkpoints", "cache", "README.md", "docs", "notebooks")
 
@@ -89,44 +57,6 @@ def start_of(name: str) -> list[str]:
 
 
 # -- bad command lines
-
-
-@pytest.mark.parametrize("name", [name for name in scripts() if "." not in name])
-def test_bad_input_is_one_line_and_exit_code_2(name, tmp_path):
-    """Derived from the flags: words for numbers, files of the wrong kind, folders nobody may write to."""
-    save_cache(tmp_path / "layer.pt", synthetic_caches.layer())
-    torch.save([1, 2], tmp_path / "list.pt")
-    (tmp_path / "text.txt").write_text("not a cache, not a config: [")
-    (tmp_path / "bytes.bin").write_bytes(bytes(range(256)) * 4)
-    (tmp_path / "folder").mkdir()
-    before, script = sorted(tmp_path.iterdir()), import_module(f"experiments.{name}")
-    cases = [["--no_such_flag"], *SENSELESS.get(name, [])]
-    for action in flags(name):
-        flag = action.option_strings[0]
-        if action.type in (cli.whole_number, cli.finite_number, cli.count):
-            cases += [[flag, "many"], [flag, "nan" if action.type is cli.finite_number else str(2**70)]]
-        elif action.choices:
-            cases += [[flag, "no such choice"]]
-        elif action.dest == "checkpoint_path" and name != "run_extraction":
-            continue  # each loads the text encoder first
-        elif action.dest in ("config_path", "checkpoint_path", "prompts", "cache_path"):
-            wrong = {"none.yaml", "text.txt", "bytes.bin", "list.pt", "folder"}
-            wrong -= {"text.txt"} if action.dest == "prompts" else set()
-            cases += [[flag, str(tmp_path / file)] for file in sorted(wrong)]
-        elif action.dest in ("output_path", "log_file") and name in EXTRACTIONS:
-            cases += [[flag, "/proc/no/such/out.pt"], [flag, str(tmp_path / "folder")]]
-    runs = [lambda case=case: cli.main(script.run, [*start_of(name), *case]) for case in [*cases, ["--help"]]]
-    done = forked(lambda: one_after_another(runs), timeout=240)
-    assert done.code == 0, done
-    *refused, usage = done.value
-    wrong = [
-        (case, code, said[-300:])
-        for case, (code, said) in zip(cases, refused, strict=True)
-        if code != 2 or not said.startswith("error: ") or said.count("\n") != 1
-    ]
-    assert not wrong and usage == (0, "") and sorted(tmp_path.iterdir()) == before
-
-
 class BeganError(Exception):
     """The work would begin here."""
 
@@ -275,12 +205,6 @@ def hung_up(path, *numbers, ignored=False):
         cli.main(run_extraction_each.run, argv)
 
     return forked(exit_code(call))
-
-
-def test_a_terminal_that_is_closed_keeps_finished_blocks(tmp_path):
-    done = hung_up(tmp_path / "a.pt", signal.SIGTERM, signal.SIGHUP)
-    assert done.value == 130 and "stopped after 1 of 3 blocks; saved as partial" in done.said
-    assert load_cache(tmp_path / "a.pt")["partial"] and os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_nohup_outlives_its_terminal(tmp_path):

@@ -1,10 +1,18 @@
 """Lists of items: nothing is lost or made twice, failures are recorded, the same command goes on."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from experiments.benchmarks import engine as simulation
 from experiments.caches.files import RunError, StoppedError
@@ -70,25 +78,61 @@ def test_torn_results_and_those_of_others_are_none(tmp_path):
     assert [results.read(name) for name in "abc"] == [None] * 3
 
 
-def test_one_of_a_kind_is_kept():
-    loaded = []
-    for name in ("a", "a", "b", "a"):
-        assert engine.kept("model", name, lambda name=name: loaded.append(name) or name) == name
-    assert loaded == ["a", "b", "a"]
-    engine._kept.clear()
+# --- Workers
+def made(work, items, **flags):
+    """Make items by the workers that flags ask for; return how many are there, and how many made twice."""
+    given = {"workers": None, "scheduler": None, "slurm": None, "quiet": True} | flags
+    with engine.crew_of(Namespace(**given), "cpu") as crew, Progress(quiet=True) as watch:
+        work_through(work, items, work.folder, watch, crew)
+    return len(list((work.folder / "items").glob("*.json"))), len(list(work.folder.glob("*.twice")))
 
 
 @pytest.mark.beside
 def test_nothing_is_lost_or_made_twice_where_workers_are_killed(tmp_path):
-    items = simulation.items_of(60, 0.2)
-    found = simulation.killing(simulation.Sleeping(tmp_path, slow=0.05), items, kill_every=3)
-    assert (found["lost"], found["twice"]) == (0, 0) and found["killed"], found
+    work, over, killed = simulation.Sleeping(tmp_path), threading.Event(), []
+
+    class Twice(list):
+        def append(self, pid):
+            killed.append(pid)
+            if len(killed) == 2:
+                over.set()
+
+    thread = threading.Thread(target=simulation.killing, args=(work, over, 2, Twice()), daemon=True)
+    thread.start()
+    assert made(work, simulation.items_of(60, 0.5), workers=2) == (60, 0) and killed
+    over.set()
 
 
 @pytest.mark.beside
 def test_a_scheduler_that_comes_back(tmp_path):
-    found = simulation.restarting(simulation.Sleeping(tmp_path), simulation.items_of(40, 0.5), after=1)
-    assert (found["lost"], found["twice"]) == (0, 0), found
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", address]
+    command += ["--dashboard-address", "127.0.0.1:0"]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
+    running = {
+        "scheduler": subprocess.Popen(command, **options),
+        "worker": subprocess.Popen(worker, **options),
+    }
+
+    def restart():
+        while not list((tmp_path / "items").glob("*.json")):
+            time.sleep(0.1)
+        running["scheduler"].kill()
+        running["worker"].kill()
+        running["scheduler"] = subprocess.Popen(command, **options)
+        running["worker"] = subprocess.Popen(worker, **options)
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        assert made(simulation.Sleeping(tmp_path), simulation.items_of(40, 0.5), scheduler=address) == (40, 0)
+        thread.join()
+    finally:
+        for process in running.values():
+            process.kill()
 
 
 FAKE = {  # a queue of jobs that run here at once
@@ -105,8 +149,7 @@ def test_workers_that_slurm_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "slurm.yaml").write_text("jobs: 1\nmemory: 1GB\nwalltime: '00:10:00'\nqueue: gpu\n")
     work, items = simulation.Sleeping(tmp_path), simulation.items_of(6, 0.02)
-    found = simulation.made(work, items, slurm=str(tmp_path / "slurm.yaml"))
-    assert (found["lost"], found["twice"], found["workers"]) == (0, 0, 1)
+    assert made(work, items, slurm=str(tmp_path / "slurm.yaml")) == (6, 0)
     (tmp_path / "slurm.yaml").write_text("jobz: 1\nmemory: 1GB\n")
     with pytest.raises(ConfigError, match=r"slurm.yaml: .*jobz"):
-        simulation.made(work, items, slurm=str(tmp_path / "slurm.yaml"))
+        made(work, items, slurm=str(tmp_path / "slurm.yaml"))

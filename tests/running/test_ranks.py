@@ -11,22 +11,10 @@ import psutil
 import pytest
 
 from experiments.extraction.devices import choose_device
-from experiments.running import ranks as workers
-from experiments.running.ranks import Rank, exit_with_parent, on_own_device, this_rank, workers_of
+from experiments.running.ranks import Rank, exit_with_parent, on_own_device, this_rank
 from wan import backends as attention_backend
 from wan.config import load_config
 from wan.errors import ConfigError
-
-
-def test_a_process_has_its_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(workers, "cores", lambda: 64)
-    assert (workers_of(None), workers_of(3), workers_of(0)) == (64, 3, 0)
-    for beside, share in (("8", 8), ("100", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", beside)
-        assert workers_of(None) == share
-    for asked in (-1, 1025):
-        with pytest.raises(ConfigError, match="processes were asked for; 0 to 1024 can be"):
-            workers_of(asked)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -60,20 +48,6 @@ def test_ranks_of_torchrun():
     assert this_rank({}) == Rank() == this_rank({"LOCAL_RANK": "3"})
     assert this_rank(TORCHRUN) == Rank(1, 4, 1)
     assert this_rank({"RANK": "0", "WORLD_SIZE": "1"}) == Rank(0, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
-        (TORCHRUN | {"RANK": "4"}, "RANK 4 is not one of WORLD_SIZE 4"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK is '-1', not a number"),
-        (TORCHRUN | {"LOCAL_RANK": ""}, "LOCAL_RANK is not set beside RANK and WORLD_SIZE"),
-    ],
-)
-def test_half_an_environment_is_refused(environment, message):
-    with pytest.raises(ConfigError, match=message):
-        this_rank(environment)
 
 
 def test_every_rank_has_its_own_gpu(monkeypatch):

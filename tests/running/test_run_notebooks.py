@@ -20,7 +20,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.figures.folder import save_contact_sheet
 from experiments.running import cli
-from experiments.running.notebooks import LayerCaches, NotebookRuns
+from experiments.running.notebooks import LayerCaches
 
 LAYERS = (0, 3, 4)
 NOTEBOOK = ROOT / "notebooks/extract_all_attention.ipynb"
@@ -75,27 +75,6 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["layers"] == [0, 3, 4]
 
 
-def test_what_is_missing_or_damaged_is_made_again(layer_folder, tmp_path):
-    notebook = ROOT / "notebooks/extract_all_attention.ipynb"
-    runs = NotebookRuns(notebook, LayerCaches(notebook.name, layer_folder, tmp_path), tmp_path / "out")
-    executed, figure = runs.executed(3), runs.figures(3) / "a.svg"
-    for path in (executed, figure):
-        path.parent.mkdir(parents=True)
-    figure.write_text("<svg/>")
-    assert not runs.is_done(3)
-    done = json.dumps({"metadata": {"done": runs.mark(3)}})
-    executed.write_text(done)
-    assert runs.is_done(3) and not runs.is_done(0)
-    for garbage in (b"", b"\xff\xfe", b"{", b"[]", b'{"metadata": 3}', b"[" * 10**5):
-        executed.write_bytes(garbage)
-        assert not runs.is_done(3), garbage[:20]
-    executed.write_text(done)
-    figure.write_text("<svg>")
-    assert not runs.is_done(3)
-    figure.unlink()
-    assert not runs.is_done(3)
-
-
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
     """A cache that is damaged after the layers were chosen."""
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
@@ -134,29 +113,6 @@ def test_the_parameters_of_each_notebook(tmp_path, layer_folder):
     assert atlas == {"CACHE_PATH": str(tmp_path / "atlas.pt"), "LAYER": 1}
     calls = LayerCaches("plot_figure4.ipynb", tmp_path / "inference.pt", folder).parameters(5)
     assert calls == {"CACHE_PATH": str(tmp_path / "inference.pt"), "WEIGHT_INDEX": 1}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["no.ipynb", "cache", "all"], "no.ipynb is not one of extract_all_attention.ipynb"),
-        (["plt_fig4.ipynb", "no.pt", "all"], "no.pt not found; run: python experiments/run_extraction"),
-        ([NOTEBOOK.name, "LAYERS", "7"], "layer 7 is not in .*; it has 0, 3, 4"),
-        ([NOTEBOOK.name, "LAYERS", "3-"], "layer '3-' is not a number"),
-        (
-            [NOTEBOOK.name, "tests", "all"],
-            "tests holds no layerN.pt; run: bash experiments/extract_all",
-        ),
-        (["plt_fig4.ipynb", "LAYERS", "all"], "is a cache of format layer: open it with"),
-        ([NOTEBOOK.name, "LAYERS", "0", "--jobs", "0"], "--jobs must be at least 1"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, layer_folder, tmp_path, capfd):
-    arguments = [str(layer_folder) if word == "LAYERS" else word for word in arguments]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(run_notebooks.run, [*arguments, "--output_dir", str(tmp_path / "out")])
-    said = capfd.readouterr().err.strip()
-    assert ended.value.code == 2 and "\n" not in said and re.search(message, said), said
 
 
 def test_the_contact_sheet(tmp_path):

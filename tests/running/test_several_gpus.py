@@ -4,21 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from helpers.forked import FULL, exit_code
+from helpers.forked import exit_code
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.extraction import causal
 from experiments.running import cli
-from wan import parallel
 from wan.errors import ConfigError
 
 MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--device", "cpu"]
@@ -88,40 +85,11 @@ def test_one_process_fails(tmp_path):
     assert not (tmp_path / "out.pt").exists()
 
 
-@pytest.mark.beside
-def test_one_process_does_not_answer(tmp_path):
-    def slow(rank):
-        parallel.TIMEOUT = timedelta(seconds=2)
-        if rank == 1:
-            original = causal.load_pipeline
-            causal.load_pipeline = lambda *args: time.sleep(6) or original(*args)
-
-    codes, said = ranks(2, extracting(tmp_path / "out.pt"), tmp_path, slow)
-    assert codes[0] == 1 and codes[1] != 0
-    assert said == "error: another process of this rollout did not answer in 2 s\n"
-
-
-def test_all_fail_alike_and_say_it_once(tmp_path):
-    def after_the_other(rank):
-        if rank == 1:
-            first = parallel.is_first_to_fail
-            parallel.is_first_to_fail = lambda message: time.sleep(0.3) or first(message)
-
-    run = extracting(tmp_path / "out.pt", "--checkpoint_path", "none.pt")
-    codes, said = ranks(2, run, tmp_path, after_the_other)
-    assert codes == [2, 2] and said.count("\n") == 1 and "none.pt not found" in said
-
-
 def start(path, *flags):
     command = [sys.executable, "experiments/run_extraction_each.py", *MINI[:2], "--device", "cpu"]
     command += ["--gpus", "2", "--output_path", str(path), *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def children_of(process: int) -> list[int]:
-    with open(f"/proc/{process}/task/{process}/children", encoding="ascii") as file:
-        return [int(word) for word in file.read().split()]
 
 
 @pytest.mark.beside
@@ -135,17 +103,6 @@ def test_ctrl_c_saves_what_is_there(tmp_path):
     errors = [line for line in said.splitlines() if not line.startswith("block ")]
     assert len(errors) == 2 and errors[0].startswith("stopping after this block"), said
     assert errors[1].startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]
-
-
-@pytest.mark.skipif(not FULL, reason="a second start of torchrun takes its time; ROBUSTNESS=full")
-def test_a_killed_process_ends_the_others(tmp_path):
-    process = start(tmp_path / "out.pt", "--num_frames", "300")
-    next(line for line in process.stderr if line.startswith("block 1/100"))
-    os.kill(children_of(process.pid)[1], signal.SIGKILL)
-    said = [line for line in process.stderr if not line.startswith("block ")]
-    assert process.wait(60) == 1 and len(said) == 1
-    assert said[0].startswith("error: process 1 of 2 was ended by SIGKILL, and the others with it")
-    assert not (tmp_path / "out.pt").exists()
 
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

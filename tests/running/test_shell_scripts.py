@@ -30,10 +30,6 @@ def test_every_shell_script(name):
         assert done.stderr.count("\n") == 1, done
 
 
-def test_every_shell_script_is_here():
-    assert {path.stem for path in (ROOT / "experiments").glob("*.sh")} == SHELL.keys()
-
-
 def test_a_venv_of_another_checkout_is_refused_before_anything_is_installed(tmp_path):
     (tmp_path / "ours/experiments/running").mkdir(parents=True)
     script = shutil.copy(ROOT / "experiments/running/env.sh", tmp_path / "ours/experiments/running")
