@@ -68,7 +68,7 @@ def test_every_rank_has_its_own_gpu(monkeypatch):
         assert choose_device(own) == current[0] == torch.device("cuda:3")
         assert choose_device("cuda") == torch.device("cuda") and len(current) == 1
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="rank 1 is number 1 of its host, which has 1 GPU: start at most 1"):
+    with pytest.raises(ConfigError, match="rank 1 is number 1 of its host, and 1 GPU"):
         on_own_device(auto, Rank(1, 2, 1))
     with pytest.raises(ConfigError, match="device cuda:0 was asked for 2 ranks"):
         on_own_device(load_config("configs/wan_mini.yaml", {"device": "cuda:0"}), Rank(1, 2, 1))
