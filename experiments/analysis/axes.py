@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.analysis.stats import mean_without_nan
 from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Caption, Profiles, noise_label, subtitle
@@ -23,14 +24,9 @@ STORED = {"mean_logit": "logits", "mass": "mass", "mean_prob": "mass"}
 # --- What lay in the slots of a rollout's cache, block by block
 
 
-def has_slots(atlas: dict) -> bool:
-    """Tell whether slots are something else than the frames of a window."""
-    return "slot_frame" in atlas
-
-
 def slots_of(atlas: dict, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none."""
-    if has_slots(atlas):
+    if "slot_frame" in atlas:
         return atlas["slot_frame"][layer].numpy(), atlas["slot_position"][layer].numpy()
     held = [atlas[name] for name in ("frame_logits", "frame_mass") if name in atlas]
     if not held:
@@ -73,16 +69,10 @@ class KeyColumns:
     values: np.ndarray  # [H, columns]; NaN: not there
 
 
-def check_axis(axis: str) -> str:
-    """Return the axis. Raises CacheError for another word."""
-    if axis not in AXES:
-        raise CacheError(f"KEY_AXIS {axis!r} is not one of {', '.join(AXES)}")
-    return axis
-
-
 def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="frame") -> KeyColumns:
     """Return what the last block's queries see in one layer and pass, along an axis."""
-    check_axis(axis)
+    if axis not in AXES:
+        raise CacheError(f"KEY_AXIS {axis!r} is not one of {', '.join(AXES)}")
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
     queries = list(block_ranges(list(atlas["block_sizes"]))[block])
     frames, positions = (rows[block] for rows in slots_of(atlas, i))
@@ -110,7 +100,6 @@ def key_matrix(
     atlas: dict, layer: int, step: int | None, quantity: str, axis="frame"
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return query frames × keys [H, F, columns] and labels; at one position masses add, logits average."""
-    check_axis(axis)
     i = atlas["layers"].index(layer)
     frames, positions = slots_of(atlas, i)
     by_slot = _slot_values(atlas, i, step, quantity)
@@ -159,10 +148,9 @@ def _slot_values(atlas: dict, i: int, step: int | None, quantity: str) -> np.nda
 
 def _stored(atlas: dict, kind: str, i: int, step: int | None, quantity: str) -> np.ndarray:
     """Values [H, F, F] of frames or [H, F, slots] of slots, of the layer at index i."""
-    name = f"{kind}_{STORED[quantity]}"
+    name, steps = f"{kind}_{STORED[quantity]}", [at.step for at in as_cache(atlas).passes()]
     if name not in atlas:
         raise CacheError(f"this cache holds no {quantity}")
-    steps = [at.step for at in as_cache(atlas).passes()]
     values = atlas[name][i, 0 if step is None else steps.index(step)].float().numpy()
     return values / atlas["frame_seq_length"] if quantity == "mean_prob" else values
 
@@ -181,21 +169,9 @@ class FrameView:
         """Profiles [..., F] of latent frames -> [..., n] of shown frames; columns after them stay."""
         return np.concatenate([values[..., self.latent], values[..., self.latent[-1] + 1 :]], -1)
 
-    def spread_matrix(self, matrix: np.ndarray) -> np.ndarray:
-        """Matrices [..., F, F] of latent frames -> [..., n, n] of shown frames; columns after them stay."""
-        return self.spread(matrix[..., self.latent, :])
-
     def shown(self, latent_frames: Sequence[int]) -> list[int]:
         """List the shown frames that are in some latent frames."""
         return np.flatnonzero(np.isin(self.latent, list(latent_frames))).tolist()
-
-    def latent_frames(self, shown: Sequence[int]) -> list[int]:
-        """Return the latent frame of each of some shown frames. CacheError for a frame that is not shown."""
-        for f in shown:
-            if not 0 <= f < len(self.latent):
-                last = len(self.latent) - 1
-                raise CacheError(f"query frame {f} is not in 0..{last}, the {self.unit} frames of this view")
-        return [int(self.latent[f]) for f in shown]
 
 
 def choose_view(
@@ -210,12 +186,11 @@ def choose_view(
     if not (use_video if use_video is not None else "orig_num_frames" in cache):
         return FrameView("latent", np.arange(F))
     n = num_video_frames or cache.get("orig_num_frames", 1 + stride * (F - 1))
-    needed = video_to_latent_frame(n - 1, stride) + 1
-    if needed != F:
-        fits = f"{1 + stride * (F - 2) + 1}..{1 + stride * (F - 1)}" if F > 1 else "1"
-        said = f"{n} video frames in groups of {stride} are {needed} latent frames, but this cache has {F}"
-        raise CacheError(f"{said}; ORIG_NUM_FRAMES may be {fits}")
-    return FrameView("video", np.array([video_to_latent_frame(i, stride) for i in range(n)]))
+    latent = np.array([video_to_latent_frame(i, stride) for i in range(n)])
+    if latent[-1] + 1 != F:
+        fits = f"ORIG_NUM_FRAMES may be {max(1, 2 + stride * (F - 2))}..{1 + stride * (F - 1)}"
+        raise CacheError(f"{n} video frames are {latent[-1] + 1} latent ones, but this cache has {F}; {fits}")
+    return FrameView("video", latent)
 
 
 def query_profile(
@@ -223,22 +198,22 @@ def query_profile(
 ) -> tuple[np.ndarray, Caption]:
     """Return the profile [H, F + averages] of some query frames, None: of the last block, and its caption."""
     (layer,) = view.layers
-    noise: Sequence[int]
     if query_frames is None:
-        profile, latent = view.key_profile(layer), list(view.query_frames)
-        query_frames, noise = axes.shown(latent), view.noise_frames
+        profile, query_frames, noise = (
+            view.key_profile(layer),
+            axes.shown(view.query_frames),
+            view.noise_frames,
+        )
     else:
-        latent, matrix = axes.latent_frames(query_frames), view.key_matrix(layer)
+        if not set(query_frames) <= set(range(len(axes.latent))):
+            raise CacheError(f"query frames {query_frames} are not all in 0..{len(axes.latent) - 1}")
+        latent, matrix = axes.latent[list(query_frames)], view.key_matrix(layer)
         if matrix is None:
             raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")
-        rows = matrix[:, latent]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            profile = np.nansum(rows, 1) / (~np.isnan(rows)).sum(1)
+        profile = mean_without_nan(np.moveaxis(matrix[:, latent], 1, -1))
         block = np.repeat(np.arange(len(view.block_sizes)), view.block_sizes)
-        own = np.flatnonzero(np.isin(block, block[latent])).tolist()  # denoised together with the queries
-        noise = own if view.is_clean_pass is False else ()
-        if view.rolling_timesteps and noise and tuple(latent) == view.query_frames:
-            noise = view.noise_frames
+        own = np.flatnonzero(np.isin(block, block[latent]))  # denoised together with the queries
+        noise = tuple(own.tolist()) if view.is_clean_pass is False else ()
     highlighted = {}
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
         highlighted = {noise_label(view.timestep, view.noise_levels.values()): axes.shown(noise)}
@@ -251,8 +226,7 @@ def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:
     if branch == "cond":
         return cache
     if branch != "uncond" or "full_frame_attention_uncond" not in cache:
-        there = "cond and uncond" if "full_frame_attention_uncond" in cache else "cond alone"
-        raise CacheError(f"no branch {branch!r} in this cache; it has {there}")
+        raise CacheError(f"no branch {branch!r} in this cache")
     matrix = cache["full_frame_attention_uncond"]
     last = matrix[:, cache["last_block_query_frames"]].float().mean(1)
     return {**cache, "branch": branch, "full_frame_attention": matrix, "last_block_frame_attention": last}

@@ -160,7 +160,7 @@ def matrices(view: Profiles) -> np.ndarray:
     """Return the matrices [layers, heads, F, F] of a view. CacheError for a cache of profiles alone."""
     found = view.frame_matrices()
     if found is None:
-        raise CacheError("this cache has no frame matrices: this needs every query frame")
+        raise CacheError(NO_MATRIX)
     return found
 
 
@@ -201,17 +201,15 @@ class FirstFrame(NamedTuple):
 
 def first_frame(view: Profiles | None) -> tuple[FirstFrame | None, str]:
     """Fit everything to a view; or None and the reason in a line."""
-    if view is None:
-        return None, NO_LOGITS
-    if not view.context_frames:
-        return None, NO_CONTEXT
-    if (matrix := view.frame_matrices()) is None:
-        return None, NO_MATRIX
-    sizes = view.block_sizes
-    fit = first_frame_effect(matrix, sizes)
+    if view is None or not view.context_frames:
+        return None, NO_LOGITS if view is None else NO_CONTEXT
+    try:
+        matrix, sizes = matrices(view), view.block_sizes
+    except CacheError as error:
+        return None, str(error)
+    fit, frames = first_frame_effect(matrix, sizes), placebo_frames(sizes)
     if not np.isfinite(fit.effect).any():
         return None, NOT_IDENTIFIED
-    frames = placebo_frames(sizes)
     placebos, contrasts = placebo_effects(matrix, sizes, frames), key_frame_contrasts(matrix, sizes)
     return FirstFrame(fit, frames, placebos, contrasts), ""
 

@@ -19,9 +19,6 @@ from experiments.analysis.first_frame import (
 )
 from experiments.analysis.panels import (
     NO_CONTEXT,
-    NO_LOGITS,
-    NO_MASS,
-    NO_MATRIX,
     NOT_IDENTIFIED,
     HeadMap,
     HeadPanel,
@@ -129,101 +126,99 @@ def context_sign_rate(view: Profiles) -> np.ndarray:
     return sign_rate(matrix[..., context_cells(view.block_sizes)])
 
 
-class Wave(NamedTuple):
-    """A sinusoid in each profile; NaN where fewer than 6 context frames show one."""
-
-    amplitude: np.ndarray  # in the profile's unit
-    r2: np.ndarray  # share of the variance around the trend that the sinusoid explains
-
-
-class Period(NamedTuple):
-    """The best-fitting sinusoid of each profile; NaN likewise."""
-
-    period: np.ndarray  # frames; 2 pi = 6.28 is the fastest of temporal RoPE
-    r2: np.ndarray
-    inside: np.ndarray  # bool: the best period is not an end of those that were searched
-
-    @property
-    def reliable(self) -> np.ndarray:
-        """The period where it explains half of the variance and the search did not end there, else NaN."""
-        return np.where((self.r2 >= PERIOD_R2) & self.inside, self.period, np.nan)
-
-
-def wave(profile: np.ndarray, context: Sequence[int], frequency: float = 1.0) -> Wave:
+def wave(
+    profile: np.ndarray, context: Sequence[int], frequency: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Least squares of a + b f + c cos(w f) + s sin(w f) to the context frames f of profiles [..., F].
 
-    amplitude = sqrt(c^2 + s^2); r2 = 1 - RSS / RSS of the line a + b f alone. The default w = 1 rad/frame is
-    the fastest of Wan's temporal RoPE.
+    Returns the amplitude sqrt(c^2 + s^2), and r2 = 1 - RSS / RSS of the line a + b f alone; NaN where fewer
+    than 6 frames show a wave. The default w = 1 rad/frame is the fastest of Wan's temporal RoPE.
     """
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
-        nothing = np.full(y.shape[:-1], np.nan)
-        return Wave(nothing, nothing)
+        return np.full(y.shape[:-1], np.nan), np.full(y.shape[:-1], np.nan)
     basis = np.stack([np.ones_like(f), f, np.cos(frequency * f), np.sin(frequency * f)], -1)
     line, coefficients = basis[:, :2], y @ np.linalg.pinv(basis).T
     rss = ((y - coefficients @ basis.T) ** 2).sum(-1)
     of_line = ((y - y @ np.linalg.pinv(line).T @ line.T) ** 2).sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return Wave(np.hypot(coefficients[..., 2], coefficients[..., 3]), 1 - rss / of_line)
+        return np.hypot(coefficients[..., 2], coefficients[..., 3]), 1 - rss / of_line
 
 
-def best_period(profile: np.ndarray, context: Sequence[int], periods: np.ndarray | None = None) -> Period:
-    """Find the period of the highest wave().r2 of profiles [..., F], 2.5 frames to half the context."""
-    if periods is None:
-        span = max(np.ptp(context), 6) if len(context) else 6
-        periods = 2 * np.pi / np.linspace(4 * np.pi / span, 2 * np.pi / 2.5, 400)
-    r2 = np.stack([wave(profile, context, 2 * np.pi / period).r2 for period in periods], -1)
-    best = np.where(np.isnan(r2), -np.inf, r2).argmax(-1)
-    best_r2 = np.take_along_axis(r2, best[..., None], -1)[..., 0]
-    period = np.where(np.isnan(best_r2), np.nan, np.asarray(periods)[best])
-    return Period(period, best_r2, (best > 0) & (best < len(periods) - 1))
+def best_period(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
+    """Find the period of the highest r2 of wave(), of profiles [..., F], 2.5 frames to half the context.
+
+    NaN where it explains less than half of the variance, or is an end of the periods that were searched.
+    """
+    span = max(np.ptp(context), 6) if len(context) else 6
+    frequencies = np.linspace(4 * np.pi / span, 2 * np.pi / 2.5, 400)
+    r2 = np.nan_to_num(np.stack([wave(profile, context, w)[1] for w in frequencies], -1), nan=-np.inf)
+    best = r2.argmax(-1)
+    reliable = (r2.max(-1) >= PERIOD_R2) & (best > 0) & (best < len(frequencies) - 1)
+    return np.where(reliable, 2 * np.pi / frequencies[best], np.nan)
 
 
 # --- Every measure of every head: a row of MEASURES is computed, drawn by head_maps and shown by the page
 
 
 class Measure(NamedTuple):
-    """A number of every head of a view, and what the view must hold for it."""
+    """A number of every head of a view."""
 
     name: str
     title: str
     unit: str
     scale: str  # see HeadMap
     quantity: str  # of the view: mean_logit or mass
-    needs: str  # profile; context; cells: all context cells where there are; matrix; effect: s in a matrix
-    of: Callable[[Profiles], np.ndarray]  # -> [N, H]
+    whole: bool  # of all queries, where the view has their matrices
+    of: Callable[[Profiles], np.ndarray]  # -> [N, H]; CacheError where the view does not hold it
 
 
 def effect_of(view: Profiles, scale: Callable[[np.ndarray], np.ndarray] = np.asarray) -> FirstFrameEffect:
     """Fit the first-frame effect to the matrices of a view, on a scale such as np.log."""
     with np.errstate(divide="ignore"):
-        return first_frame_effect(scale(matrices(view)), view.block_sizes)
+        found = first_frame_effect(scale(whole_of(view)), view.block_sizes)
+    if not np.isfinite(found.effect).any():
+        raise CacheError(NOT_IDENTIFIED)
+    return found
+
+
+def context_of(view: Profiles) -> tuple[int, ...]:
+    """Return the context frames of a view. CacheError where there are none."""
+    if not view.context_frames:
+        raise CacheError(NO_CONTEXT)
+    return view.context_frames
+
+
+def whole_of(view: Profiles) -> np.ndarray:
+    """Return the matrices of a view with context. CacheError where there are none."""
+    return matrices(view) if context_of(view) else np.empty(0)
 
 
 LOGIT, ROW = "mean_logit", Measure
 MEASURES = (
-    ROW("first_minus_middle", "first − middle", "logits", "diverging", LOGIT, "profile",
+    ROW("first_minus_middle", "first − middle", "logits", "diverging", LOGIT, False,
         lambda view: head_statistics(view.profiles()).delta),
-    ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, "context",
-        lambda view: first_minus_context(view.profiles(), view.context_frames)),
-    ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrix",
-        lambda view: equal_distance_excess(matrices(view), view.block_sizes)),
-    ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "effect",
+    ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, False,
+        lambda view: first_minus_context(view.profiles(), context_of(view))),
+    ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, True,
+        lambda view: equal_distance_excess(whole_of(view), view.block_sizes)),
+    ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, True,
         lambda view: effect_of(view).effect),
-    ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "effect",
+    ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, True,
         lambda view: effect_of(view).partial_r_squared),
-    ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "cells", context_sign_rate),
-    ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, "context",
-        lambda view: wave(view.profiles(), view.context_frames).amplitude),
-    ROW("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", LOGIT, "context",
-        lambda view: wave(view.profiles(), view.context_frames).r2),
-    ROW("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", LOGIT, "context",
-        lambda view: best_period(view.profiles(), view.context_frames).reliable),
-    ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", "profile",
+    ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, True,
+        lambda view: context_sign_rate(view) if context_of(view) else np.empty(0)),
+    ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, False,
+        lambda view: wave(view.profiles(), context_of(view))[0]),
+    ROW("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", LOGIT, False,
+        lambda view: wave(view.profiles(), context_of(view))[1]),
+    ROW("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", LOGIT, False,
+        lambda view: best_period(view.profiles(), context_of(view))),
+    ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", False,
         lambda view: first_frame_mass(view.profiles(), view.context_frames)[0]),
-    ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass",
-        "context", lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
-    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "effect",
+    ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass", False,
+        lambda view: first_frame_mass(view.profiles(), context_of(view))[1]),
+    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", True,
         lambda view: effect_of(view, np.log).effect),  # unlike s it depends on the spread within a frame
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
@@ -243,20 +238,16 @@ def open_quantity(cache: Mapping, step: int | None, quantity: str) -> Profiles |
 def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMap]:
     """Compute every measure [N, H]; those that a cache does not hold are None and say why."""
     maps = []
-    whole = {id(view): view.frame_matrices() is not None for view in (logits, mass) if view}
+    views = {LOGIT: (logits, NO_LOGITS), "mass": (mass, NO_MASS)}
+    whole = {q: view is not None and view.frame_matrices() is not None for q, (view, _) in views.items()}
     for m in MEASURES:
-        view, absent = (logits, NO_LOGITS) if m.quantity == LOGIT else (mass, NO_MASS)
-        has_matrix = view is not None and whole[id(view)]
-        reason, values = absent, None
-        if view is not None and m.needs != "profile" and not view.context_frames:
-            reason = NO_CONTEXT
-        elif view is not None and m.needs in ("matrix", "effect") and not has_matrix:
-            reason = NO_MATRIX
-        elif view is not None:
-            reason, values = "", m.of(view)
-            if m.needs == "effect" and not np.isfinite(values).any():
-                reason, values = NOT_IDENTIFIED, None
-        queries = ALL_QUERIES if has_matrix and m.needs in ("cells", "matrix", "effect") else ""
+        (view, reason), values = views[m.quantity], None
+        if view is not None:
+            try:
+                values, reason = m.of(view), ""
+            except CacheError as error:
+                reason = str(error)
+        queries = ALL_QUERIES if m.whole and whole[m.quantity] else ""
         maps.append(HeadMap(m.name, m.title, m.unit, m.scale, values, reason, queries))
     return maps
 

@@ -6,23 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.caches.files import CacheError
-from experiments.caches.view import Profiles, ranges
+from experiments.caches.view import Profiles
 
 # Why a cache does not hold a number, in words that figures and printed lines share
 NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
 NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
 NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"
-
-
-class Agreement(NamedTuple):
-    """How well a profile agrees with a reference."""
-
-    r: float  # Pearson correlation
-    rms: float  # root mean square difference, in the profile's unit
-    frames: tuple[int, ...]  # that were compared
-
-    def __str__(self) -> str:
-        return f"r = {self.r:.3f}, RMS {self.rms:.2f} over context frames {ranges(self.frames)}"
 
 
 class HeadPanel(NamedTuple):
@@ -35,7 +24,7 @@ class HeadPanel(NamedTuple):
     curve: np.ndarray | None  # [F*S] per key token
     reference: np.ndarray | None = None  # [F] read off another figure
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
-    agreement: Agreement | None = None
+    agreement: str = ""  # how well the two agree, in words
     no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
     averages: np.ndarray | None = None  # [averages] of frames that are gone, beside the frames
     group: int = 1  # tokens of which each value of the curve is the mean
@@ -74,15 +63,10 @@ class ProfileMap(NamedTuple):
     averages: int = 0  # columns after the frames: averages of frames that are gone
 
 
-class HeadChoice(NamedTuple):
-    """What figures.head_curves draws, and the (layer, head, label) that the view does not have."""
-
-    panels: list[HeadPanel]
-    missing: list[tuple[int, int, str]]
-
-
-def choose_heads(view: Profiles, heads: Iterable[tuple[int, int, str]]) -> HeadChoice:
-    """Return panels of (layer, head, label). Head 0 of the first layers replaces heads that are not there."""
+def choose_heads(
+    view: Profiles, heads: Iterable[tuple[int, int, str]]
+) -> tuple[list[HeadPanel], list[tuple[int, int, str]]]:
+    """Return panels of (layer, head, label), and those that the view lacks: heads 0 replace them."""
     panels, missing, first_layers = [], [], iter(view.layers)
     for layer, head, label in heads:
         if layer in view.layers and 0 <= head < view.num_heads:
@@ -91,13 +75,7 @@ def choose_heads(view: Profiles, heads: Iterable[tuple[int, int, str]]) -> HeadC
         missing.append((layer, head, label))
         if (substitute := next(first_layers, None)) is not None:
             panels.append(head_panel(view, substitute, 0, f"L{substitute}H0"))
-    return HeadChoice(panels, missing)
-
-
-def layers_to_draw(view: Profiles, panels: Iterable[HeadPanel]) -> tuple[int, ...]:
-    """Layers drawn head by head: all of a cache of chosen layers, and of an atlas those of the panels."""
-    shown = sorted({panel.layer for panel in panels})
-    return tuple(shown) if view.kind == "atlas" and shown else view.layers
+    return panels, missing
 
 
 def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
@@ -111,14 +89,13 @@ def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
         curve = spread.reshape(-1)
     profile, gone = np.split(view.key_profile(layer)[head], [view.num_frames])
     averages = gone if gone.size else None
-    return HeadPanel(label, layer, head, profile, curve, no_preference=no_preference(view), averages=averages)
+    frames = len(view.key_frames) + view.num_averages
+    alike = {"mass": 1 / frames, "mean_prob": 1 / (frames * S)}.get(view.quantity)
+    return HeadPanel(label, layer, head, profile, curve, no_preference=alike, averages=averages)
 
 
 def grouped(panels: Iterable[HeadPanel], tokens: int | None) -> list[HeadPanel]:
-    """Average each curve over windows of so many tokens, such as 20; None leaves single tokens.
-
-    CacheError where a frame is not a whole number of windows.
-    """
+    """Average each curve over windows of so many tokens, a divisor of a frame's; None: single tokens."""
     shown = []
     for panel in panels:
         if tokens and panel.curve is not None:
@@ -128,12 +105,6 @@ def grouped(panels: Iterable[HeadPanel], tokens: int | None) -> list[HeadPanel]:
             panel = panel._replace(curve=panel.curve.reshape(-1, tokens).mean(1), group=tokens)
         shown.append(panel)
     return shown
-
-
-def no_preference(view: Profiles) -> float | None:
-    """Value of each key frame if all tokens that the queries see were alike; None for logits."""
-    frames = len(view.key_frames) + view.num_averages
-    return {"mass": 1 / frames, "mean_prob": 1 / (frames * view.frame_seq_length)}.get(view.quantity)
 
 
 def profile_maps(view: Profiles, titles: Mapping[int, str] | None = None) -> list[ProfileMap]:

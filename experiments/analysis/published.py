@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis.first_frame import first_frame_effect
-from experiments.analysis.panels import Agreement, HeadPanel
+from experiments.analysis.panels import HeadPanel
 from experiments.analysis.stats import pearson, rms_difference
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.caches.view import Profiles, open_profiles
+from experiments.caches.view import Profiles, open_profiles, ranges
 from wan.files import MAX_COUNT, read_json, read_text
 
 FOLDER = Path("cache/published")
@@ -175,8 +175,9 @@ def add_reference(
         if (curve := curves.get(panel.label)) is not None:
             frames = compared_frames(view, curve)
             pair = panel.profile[frames], curve.values[frames]
-            agreement = Agreement(float(pearson(*pair)), float(rms_difference(*pair)), tuple(frames))
-            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=agreement)
+            said = f"r = {pearson(*pair):.3f}, RMS {rms_difference(*pair):.2f} over context frames"
+            said += f" {ranges(frames)}"
+            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=said)
         compared.append(panel)
     return compared
 

@@ -109,24 +109,20 @@ def last_block_context(curves: np.ndarray, block_sizes: Sequence[int]) -> tuple[
     return np.asarray(curves, np.float64)[..., : last.start], distances
 
 
-class FirstByBlock(NamedTuple):
-    """Frame 0 among the context frames of every block of queries but the first: arrays [..., blocks]."""
+def first_by_block(
+    matrix: np.ndarray, block_sizes: Sequence[int]
+) -> tuple[list[range], np.ndarray, np.ndarray]:
+    """Return queries, frame 0's excess over and rank among the context frames [..., blocks], block by block.
 
-    queries: list[range]
-    excess: np.ndarray  # its mean logit minus the mean of the other context frames
-    rank: np.ndarray  # 1: no context frame has a larger mean logit
-
-
-def first_by_block(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstByBlock:
-    """Return frame 0's excess and rank, block of queries by block, of frame matrices [..., F, F].
-
-    One block says little: from a block of three frames to the next RoPE's fastest wave turns by 3 radians.
+    Of frame matrices [..., F, F] and every block but the first; rank 1: no context frame has a larger mean
+    logit. One block says little: from a block of three frames to the next RoPE's fastest wave turns by 3
+    radians.
     """
     queries = block_ranges(list(block_sizes))[1:]
     rows = [matrix[..., b.start : b.stop, : b.start].mean(-2) for b in queries]
     excess = [row[..., 0] - mean_without_nan(row[..., 1:]) for row in rows]
     rank = [1 + (row > row[..., :1]).sum(-1) for row in rows]
-    return FirstByBlock(queries, np.stack(excess, -1), np.stack(rank, -1))
+    return queries, np.stack(excess, -1), np.stack(rank, -1)
 
 
 class MatrixFit(NamedTuple):
@@ -149,11 +145,9 @@ def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.n
     found = np.linalg.pinv(x) @ t
     share = 1 - ((t - x @ found) ** 2).sum(0) / (t**2).sum(0)
     shape = np.shape(matrix)[:-2]
-    coefficients = found.T.reshape(*shape, -1)
-    waves = Waves(
-        np.asarray(frequencies), np.zeros(shape), coefficients[..., :B], coefficients[..., B : 2 * B]
-    )
-    return MatrixFit(waves, coefficients[..., -1], share.reshape(shape))
+    cosine, sine, s = np.split(found.T.reshape(*shape, -1), [B, 2 * B], -1)
+    waves = Waves(np.asarray(frequencies), np.zeros(shape), cosine, sine)
+    return MatrixFit(waves, s[..., 0], share.reshape(shape))
 
 
 class FirstSplit(NamedTuple):
@@ -169,12 +163,9 @@ def split_first(
     matrix: np.ndarray, block_sizes: Sequence[int], fit: MatrixFit, block: int = -1
 ) -> FirstSplit:
     """Split frame 0's excess over the other context frames at a block of queries into waves, s and rest."""
-    queries = block_ranges(list(block_sizes))[block]
-    row = np.asarray(matrix, np.float64)[..., queries.start : queries.stop, : queries.start].mean(-2)
-    distances = np.asarray(queries)[:, None] - np.arange(queries.start)  # [queries, keys]
-    curve = fit.waves.at(distances.ravel()).reshape(*fit.s.shape, *distances.shape).mean(-2)
-    excess = [c[..., 0] - c[..., 1:].mean(-1) for c in (row, curve)]
-    return FirstSplit(excess[0], excess[1], fit.s, excess[0] - excess[1] - fit.s)
+    rows = _mean_rows(matrix, block_ranges(list(block_sizes))[block], fit)
+    total, waves = (row[..., 0] - row[..., 1:].mean(-1) for row in rows)
+    return FirstSplit(total, waves, fit.s, total - waves - fit.s)
 
 
 class BlockPanel(NamedTuple):
@@ -205,22 +196,27 @@ def panels_of_view(
         return {}, {}
     if not np.isfinite(matrix[..., context_cells(view.block_sizes)]).all():
         return {}, {}
-    fit, by_block, parts = fit_matrix(matrix, view.block_sizes, frequencies), {}, {}
-    queries = block_ranges(list(view.block_sizes))
-    splits = {b: split_first(matrix, view.block_sizes, fit, b) for b in range(2, len(queries))}
-    last = min(len(queries), 8)  # of blocks of three frames the eighth is 21–23
+    fit, queries = fit_matrix(matrix, view.block_sizes, frequencies), block_ranges(list(view.block_sizes))
+    splits = [split_first(matrix, view.block_sizes, fit, b) for b in range(2, len(queries))]
+    starts, last = np.array([b.start for b in queries[2:]]), min(len(queries), 8)
+    by_block, parts = {}, {}
     for panel in heads:
         at = view.layers.index(panel.layer), panel.head
-        measured, predicted = np.transpose([(s.total[at], s.waves[at] + s.s[at]) for s in splits.values()])
-        by_block[panel.label] = BlockPanel(np.array([queries[b].start for b in splits]), measured, predicted)
+        measured, predicted = np.transpose([(s.total[at], s.waves[at] + s.s[at]) for s in splits])
+        by_block[panel.label] = BlockPanel(starts, measured, predicted)
         for block in queries[last - 3 : last]:
-            row = matrix[at][block.start : block.stop, : block.start].mean(0)
-            distances = np.asarray(block)[:, None] - np.arange(block.start)
-            waves = fit.waves.at(distances.ravel())[at].reshape(distances.shape).mean(0)
+            row, waves = (x[at] for x in _mean_rows(matrix, block, fit))
             waves = waves + (row - waves - fit.s[at] * (np.arange(len(row)) == 0)).mean()
             name = f"{panel.label}, queries {block.start}–{block.stop - 1}"
             parts[name] = PartsPanel(row, waves, float(fit.s[at]))
     return by_block, parts
+
+
+def _mean_rows(matrix: np.ndarray, queries: range, fit: MatrixFit) -> tuple[np.ndarray, np.ndarray]:
+    """Mean over a block of queries of the context and of its waves, [..., n] each."""
+    row = np.asarray(matrix, np.float64)[..., queries.start : queries.stop, : queries.start].mean(-2)
+    distances = np.asarray(queries)[:, None] - np.arange(queries.start)  # [queries, keys]
+    return row, fit.waves.at(distances.ravel()).reshape(*fit.s.shape, *distances.shape).mean(-2)
 
 
 def amplitude_maps(view: Profiles | None) -> list[HeadMap]:

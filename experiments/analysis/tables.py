@@ -22,39 +22,27 @@ def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show
         width = max(map(len, rows), default=0)
         return "\n".join(f"{name:{width}}  {_cells([value])[0]}" for name, value in rows.items())
     mappings = [row._asdict() if hasattr(row, "_asdict") else row for row in rows]
-    if not mappings:
-        return empty
-    names = list(dict.fromkeys(name for row in mappings for name in row))
     lines = [""] * (len(mappings) + 1)
-    for name in names:
+    for name in dict.fromkeys(name for row in mappings for name in row):
         values = [row.get(name) for row in mappings]
         cells = [name, *_cells(values)]
-        width = max(map(len, cells))
-        left = any(isinstance(value, str) for value in values)
-        for i, cell in enumerate(cells):
-            lines[i] += (f"{cell:<{width}}" if left else f"{cell:>{width}}") + "  "
-    return "\n".join(line.rstrip() for line in lines)
+        width, side = max(map(len, cells)), "<" if any(isinstance(value, str) for value in values) else ">"
+        lines = [f"{line}{cell:{side}{width}}  " for line, cell in zip(lines, cells, strict=True)]
+    return "\n".join(line.rstrip() for line in lines) or empty
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
-    floats = [abs(float(v)) for v in values if isinstance(v, Real) and not isinstance(v, Integral)]
-    largest = max((v for v in floats if isfinite(v) and v > 0), default=1.0)
-    decimals = min(max(3, 3 - floor(log10(largest))), 12)
-
-    def cell(value: Any) -> str:
-        if value is None:
-            return ""
-        if isinstance(value, Real) and not isinstance(value, Integral):
-            return f"{float(value):.{decimals}f}" if isfinite(value) else "N/A"
-        return str(value)
-
-    return [cell(value) for value in values]
+    """Values of a column as text: numbers with as many decimals as give the largest 4 digits."""
+    numbers = [isinstance(value, Real) and not isinstance(value, Integral) for value in values]
+    sizes = [abs(v) for v, is_number in zip(values, numbers, strict=True) if is_number and isfinite(v) and v]
+    decimals = min(max(3, 3 - floor(log10(max(sizes, default=1)))), 12)
+    shown = [f"{v:.{decimals}f}" if n and isfinite(v) else v for v, n in zip(values, numbers, strict=True)]
+    return ["" if v is None else "N/A" if v != v else str(v) for v in shown]
 
 
 def describe(view: Profiles) -> dict[str, str]:
     """Return what a view holds: source, layers, frames, pass, quantity, and what its queries could see."""
-    gone = view.num_averages
-    averages = f" and {gone} average{'s' * (gone > 1)} of frames that are gone" if gone else ""
+    averages = f" and {view.num_averages} averages of frames that are gone" if view.num_averages else ""
     facts = {
         "Source": view.source,
         "Layers": f"{ranges(view.layers)}; {view.num_heads} heads; {view.frame_seq_length} tokens per frame",
@@ -66,26 +54,22 @@ def describe(view: Profiles) -> dict[str, str]:
     }
     if view.noise_frames:
         facts["Noise"] = f"frames {ranges(view.noise_frames)} are noise in this pass, not context"
-    by_level: dict[float | None, list[int]] = {}
+    levels: dict[float | None, list[int]] = {}
     for frame, level in view.noise_levels.items():
-        by_level.setdefault(level, []).append(frame)
-    if len(by_level) > 1:
-        levels = [f"{ranges(frames)} at t = {level:.4g}" for level, frames in by_level.items()]
-        facts["Window"] = f"frames {', '.join(levels)}"
-    if view.notes:
-        facts["Notes"] = "; ".join(view.notes)
-    return facts
+        levels.setdefault(level, []).append(frame)
+    if len(levels) > 1:
+        of_level = [f"{ranges(frames)} at t = {level:.4g}" for level, frames in levels.items()]
+        facts["Window"] = f"frames {', '.join(of_level)}"
+    return facts | ({"Notes": "; ".join(view.notes)} if view.notes else {})
 
 
 def calls(cache: Mapping[str, Any]) -> list[dict[str, Any]]:
     """List what was captured, a row per call; of an atlas, a row per pass."""
     if cache["format"] == "atlas":
-        layers, rows = cache["layers"], []
-        for p, at in enumerate(as_cache(cache).passes()):
-            numbers = ranges(range(p * len(layers), (p + 1) * len(layers)))
-            label = open_profiles(cache, at.step).pass_label
-            rows.append({"call": numbers, "layers": ranges(layers), "pass": label})
-        return rows
+        n, layers = len(cache["layers"]), ranges(cache["layers"])
+        labels = [open_profiles(cache, at.step).pass_label for at in as_cache(cache).passes()]
+        numbers = [ranges(range(p * n, (p + 1) * n)) for p in range(len(labels))]
+        return [{"call": c, "layers": layers, "pass": p} for c, p in zip(numbers, labels, strict=True)]
     rows = []
     for number, call in enumerate(cache["attention_weights"]):
         at = cache | call  # a figure4 cache has the tags of its calls at the top

@@ -65,8 +65,8 @@ class VideoMap:
     head: int
     pass_label: str
     query: Place
-    query_frames: tuple[int, ...]  # of the block: noise in this pass unless it is the clean one
-    is_clean_pass: bool
+    query_frames: tuple[int, ...]  # of the block
+    noise_frames: tuple[int, ...]  # of the block, unless the pass is the clean one
     keys: int  # how many the query sees
     elsewhere: float  # share of its mass on keys of no frame, such as averages
     model: str
@@ -79,26 +79,18 @@ class VideoMap:
         return UNITS[self.quantity]
 
     @property
-    def noise_frames(self) -> tuple[int, ...]:
-        """Frames of the own block, where they are noise in this pass."""
-        return () if self.is_clean_pass else self.query_frames
-
-    @property
-    def query_label(self) -> str:
-        frame, row, column = self.query
-        if frame == ANY:
-            return f"mean over frames {self.query_frames[0]}–{self.query_frames[-1]}"
-        return f"frame {frame}" if row == ANY else f"patch ({row}, {column}) of frame {frame}"
-
-    @property
     def title(self) -> str:
         return f"Layer {self.layer}, head {self.head}: {self.unit}"
 
     @property
     def about(self) -> str:
         """Return what stands under a figure's title: pass, query, model, prompt and seed."""
+        frame, row, column = self.query
+        query = f"frame {frame}" if row == ANY else f"patch ({row}, {column}) of frame {frame}"
+        if frame == ANY:
+            query = f"mean over frames {self.query_frames[0]}–{self.query_frames[-1]}"
         edited = f"; edited: {self.edits}" if self.edits else ""
-        return f"{self.pass_label}; query: {self.query_label}{edited}; {short_source(self.source)}"
+        return f"{self.pass_label}; query: {query}{edited}; {short_source(self.source)}"
 
 
 def places_of(cache: Mapping) -> list[Place]:
@@ -118,9 +110,9 @@ def open_map(
     typed = _typed(cache)
     if quantity not in UNITS:
         raise CacheError(f"quantity {quantity!r} is not one of {', '.join(UNITS)}")
-    block, row = _find_query(typed, query)
+    place, block, row = _find_query(typed, query)
     n, p, h = _indices(typed, layer, step, head)
-    assert block.map_mass is not None and block.map_logits is not None and block.queries is not None
+    assert block.map_mass is not None and block.map_logits is not None
     assert block.key_frame is not None and block.key_token is not None
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
     stored = mass if quantity == "mass" else block.map_logits[n, p, h, row].float().numpy()
@@ -133,12 +125,23 @@ def open_map(
     np.add.at(count, (frames[placed], tokens[placed]), 1)
     np.add.at(total, (frames[placed], tokens[placed]), stored[placed])
     values = total * seen.sum() if quantity == "mass" else total / np.maximum(count, 1)
-    at, (frame, grid_row, column) = typed.passes()[p], block.queries[row].tolist()
-    whose = (quantity, layer, head, pass_name(*at), (frame, grid_row, column), tuple(block.query_frames))
-    sums = (int(seen.sum()), float(1 - mass[placed].sum()))
-    about = (typed.model, source_of(typed), edits_in_words(typed.interventions))
     grid = np.where(count > 0, values, np.nan).astype(np.float32).reshape(-1, typed.rows, typed.columns)
-    return VideoMap(grid, *whose, bool(at.is_clean_pass), *sums, *about)
+    at, own = typed.passes()[p], tuple(block.query_frames)
+    return VideoMap(
+        grid,
+        quantity,
+        layer,
+        head,
+        pass_name(*at),
+        place,
+        own,
+        () if at.is_clean_pass else own,
+        int(seen.sum()),
+        float(1 - mass[placed].sum()),
+        typed.model,
+        source_of(typed),
+        edits_in_words(typed.interventions),
+    )
 
 
 def word_maps(
@@ -170,17 +173,15 @@ def _entries(cache: MapsCache) -> Iterator[tuple[Place, BlockMaps, int]]:
             yield (f, r, c), block, row
 
 
-def _find_query(cache: MapsCache, query: Sequence[int] | None) -> tuple[BlockMaps, int]:
-    """Find the block of a query, and its row there. A frame alone is that frame's mean."""
-    there = list(_entries(cache))
+def _find_query(cache: MapsCache, query: Sequence[int] | None) -> tuple[Place, BlockMaps, int]:
+    """Find a query's block and its row there, a mean's in the last block. A frame alone is its mean."""
+    there = {place: (place, block, row) for place, block, row in _entries(cache)}
     if not there:
         raise CacheError("this cache has word maps alone")
-    wanted = there[0][0] if query is None else (*query, ANY, ANY)[:3]
-    for place, block, row in reversed(there):  # the mean of a block: of the last one, which sees most
-        if place == wanted:
-            return block, row
-    names = ", ".join(str(place) for place, _, _ in there[:8]) + (", ..." if len(there) > 8 else "")
-    raise CacheError(f"query {tuple(wanted)} is not in this cache; it has {names}")
+    wanted = next(iter(there)) if query is None else (*query, ANY, ANY)[:3]
+    if wanted not in there:
+        raise CacheError(f"query {tuple(wanted)} is not in this cache; it has {str([*there][:8])[1:-1]}")
+    return there[wanted]
 
 
 def _indices(cache: MapsCache, layer: int, step: int | None, head: int) -> list[int]:
@@ -207,22 +208,15 @@ def heads_to_show(
 ) -> tuple[list[tuple[int, int]], str]:
     """Choose heads (layer, head) as given, or of "effect" those of largest effect or most past."""
     if not isinstance(wanted, str):
-        chosen = [(int(layer), int(head)) for layer, head in wanted]
-        for layer, head in chosen:
-            open_map(cache, layer, head, step, query)
-        return chosen, "heads as asked for"
-    if wanted != "effect":
-        raise CacheError(f'HEADS is "effect" or [[layer, head], ...], not {wanted!r}')
+        return [(int(layer), int(head)) for layer, head in wanted], "heads as asked for"
     there = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
-    scores, said = [], "heads with the largest direct effect"
     if (study := read_study(causal_atlas) if causal_atlas else None) is not None:
-        rows = {layer: study.effect[n] for n, layer in enumerate(study.layers)}
-        scores = [float(rows[layer][head]) if layer in rows else -np.inf for layer, head in there]
+        effects = dict(zip(study.layers, study.effect, strict=True))
+        scores = [float(effects[layer][head]) if layer in effects else -np.inf for layer, head in there]
+        said = "heads with the largest direct effect"
     else:
         said = "no causal atlas is there: heads that read one patch of the past most"
-        for layer, head in there:
-            seen = open_map(cache, layer, head, step, query)
-            past = seen.values[: seen.query_frames[0]]
-            scores.append(float(np.nanmax(past)) if np.isfinite(past).any() else -np.inf)
+        maps = [open_map(cache, layer, head, step, query) for layer, head in there]
+        scores = [float(np.nan_to_num(one.values[: one.query_frames[0]]).max(initial=0)) for one in maps]
     order = sorted(range(len(there)), key=lambda n: -scores[n])
     return [there[n] for n in order[:count]], said

@@ -71,12 +71,9 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
 @styled
 def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: str) -> Figure:
     """Draw correlations [layers, heads] from -1 to 1."""
-    figure, (axis,) = st.panels(1, 1, (0.35 * correlation.shape[1] + 1.5, 0.18 * len(layers) + 0.7))
-    image = _map(axis, correlation, layers, "", cmap="RdBu_r", vmin=-1, vmax=1)
-    st.color_bar(figure, image, axis, "correlation")
     title = f"{quantity} of two atlases: correlation of each head"
-    st.label_figure(figure, [axis], title, y="Layer", x="Head")
-    return figure
+    colors = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
+    return st.one_heat_map(correlation, title, "", ("Layer", "Head", "correlation"), layers, **colors)
 
 
 @styled

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import offset_copy
 
 import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
@@ -49,6 +48,9 @@ def head_curves(
             tops = np.fmax(tops, panel.reference)
             named += f"\n{panel.agreement or ''}"
         marked = _draw_profile(axis, panel, caption, named)
+        if panel.no_preference is not None:
+            label = f"no preference: {panel.no_preference:.3g}"
+            axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
         if panel.reference is not None and panel.clipped is not None:
             _draw_reference(axis, panel.reference, panel.clipped)
         if np.isfinite(panel.profile).any():
@@ -56,7 +58,8 @@ def head_curves(
             top = np.nanmax(tops[max(0, k - around) : k + around + 1])
             side = "left" if k < 0.1 * F else "right" if k > 0.9 * F else "center"  # stays inside the axes
             style: dict[str, Any] = {"textcoords": "offset points", "weight": "bold", "color": DARK}
-            axis.annotate(f"max@{k}", (k, top), (0, 5), ha=side, **style)
+            said = f"max@{k}" if len(panels) > 1 else f"max@{k}: {panel.profile[k]:.3g}"
+            axis.annotate(said, (k, top), (0, 5), ha=side, **style)
             axis.plot(k, panel.profile[k], "o", color=DARK, markersize=5, markerfacecolor="white")
         axis.margins(y=0.18)
         legend |= st.handles(axis) | marked
@@ -64,24 +67,6 @@ def head_curves(
             st.picture_strip(axis, pictures)
     title = title or f"{st.NAMES[caption.quantity].capitalize()} of single heads"
     st.label_figure(figure, axes, title, caption.about, legend=legend)
-    return figure
-
-
-@styled
-def one_head(panel: HeadPanel, caption: Caption) -> Figure:
-    """Draw a head's profile over the key frames; highest and lowest frame are named with their values."""
-    figure, (axis,) = st.panels(1, 1, (7.0, 2.8))
-    marked = _draw_profile(axis, panel, caption)
-    if panel.no_preference is not None:
-        label = f"no preference: {panel.no_preference:.3g}"
-        axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
-    if np.isfinite(panel.profile).any():
-        for name, find, marker in (("max", np.nanargmax, "^"), ("min", np.nanargmin, "v")):
-            k = int(find(panel.profile))
-            label = f"{name}@{k}: {panel.profile[k]:.3g}"  # the frame's own value, not its highest token
-            axis.plot(k, panel.profile[k], marker, color=DARK, markersize=7, label=label, linestyle="")
-    title = f"Layer {panel.layer}, head {panel.head}: {st.NAMES[caption.quantity]}"
-    st.label_figure(figure, [axis], title, caption.about, legend=st.handles(axis) | marked)
     return figure
 
 
@@ -327,14 +312,14 @@ def frame_maps(
     caption: Caption,
     *,
     layer: int,
-    heads: Sequence[int] | None = None,
+    heads: Sequence[int | str] | None = None,
     keys: Sequence[str] | None = None,
     key_axis="frame",
 ) -> Figure:
     """Draw query × key frames of every head on one colour scale: matrices [H, rows, F + averages].
 
-    A row per entry of query_frames. heads are their numbers, 0, 1, ... by default. keys are labels of columns
-    that are not the frames 0, 1, ...; key_axis says whether they are frames or positions.
+    A row per entry of query_frames. heads are their numbers or names, 0, 1, ... by default. keys are labels
+    of columns that are not the frames 0, 1, ...; key_axis says whether they are frames or positions.
     """
     gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
@@ -353,56 +338,14 @@ def frame_maps(
     legend = st.grey_legend(matrices)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
         image = st.heat_map(axis, values, equal=square, **st.color_scale(matrices, caption.quantity))
-        axis.set_title(f"H{head}" if H > 1 else "", pad=ROOM if gone else None)
+        name = head if isinstance(head, str) else f"H{head}" if H > 1 else ""
+        axis.set_title(name, pad=ROOM if gone else None)
         _label_keys(axis, [*map(str, range(F))] if keys is None else keys)
         legend |= st.mark_averages(axis, F, gone)
         axis.set_yticks(range(rows), [str(frame) for frame in query_frames])
     st.color_bar(figure, image, axes, st.LABELS[caption.quantity])
     x = f"Key frame ({caption.unit})" if keys is None else _keys_label(key_axis, keys)
     st.label_figure(figure, axes, title, caption.about, f"Query frame ({caption.unit})", legend, x)
-    return figure
-
-
-@styled
-def compared_maps(
-    matrices: Mapping[str, np.ndarray], heads: Sequence[int], quantity: str, *, title: str, subtitle=""
-) -> Figure:
-    """Draw query × key frames, a row for each run (run -> [H, F, F]), a column for each of heads."""
-    heads = [heads[i] for i in st.columns_with_room(len(heads), 0.75, beside=1.0)]
-    every = np.stack([values[heads] for values in matrices.values()])  # [runs, heads, F, F]
-    options: dict[str, Any] = {"sharex": True, "sharey": True}
-    figure, axes = st.panels(every.shape[0] * len(heads), len(heads), (1.7, 1.6), keep=True, **options)
-    for axis, matrix in zip(axes, every.reshape(-1, *every.shape[2:]), strict=True):
-        image = st.heat_map(axis, matrix, equal=True, **st.color_scale(every, quantity))
-        axis.set(xticks=range(every.shape[-1]), yticks=range(every.shape[-1]))
-    for axis, name in zip(axes[:: len(heads)], matrices, strict=True):
-        axis.set_ylabel(name)
-    for axis, head in zip(axes, heads, strict=False):
-        axis.set_title(f"head {head}")
-    st.color_bar(figure, image, axes, st.LABELS[quantity])
-    lowest, legend = axes[-len(heads) :], st.grey_legend(every)
-    st.label_figure(figure, lowest, title, subtitle, "Query frame (latent)", legend)
-    return figure
-
-
-@styled
-def all_heads(profiles: np.ndarray, caption: Caption, *, layer: int) -> Figure:
-    """Draw a heat map heads × key frames of profiles [H, F + averages]; grey was not attended."""
-    H, F = profiles.shape[0], profiles.shape[1] - caption.averages
-    figure, (axis,) = st.panels(1, 1, (7.0, max(1.4, 0.7 + 0.16 * H)))
-    image = st.heat_map(axis, profiles, **st.color_scale(profiles, caption.quantity))
-    axis.set(ylabel="Head", yticks=range(H), xticks=range(F), xlim=(-0.5, F - 0.5))
-    st.color_bar(figure, image, axis, st.LABELS[caption.quantity])
-    legend = st.grey_legend(profiles) | st.mark_averages(axis, F, caption.averages)
-    # A line above the axes: shading would change colours
-    edge = offset_copy(axis.get_xaxis_transform(), figure, y=4, units="points")
-    for text, frames in caption.highlighted_frames.items():
-        span = [min(frames) - 0.5, max(frames) + 0.5]
-        axis.axvline(span[0], linewidth=1.2, **DASHED)
-        style: dict[str, Any] = {"color": ORANGE, "linewidth": 4, "solid_capstyle": "butt", "clip_on": False}
-        (legend[text],) = axis.plot(span, [1, 1], transform=edge, label=text, **style)
-    title = f"Layer {layer}, {H} heads: {st.NAMES[caption.quantity]}"
-    st.label_figure(figure, [axis], title, caption.about, legend=legend)
     return figure
 
 
@@ -560,22 +503,12 @@ def last_block_attention(
     codes, said = {-1: "avg", -2: "0", -3: "tok"}, {MIXED: "", NO_SLOT: ""}
     pairs = zip(frames.tolist(), positions.tolist(), strict=True)
     labels = [codes.get(f, f"f{f}") + said.get(p, f"\n@{p}") for f, p in pairs]
-    H, slots = mass.shape
-    figure, (ax,) = st.panels(1, 1, (1.4 + 0.26 * slots, 0.8 + 0.13 * H))
-    image = st.heat_map(ax, mass, **st.color_scale(mass, "mass"))
-    ax.set_xticks(range(slots), labels, fontsize=st.TINY)
-    ax.set(ylabel="Head", yticks=range(H))
-    st.color_bar(figure, image, ax, st.LABELS["mass"])
-    st.label_figure(figure, [ax], title, subtitle, x="Slot: frame @ temporal position")
-    return figure
+    names = ("Head", "Slot: frame @ temporal position", st.LABELS["mass"])
+    return st.one_heat_map(mass, title, subtitle, names, columns=labels, **st.color_scale(mass, "mass"))
 
 
 @styled
 def survival_map(kept: np.ndarray, title: str, subtitle="") -> Figure:
     """Draw kept [layers, F]: how much of each frame the last block still sees, layer by layer."""
-    figure, (ax,) = st.panels(1, 1, (5.0, 0.8 + 0.14 * kept.shape[0]))
-    image = st.heat_map(ax, kept, cmap="viridis", vmin=0, vmax=1)
-    ax.set(ylabel="Layer", yticks=range(len(kept)), xticks=range(kept.shape[1]))
-    st.color_bar(figure, image, ax, "Share of its tokens kept")
-    st.label_figure(figure, [ax], title, subtitle, x="Latent frame")
-    return figure
+    names = ("Layer", "Latent frame", "Share of its tokens kept")
+    return st.one_heat_map(kept, title, subtitle, names, cmap="viridis", vmin=0, vmax=1)

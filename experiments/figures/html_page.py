@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from experiments.analysis.axes import AXES, has_slots, key_columns
+from experiments.analysis.axes import AXES, key_columns
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
 from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
@@ -55,24 +55,10 @@ Views = dict[str, dict[int, Profiles]]  # by quantity, by layer
 Passes = list[Views]
 
 
-def save_page(
-    path: str | Path,
-    source: str | Path,
-    layers: Sequence[int] | None = None,
-    max_mb=MAX_MB,
-    video: str | Path | None = None,
-    maps: str | Path | None = None,
-    compare: str | Path | None = None,
-) -> Path:
-    """Write the page of a cache file, or of a folder of layerN.pt, whole or not at all.
-
-    max_mb bounds the file, in 10^6 bytes. video is an mp4 of the same rollout, by default the one beside the
-    cache. maps is a maps cache of the rollout, which takes at most half of the page, and so does compare, a
-    second cache of as many heads and frames. CacheError where the profiles alone do not fit, for a bad video,
-    for maps of another rollout and for a second cache of other sizes.
-    """
+def save_page(path: str | Path, source: str | Path, **options: Any) -> Path:
+    """Write the page of a cache file or a folder of layerN.pt, whole or not at all; options of page_of."""
     with replacing(path) as file:
-        file.write(page_of(source, layers, max_mb, video, maps, compare).encode())
+        file.write(page_of(source, **options).encode())
     return Path(path)
 
 
@@ -84,7 +70,13 @@ def page_of(
     maps: str | Path | None = None,
     compare: str | Path | None = None,
 ) -> str:
-    """Return the page that save_page writes."""
+    """Return the page of a cache file, or of a folder of layerN.pt.
+
+    max_mb bounds the file, in 10^6 bytes. video is an mp4 of the same rollout, by default the one beside the
+    cache. maps is a maps cache of the rollout, which takes at most half of the page, and so does compare, a
+    second cache of as many heads and frames. CacheError where the profiles alone do not fit, for a bad video,
+    for maps of another rollout and for a second cache of other sizes.
+    """
     source = Path(source)
     passes, there = open_passes_of(source)
     view = next(iter(next(iter(passes[0].values())).values()))
@@ -121,12 +113,9 @@ def add_differences(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, A
     for one, other in zip(ours, others, strict=False):
         theirs = {m["name"]: m["values"] for m in other["measures"]}
         for m in [m for m in one["measures"] if m["name"] in theirs]:
-            pairs = [zip(*rows, strict=True) for rows in zip(m["values"], theirs[m["name"]], strict=True)]
-            values = [
-                [None if None in pair else float(f"{pair[0] - pair[1]:.4g}") for pair in row] for row in pairs
-            ]
+            difference = np.array(m["values"], float) - np.array(theirs[m["name"]], float)
             named = {"name": f"{m['name']}_difference", "title": f"{m['title']}, A − B", "scale": "diverging"}
-            one["measures"].append({"unit": m["unit"], "values": values} | named)
+            one["measures"].append({"unit": m["unit"], "values": numbers(difference)} | named)
 
 
 def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
@@ -295,7 +284,7 @@ def numbers(values: np.ndarray, digits: int = 4) -> Any:
 def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any] | None:
     """Return by axis labels and marks of columns, and values [N, H, columns] by pass; None for frames."""
     cache = {} if path.is_dir() else load_cache(path)
-    if cache.get("format") != "atlas" or not has_slots(cache):
+    if cache.get("format") != "atlas" or "slot_frame" not in cache:
         return None
     along: dict[str, Any] = {}
     for axis in AXES:
@@ -314,14 +303,14 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     """Return the maps of the view's rollout in max_bytes, patches pooled to fit; else CacheError."""
     cache = load_cache(path, expect=("maps",))
     typed = MapsCache.from_dict(cache)
-    if source_of(typed) != view.source or typed.num_frames != view.num_frames:
-        raise CacheError(f"{path} is of another rollout ({source_of(typed)}) than the page ({view.source})")
     ours, theirs = typed.config or {}, view.settings
-    differing = [n for n in sorted({*ours, *theirs}) if ours and theirs and ours.get(n) != theirs.get(n)]
+    differing = ["source"] * (source_of(typed) != view.source) + ["length"] * (
+        typed.num_frames != view.num_frames
+    )
+    differing += [n for n in sorted({*ours, *theirs}) if ours and theirs and ours.get(n) != theirs.get(n)]
     differing += ["interventions"] * (edits_in_words(typed.interventions) != view.edits)
     if differing:
-        said = f"{path} is of another rollout than the page, by its {', '.join(differing)}"
-        raise CacheError(f"{said}; make both with the same settings")
+        raise CacheError(f"{path} is of another rollout than the page, by its {', '.join(differing)}")
     if not (places := places_of(cache)):
         make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
         raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")
@@ -330,7 +319,14 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         for at in typed.passes()
     ]
     first = [by_layer[0][0] for by_layer in found]  # of each pass, a map per query
-    data = {
+    values = np.array([[[[m.values for m in row] for row in rows] for rows in layers] for layers in found])
+    # base64 of a byte a value, and two numbers a row; values are [P, N, h, n, F, rows, columns]
+    while (values.size * 4 // 3 + values[..., 0, 0, 0].size * 16) > max_bytes - 2000:
+        if values.shape[-2:] == (1, 1):
+            remedy = "keep fewer heads or queries, or allow more with --max_mb"
+            raise CacheError(f"the maps of {path} do not fit in the page: {remedy}")
+        values = pooled(values)
+    return {
         "layers": typed.layers,
         "heads": typed.heads,
         "passes": [of_pass[0].pass_label for of_pass in first],
@@ -339,19 +335,10 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         "own": [seen.query_frames[0] for seen in first[0]],
         "unit": first[0][0].unit,
         "grid": [typed.rows, typed.columns],
+        "rows": values.shape[-2],
+        "columns": values.shape[-1],
+        "coded": code(values.reshape(*values.shape[:4], -1), 1, 2),
     }
-    room = max_bytes - size_of(data) - 100
-    values = np.array([[[[m.values for m in row] for row in rows] for rows in layers] for layers in found])
-    while True:  # [P, N, h, n, F, rows, columns]
-        rows, columns = values.shape[-2:]
-        flat = values.reshape(*values.shape[:4], -1)
-        size = flat.size * 4 // 3 + flat[..., 0].size * 16  # base64 of a byte each, and two numbers a row
-        if size <= room:
-            return data | {"rows": rows, "columns": columns, "coded": code(flat, 1, 2)}
-        if rows == columns == 1:
-            remedy = "keep fewer heads or queries, or allow more with --max_mb"
-            raise CacheError(f"the maps of {path} do not fit in the page: {remedy}")
-        values = pooled(values)
 
 
 def pooled(values: np.ndarray) -> np.ndarray:

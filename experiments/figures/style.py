@@ -128,7 +128,7 @@ def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
 
 def wrapped(text: str, points: float, inches: float) -> str:
     """Break lines so that they are about so wide at most; "t = 1000" stays on one line."""
-    letters = max(8, int(inches * 72 / (0.56 * points)))
+    letters = max(8, int(inches * 72 / (0.59 * points)))
     lines = text.replace(" = ", "\u00a0=\u00a0").split("\n")
     return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
 
@@ -144,7 +144,7 @@ def _fit(figure: Figure) -> None:
     assert isinstance(layout, ConstrainedLayoutEngine)
     header = (1 - layout.get()["rect"][3]) * height  # inches, of label_figure
     rows, columns = np.max([axis.get_subplotspec().get_gridspec().get_geometry() for axis in shown], 0)  # type: ignore[union-attr]
-    cell = figure.get_figwidth() / columns - 0.25
+    cell = figure.get_figwidth() / columns - 0.5
     for axis in shown:
         axis.set_title(wrapped(axis.get_title(loc="left"), axis._left_title.get_fontsize(), cell))  # type: ignore[attr-defined]
         alone = sum(bool(other.get_xlabel()) for other in shown) == 1
@@ -376,6 +376,27 @@ def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any)
     axis.set_facecolor(GREY)
     colors |= {"interpolation": "nearest", "aspect": "equal" if equal else "auto"}
     return axis.imshow(np.ma.masked_invalid(values), **colors)
+
+
+def one_heat_map(
+    values: np.ndarray,
+    title: str,
+    subtitle: str,
+    names: tuple[str, str, str],
+    rows: Sequence[Any] | None = None,
+    columns: Sequence[Any] | None = None,
+    **colors: Any,
+) -> Figure:
+    """Draw values [rows, columns] in a figure of their own; names are of rows, columns and values."""
+    figure, (axis,) = panels(1, 1, (1.4 + 0.26 * values.shape[1], 0.8 + 0.14 * len(values)))
+    image = heat_map(axis, values, **colors)
+    axis.set_xticks(range(values.shape[1]), columns)
+    axis.tick_params(axis="x", labelsize=SMALL if columns is None else TINY)
+    axis.set_yticks(range(len(values)), rows)
+    axis.set_ylabel(names[0])
+    color_bar(figure, image, axis, names[2], values)
+    label_figure(figure, [axis], title, subtitle, x=names[1])
+    return figure
 
 
 def write_cells(axis: Axes, values: np.ndarray, text: str, middle: float, size: float = SMALL) -> None:

@@ -1,21 +1,18 @@
 """The miniature: losses of its training, its attention meanwhile, strips of its videos."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 import experiments.figures.style as st
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, YELLOW, styled
+from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, RED, YELLOW, styled
 
 STRIP_FRAMES = 7  # shown of 81, evenly
 SMOOTHED = 7  # values of a loss that are averaged
 HEAD_COLORS = (RED, ORANGE, PURPLE, BLUE, YELLOW, GREEN)  # of heads that a figure names
-STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")  # of seeds
 
 
 @styled
@@ -33,23 +30,14 @@ def training_curves(
     figure, (left, right) = st.panels(2, 2, (3.8, 2.4))
     half = SMOOTHED // 2
     for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
-        for curve in runs:
+        for n, curve in enumerate(runs, 1 - len(runs)):  # the last run is 0
             _, seconds, loss = np.array(curve).T
-            share, last = seconds / seconds[-1], curve is runs[-1]
+            share = seconds / seconds[-1]
             smooth = np.exp(np.convolve(np.log(loss), np.ones(SMOOTHED) / SMOOTHED, "valid"))
-            line, label = ("-", name) if last else ("--", None)
-            left.plot(share[half:-half], smooth, line, color=color, label=label)
-            if last:
-                left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
+            label = None if n else f"{name}, mean of {SMOOTHED}"
+            left.plot(share[half:-half], smooth, "--" if n else "-", color=color, label=label)
+            left.plot(share, loss, color=color, linewidth=0.7, alpha=0.0 if n else 0.35)
     left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
-    legend = st.handles(left)
-    lines: dict[str, dict[str, Any]] = {
-        f"mean of {SMOOTHED}": {},
-        "each value": {"linewidth": 0.7, "alpha": 0.35},
-    }
-    if any(len(runs) > 1 for runs in losses.values()):
-        lines["first of two runs"] = {"linestyle": "--"}
-    legend |= {name: Line2D([], [], color="0.3", label=name, **style) for name, style in lines.items()}
     steps, *curves = np.array(psnr).T
     names = ("81 frames", "first second", "last second")
     for values, color, name, marker in zip(curves, (DARK, BLUE, ORANGE), names, "os^", strict=True):
@@ -57,7 +45,8 @@ def training_curves(
     if resumed is not None:
         right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
-    st.label_figure(figure, [], "Training of the miniature", subtitle, legend=legend | st.handles(right))
+    legend = st.handles(left) | st.handles(right)
+    st.label_figure(figure, [], "Training of the miniature", subtitle, legend=legend)
     return figure
 
 
@@ -125,17 +114,12 @@ def video_strips(
         shown = [np.pad(videos[i][chosen], edge, constant_values=1) for videos in rows.values()]
         picture = np.concatenate([np.concatenate([*strip], 1) for strip in shown])
         height, width = picture.shape[0] / len(rows), picture.shape[1] / len(chosen)
-        # The SVG holds the pixels as they are; six bits of a colour are enough and pack twice as well.
-        axis.imshow(np.round(63 * picture) / 63, interpolation="none")
+        # Six bits of a colour are enough, and an SVG packs them twice as well.
+        st.show_picture(axis, np.round(63 * picture) / 63)
         axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
-        axis.set_xticks([])
         if i >= len(captions) - 2:  # frame numbers under the lowest strip of each column
             axis.set_xticks([(n + 0.5) * width for n in range(len(chosen))], [str(f) for f in chosen])
-            axis.tick_params(axis="x", pad=1, length=0)
             axis.set_xlabel("Video frame", fontsize=st.SMALL, labelpad=1)
         axis.set_title(caption, fontsize=st.SMALL)
-        axis.grid(False)
-        for spine in axis.spines.values():
-            spine.set_color(GREY)
     st.label_figure(figure, [], title, subtitle)
     return figure

@@ -101,7 +101,6 @@ def test_all_of_a_view_and_why_there_is_nothing():
     other = {"a": found.fit.effect, "b": -found.fit.effect}
     assert [row["r with the first pass"] for row in first_frame.pass_rows(other)] == pytest.approx([1, -1])
     for absent, reason in (
-        (None, first_frame.NO_LOGITS),
         (open_profiles(synthetic_caches.atlas(F=6, blocks=[6])), first_frame.NO_CONTEXT),
         (open_profiles(synthetic_caches.figure4(granularity="key")), first_frame.NO_MATRIX),
     ):

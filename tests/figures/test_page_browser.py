@@ -80,18 +80,6 @@ def test_a_second_cache_beside_the_first(page, atlas_page, tmp_path):
     assert np.allclose(apart, 1, atol=2e-3) and browser.js("measure().title").endswith("A − B")
 
 
-def test_it_opens_on_s_and_the_amplitude_of_waves(page):
-    browser = page()
-    assert browser.js("[measure().name, besideMeasure().name]") == ["first_frame_effect", "wave_amplitude"]
-    assert "wan-mini, “" in text_of(browser, "what") and "seed 42" in text_of(browser, "what")
-    x, y, width, _ = box(browser, "#map2")
-    browser.send(
-        "Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x + width / 2, "y": y + 12}]
-    )
-    browser.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-    assert browser.wait_for("document.getElementById('tip').textContent.includes('amplitude, 1 rad/frame')")
-
-
 def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path):
     pytest.importorskip("anywidget", reason="an extra: pip install -e '.[widget]'")
     from experiments.figures.widget import RENDER
@@ -194,6 +182,3 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
     assert browser.js("data.keys.position.labels[2]") == [str(n) for n in range(6)]
     assert len(browser.js(along)) == 6 and abs(sum(browser.js(along)) - 1) < 1e-3
     assert "sink" in browser.js(drawn)
-
-
-# How it looks, and what a cache lacks

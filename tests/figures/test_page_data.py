@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from conftest import ROOT
 from helpers import synthetic_caches
 from helpers.pages import decode, decode_matrices
 
-from experiments import layer_page
 from experiments.analysis.first_frame import equal_distance_excess
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
@@ -23,7 +21,6 @@ from experiments.caches.view import open_profiles
 from experiments.figures import html_page as page_data
 from experiments.figures.html_page import MAX_MB, PARTS, SCRIPTS, STYLES, open_passes_of, save_page
 from experiments.figures.video_maps import pictures, pictures_for, video_of
-from experiments.running import cli
 
 PUBLISHED = ROOT / "cache" / "published"
 EAGLE = PUBLISHED / "self_forcing_dmd_eagle_21f.pt"
@@ -63,7 +60,7 @@ def test_the_published_data():
     assert one["kinds"][1][1] in ("anchor", "wave", "veil")
 
 
-def test_a_folder_of_layers_and_its_mistakes(tmp_path):
+def test_a_folder_of_layers(tmp_path):
     for N in (10, 2):
         save_cache(tmp_path / f"layer{N}.pt", synthetic_caches.layer(N))
     data = data_of(tmp_path)
@@ -75,17 +72,6 @@ def test_a_folder_of_layers_and_its_mistakes(tmp_path):
     save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3, F=12))
     with pytest.raises(CacheError, match=r"layer3.pt is of '12 frames', .*layer2.pt of '9 frames'; a folder"):
         data_of(tmp_path)
-    save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3) | {"model": "Wan2.1-T2V-1.3B"})
-    with pytest.raises(CacheError, match=r"layer3.pt is of 'Wan2.1-T2V.*layer2.pt of 'wan-mini"):
-        data_of(tmp_path)
-    save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(10))
-    with pytest.raises(CacheError, match=r"layer3.pt and .*layer10.pt both hold layer 10; .* move one"):
-        data_of(tmp_path)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        CacheError, match=r"holds no layerN\.pt; run: bash experiments/extract_all_layers\.sh"
-    ):
-        data_of(tmp_path / "empty")
 
 
 def test_a_second_cache_is_compared(tmp_path):
@@ -121,8 +107,7 @@ def test_what_a_cache_lacks(tmp_path):
     assert np.isnan(decode_matrices(one["matrices"]["mean_logit"], 3, 3, 9)[0, 1]).all()
 
 
-@pytest.mark.parametrize("cell_bytes", [1, 2])
-@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize(("cell_bytes", "power"), [(1, 2), (2, 1)])
 def test_codes(cell_bytes, power):
     """A value comes back within half a step, whatever its neighbours are; what is not finite is absent."""
     values = np.random.default_rng(0).normal(size=(4, 3, 50))
@@ -227,31 +212,9 @@ def test_thumbnails(tmp_path):
         save_cache(tmp_path / "of a.pt", synthetic_caches.atlas() | {"fingerprint": run})
         data = read_page(save_page(tmp_path / "p.html", tmp_path / "of a.pt"))
         assert len(data["thumbnails"]) == count
-    for path in ("of a.mp4", "a.mp4"):  # a video that does not say what it is of may be named
-        own = path == "a.mp4"
-        assert own or "of a.mp4 is of another run" in data["notes"][0]
-        with nullcontext() if own else pytest.raises(CacheError, match=r"of a.mp4 is of another run"):
-            video_of(tmp_path / "of a.pt", tmp_path / path)
+    assert "of a.mp4 is of another run" in data["notes"][0]
     (tmp_path / "a.mp4").write_bytes(b"no video")
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert data["thumbnails"] == [] and data["notes"][0].startswith("The video beside the cache is left out")
     with pytest.raises(CacheError, match="cannot be read as a video"):
         save_page(tmp_path / "p.html", tmp_path / "a.pt", video=tmp_path / "a.mp4")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["{}/no.pt"], r"no\.pt not found; run: "),
-        (["{}/a.pt", "--max_mb", "0"], "--max_mb must be above 0"),
-        (["{}/a.pt", "--max_mb", "nan"], "not a finite number"),
-        (["{}/a.pt", "--max_mb", "0.01"], "allow more with --max_mb"),
-        (["{}/a.pt", "--video", "{}/no.mp4"], r"no\.mp4 not found"),
-    ],
-)
-def test_bad_input(tmp_path, capfd, words, said):
-    save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
-    with pytest.raises(SystemExit) as ended:
-        cli.main(layer_page.run, [word.format(tmp_path) for word in words])
-    line = capfd.readouterr().err.strip()
-    assert ended.value.code == 2 and re.search(said, line) and "\n" not in line

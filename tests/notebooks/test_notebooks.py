@@ -42,9 +42,6 @@ def row_of(printed, *start):
     return row
 
 
-# One layer
-
-
 def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
     """Older files have no format, float16, and zeros for what was not attended."""
     now = layer_from_atlas(load_cache(PUBLISHED / "self_forcing_dmd_eagle_21f.pt"), 20)
@@ -79,9 +76,6 @@ def test_video_frames_some_queries_and_the_other_branch(tmp_path):
     assert "Key frame (video)" in drawn["layer4/layer4_perhead_grid.svg"]
 
 
-# Probabilities
-
-
 def test_probabilities_of_a_window_of_logits_and_of_an_atlas(tmp_path):
     cache = synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8], steps=(0, 4), H=3)
     printed, drawn = run("plot_figure4", tmp_path, cache, WEIGHT_INDEX=3, HEAD=2)
@@ -105,9 +99,6 @@ def test_probabilities_of_a_window_of_logits_and_of_an_atlas(tmp_path):
     assert said.endswith("CacheError: call 6 is not in 0..5, the layers and passes of this atlas")
 
 
-# Figure 4
-
-
 def figure_files(*layers):
     per_layer = {f"figure4_layer{N}_{name}.svg" for N in layers for name in ("per_head_grid", "all_heads")}
     whole = ("reproduction", "layer_comparison", "layers_together", "statistics")
@@ -121,7 +112,6 @@ def test_figure4_of_tokens(tmp_path):
     )
     assert drawn.keys() == figure_files(1, 5) and "Mine" in drawn["figure4_reproduction.svg"]
     assert "mean of 8 key tokens" in drawn["figure4_reproduction.svg"]
-    assert drawn.keys() == figure_files(1, 5) and "max@" in drawn["figure4_reproduction.svg"]
     tokens = cache["attention_weights"][1]["attn_logits"][0, 3].double().numpy()  # layer 5, head 3: [48, 336]
     frame = tokens.reshape(48, 21, 16).mean((0, 2))
     expected = [frame[0], frame[1:20].mean(), frame[20], frame[0] - frame[1:20].mean()]
@@ -129,20 +119,23 @@ def test_figure4_of_tokens(tmp_path):
     assert shown == pytest.approx(expected, abs=6e-4)
 
 
+def published(folder, layers):
+    """Some layers of the published eagle, with all of its heads."""
+    cache = load_cache(PUBLISHED / "self_forcing_dmd_eagle_21f.pt", mmap=False)
+    save_cache(folder / "eagle.pt", smaller_atlas(cache, layers, heads=12))
+    return str(folder / "eagle.pt")
+
+
 def test_published_data_over_the_papers_curve(tmp_path):
-    path = "../cache/published/self_forcing_dmd_eagle_21f.pt"
-    printed, drawn = run("plt_fig4", tmp_path, CACHE_PATH=path)
+    printed, drawn = run("plt_fig4", tmp_path, CACHE_PATH=published(tmp_path, (1, 5)))
     waves = {"figure4_by_block.svg", "figure4_in_parts.svg"}
     assert drawn.keys() == figure_files(1, 5) | waves and "Shown: L1H1, L5H10" in printed
-    assert row_of(printed, "above", "2,")[2:] == ["of", "all", "360", "50", "74", "18", "23"]
+    assert row_of(printed, "above", "2,")[2:5] == ["of", "all", "24"]
     for name, r in (("L1H1", "0.9928"), ("L5H10", "0.9874")):
         shown = row_of(printed, name, "shown")
         assert shown[5] == r and shown[7] == "1"
         assert f"r = {float(r):.3f}" in drawn["figure4_reproduction.svg"]
     assert "cut off by the paper's plot" in drawn["figure4_reproduction.svg"].replace("&#x27;", "'")
-
-
-# The atlas, and a sweep of atlases
 
 
 def always(layer):
@@ -154,19 +147,17 @@ def always(layer):
 
 
 def test_the_published_atlas(tmp_path):
-    path = "../cache/published/self_forcing_dmd_eagle_21f.pt"
-    printed, drawn = run("layer_atlas", tmp_path, CACHE_PATH=path)
+    printed, drawn = run("layer_atlas", tmp_path, CACHE_PATH=published(tmp_path, (1, 20)))
     assert drawn.keys() == always(1) | {"label_agreement.svg"}
-    assert row_of(printed, "mean", "of", "s")[-1] == "0.6408"
-    assert row_of(printed, "heads", "above", "all", "placebos")[-1] == "208"
-    assert row_of(printed, "anchor")[1:] == ["172", "159", "13", "0"]
+    assert row_of(printed, "heads", "above", "all", "placebos")[-1] == "15"
+    assert sum(map(int, row_of(printed, "anchor")[2:5])) == int(row_of(printed, "anchor")[1])
     assert "amplitude, period 14.5" in drawn["waves.svg"]
     assert "published, Pyramid Forcing" in drawn["kinds_of_heads.svg"]
     assert "absent: attention mass: no mass in this cache" in drawn["layer1_logits_and_mass.svg"]
-    assert all(f"Layer {layer} " in drawn["profile_strips.svg"] for layer in range(30))
+    assert all(f"Layer {layer} " in drawn["profile_strips.svg"] for layer in (1, 20))
 
 
-def test_an_own_atlas_with_everything_and_one_of_mass_alone(tmp_path):
+def test_an_own_atlas_with_everything(tmp_path):
     cache, shares = synthetic_caches.atlas(F=12, H=3, layers=(0, 1, 5)), torch.tensor([0.5, 0.3, 0.2])
     cache["frame_logits_by_band"] = cache["frame_logits"][..., None] * shares
     cache["rope_bands"] = ["time, period 6.28 frames", "height", "width"]
@@ -178,15 +169,6 @@ def test_an_own_atlas_with_everything_and_one_of_mass_alone(tmp_path):
     assert drawn.keys() == always(5) | more and "Passes in this cache: 2" in printed
     assert row_of(printed, "cinematic")[1:] == ["0.04000", "0.06000", "2"]
     assert "No published labels of this model" in printed
-    for path in (tmp_path / "figures").iterdir():
-        path.unlink()
-    for name in ("frame_logits", "frame_logits_by_band", "rope_bands", "key_curve"):
-        cache.pop(name)
-    del cache["cross_mass"], cache["cross_tokens"]
-    printed, drawn = run("layer_atlas", tmp_path, cache | {"is_logits": False}, LAYER=77)
-    assert drawn.keys() == always(0) - {"stability.svg", "placebos.svg", "key_frames.svg"}
-    assert "First-frame effect: absent, no mean logits in this cache" in printed
-    assert "Shown: layer 0 of 0–1, 5; asked for: 77" in printed
 
 
 def test_keys_of_a_cache_policy_along_positions(tmp_path, monkeypatch):
@@ -264,9 +246,6 @@ def test_an_edit_is_run_and_shown(tmp_path):
     assert "edited: Knockout(layers=3" in drawn["attention.svg"]
 
 
-# Long rollouts
-
-
 @pytest.fixture(scope="module")
 def findings():
     gains = dict.fromkeys(("full", *policy_findings.FAMILY, "frozen", "vae"), 0.1)
@@ -308,9 +287,6 @@ def test_coherence_has_the_maxima_that_are_known():
     assert [(place, round(value, 3)) for place, value in found] == [(201, 0.544), (132, 0.541)]
 
 
-# On the video
-
-
 @pytest.fixture(scope="module")
 def maps(tmp_path_factory):
     folder = tmp_path_factory.mktemp("maps")
@@ -346,6 +322,3 @@ def test_on_the_video(maps, tmp_path):
 def test_wrong_parameters_are_one_line(maps, tmp_path, name, parameters, message):
     said, _ = run(name, tmp_path, **({"CACHE_PATH": str(maps), "CAPTIONS": 0} | parameters))
     assert message in said and "\n" not in said and not (tmp_path / "figures").exists()
-
-
-# How notebooks are stored

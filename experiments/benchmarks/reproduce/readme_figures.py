@@ -7,6 +7,7 @@ The real model's Figure 4 is drawn from cache/published/. --miniature draws the 
 and videos that are generated again. --layers BASE CAUSAL draws one layer of two caches, and no other figure.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def figure4() -> Figure:
     view = open_profiles(load_cache(published.FOLDER / published.DEFAULT_ATLAS))
     csv, model = published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL
     curves, _ = published.curves_for(view, csv, model)
-    panels = choose_heads(view, published.FIGURE4_HEADS).panels
+    panels = choose_heads(view, published.FIGURE4_HEADS)[0]
     return heads.head_curves(published.add_reference(panels, view, curves), view.caption)
 
 
@@ -65,9 +66,11 @@ def base_and_causal(*paths: str) -> Figure:
     difference = both["base"] - both["causal"]  # NaN in later blocks; softmax ignores a row's mean
     apart = np.abs(difference - np.nanmean(difference, -1, keepdims=True))
     shown = sorted(np.argsort(-np.nanmean(apart, (1, 2)))[:HEADS_SHOWN].tolist())
-    title = f"Layer {layer}, the {HEADS_SHOWN} heads that differ most"
-    about = f"base, {base.pass_label}; causal, {causal.pass_label}; {causal.caption.source}"
-    return heads.compared_maps(both, shown, base.quantity, title=title, subtitle=about)
+    matrices = np.concatenate([matrix[shown] for matrix in both.values()])
+    names = [f"{weights}, H{head}" for weights in both for head in shown]
+    about = f"base, {base.pass_label}; causal, {causal.pass_label}; the heads that differ most"
+    caption = replace(causal.caption, subtitle=about, highlighted_frames={})
+    return heads.frame_maps(matrices, range(base.num_frames), caption, layer=layer, heads=names)
 
 
 def videos() -> Figure:

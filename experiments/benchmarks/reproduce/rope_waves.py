@@ -66,7 +66,7 @@ def run(argv=None):
         "first frame by block of queries": {name(key): by_block(*matrices[key]) for key in matrices},
         "steady heads": steady_heads({p: (*matrices[p, 21], fits[p, 21]) for p in PROMPTS}),
     }
-    shown = choose_heads(views["eagle", 72], published.FIGURE4_HEADS).panels
+    shown = choose_heads(views["eagle", 72], published.FIGURE4_HEADS)[0]
     by_block_panels, parts = panels_of_view(views["eagle", 72], shown)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
     figures = {
@@ -188,21 +188,21 @@ def of_matrix(matrix: np.ndarray, block_sizes, fit: MatrixFit) -> dict[str, Any]
 
 def by_block(matrix: np.ndarray, block_sizes) -> dict[str, Any]:
     """Return frame 0's excess and rank by block of queries, of Figure 4's heads and over all heads."""
-    found = first_by_block(matrix, block_sizes)
-    starts = [block.start for block in found.queries]
-    at, high = starts.index(18), found.excess > SINK
+    queries, excess, rank = first_by_block(matrix, block_sizes)
+    starts = [block.start for block in queries]
+    at, high = starts.index(18), excess > SINK
     sinks = high[..., at]
     return {
         "first query frame": starts,
-        "mean over heads": [round(float(x), 2) for x in found.excess.mean((0, 1))],
+        "mean over heads": [round(float(x), 2) for x in excess.mean((0, 1))],
         "heads above 2 logits": [int(x) for x in high.sum((0, 1))],
         "of those at 18-20, at each block": [int(x) for x in (high & sinks[..., None]).sum((0, 1))],
         "of those at 18-20, at all from 12-14 to 30-32": int((high[..., 3:10].all(-1) & sinks).sum()),
         "of those at 18-20, at all from 12-14 on": int((high[..., 3:].all(-1) & sinks).sum()),
         **{
             label: {
-                "excess": [round(float(x), 1) for x in found.excess[head]],
-                "rank": [int(x) for x in found.rank[head]],
+                "excess": [round(float(x), 1) for x in excess[head]],
+                "rank": [int(x) for x in rank[head]],
             }
             for label, head in PAPER_HEADS.items()
         },
@@ -216,9 +216,9 @@ def steady_heads(atlases: dict[str, tuple]) -> dict[str, Any]:
     steady: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {}
     for prompt, (matrix, block_sizes, fit) in atlases.items():
-        by = first_by_block(matrix, block_sizes)
-        wanted = [i for i, block in enumerate(by.queries) if STEADY_FROM <= block.start <= STEADY_TO]
-        steady[prompt] = (by.rank[..., wanted] == 1).all(-1)
+        queries, _, rank = first_by_block(matrix, block_sizes)
+        wanted = [i for i, block in enumerate(queries) if STEADY_FROM <= block.start <= STEADY_TO]
+        steady[prompt] = (rank[..., wanted] == 1).all(-1)
         s = fit.s[steady[prompt]]
         found[prompt] = {
             "heads": int(steady[prompt].sum()),
