@@ -19,6 +19,8 @@ from experiments.analysis.first_frame import (
 )
 from experiments.analysis.panels import (
     NO_CONTEXT,
+    NO_LOGITS,
+    NO_MASS,
     NOT_IDENTIFIED,
     HeadMap,
     HeadPanel,
