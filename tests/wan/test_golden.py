@@ -148,16 +148,3 @@ def test_scheduler_tables_are_exact(shift):
     assert torch.equal(
         schedule.warp([1000, 750, 500, 250]), arrays[f"fm_shift{shift}_warped_1000_750_500_250"]
     )
-
-
-@torch.no_grad()
-def test_each_frame_may_have_a_timestep_of_its_own():
-    model, generator = golden_model(), torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 16, 4, 6, generator=generator)
-    text = model.text_keys_values(torch.randn(2, 32, 64, generator=generator))
-    t = torch.tensor([900.0, 500.0])
-    each = t[:, None].expand(2, 3).clone()
-    flow = model(x, t, text)
-    torch.testing.assert_close(model(x, each, text), flow, atol=ATOL, rtol=0)
-    each[:, 2] = 0
-    assert (model(x, each, text) - flow)[:, 2].abs().max() > 0.01

@@ -91,12 +91,6 @@ def test_what_is_not_an_edit_is_refused_in_one_line(message):
     assert "\n" not in str(error.value)
 
 
-def test_passes_choose_and_steps_narrow_denoising():
-    for passes, steps, chosen in (("denoise", None, [0, 1, 2]), ("clean", None, [3]), ("all", [0], [0, 3])):
-        edit = Ablate("zero", passes=passes, steps=steps)
-        assert [step for step in (-1, 0, 1, 2, 3) if edit.selects_pass(step, step in (-1, 3))] == chosen
-
-
 # --- Single calls
 HEADS, DIM, S = 3, 12, 5  # the temporal share of 12 dims is 4: two frequencies
 PAST, OWN = (0, 1, 4, 5), (6, 7)  # frames 2 and 3 have left; key frames in order
@@ -237,17 +231,6 @@ def test_patched_heads_against_float64(what, frames, taken, slots):
         Ablate("resample", {"seed": 1}, passes="all"),
     ):
         assert (run(edit, data={edit: source})[0][:, :, 1] == 7).all()
-
-
-def test_keys_of_a_slot_are_taken_where_the_source_holds_the_same_frame():
-    source = OtherRun()
-    source.layout = replace(LAYOUT, slots=(*SLOTS[:2], Slot(3, 3), *SLOTS[3:]))  # a bank chose frame 3 there
-    of_kv = [Patch("kv", {"seed": 1}, frames=frames, passes="all") for frames in (4, "past")]
-    for edit in (*of_kv, Patch("qk", {"seed": 1}, passes="all")):
-        with pytest.raises(InterventionError, match="the source chose other keys for slot 2"):
-            run(edit, data={edit: source})
-    edit = Patch("kv", {"seed": 1}, frames=[0, 5], passes="all")
-    assert torch.equal(run(edit, data={edit: source})[0], run(edit, data={edit: OtherRun()})[0])
 
 
 def rope_by_hand(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

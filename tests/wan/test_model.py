@@ -4,11 +4,9 @@ In bfloat16 the budget is half a unit in the last place of the result plus what 
 """
 
 import copy
-import math
 
 import pytest
 import torch
-from conftest import golden_config
 from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 
 from wan import model as layers
@@ -91,28 +89,6 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, turned, dt
 
 @real_gpu
 @DTYPES
-@SHAPES
-@torch.no_grad()
-def test_keys_and_values_are_written_in_the_same_bits(
-    batch, frames, tokens, heads, head_dim, rows, dtype, device
-):
-    config = ModelConfig(dim=heads * head_dim, ffn_dim=8, num_heads=heads, num_layers=1)
-    attn = layers.SelfAttention(config, 0)
-    attn.norm_q.weight.copy_(torch.linspace(-1, 2, config.dim))
-    attn.norm_k.weight.copy_(torch.linspace(1, -2, config.dim))
-    attn.to(device, dtype)
-    table, (x,) = RotaryTable(head_dim), inputs(dtype, device, (batch, frames * tokens, config.dim))
-    rope = layers.Rope(*(table(range(at, at + frames), 1, tokens, device) for at in (4, 1)))
-    expected = attn.norm_q(attn.q(x), rope.queries), attn.norm_k(attn.k(x), rope.keys), attn.values(x)
-    out = tuple(torch.empty_like(part) for part in expected[1:])
-    for given in (None, out):
-        found = attn.project(x, rope, True, given)
-        assert all(map(torch.equal, found, (*expected, attn.norm_k(attn.k(x)))))
-    assert found[1] is out[0] and found[2] is out[1]
-
-
-@real_gpu
-@DTYPES
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_behind_attention(rows, dtype, device):
     assert error_behind_attention(rows, dtype, device) <= LAYER_ERROR[dtype]
@@ -148,18 +124,3 @@ def test_teacher_forcing_mask():
 
 
 # RoPE and its bands.
-
-
-def test_the_bands_of_a_head():
-    """Head dim 128: 22 time frequencies from 1 rad/frame down, 42 dims each of height and width."""
-    table = RotaryTable(128)
-    assert list(table.bands.values()) == [2] * 22 + [42, 42] and sum(table.bands.values()) == 128
-    second = f"time, period {2 * math.pi * 10000 ** (2 / 44):.2f} frames"
-    assert list(table.bands)[:2] == ["time, period 6.28 frames", second]
-    assert list(table.bands)[-2:] == ["height", "width"]
-    named = [float(name.split()[2]) for name in table.bands if name.startswith("time")]
-    turns = table.freqs_cis(0, torch.arange(7))  # the wave that passes for a sink at frame 0
-    assert turns.shape == (7, 22) and turns[1, 0].angle().item() == pytest.approx(1.0)
-    assert named == pytest.approx((2 * math.pi / turns[1].angle()).tolist(), rel=5e-3)
-    assert RotaryTable(golden_config()["model"]["head_dim"]).axes_dim == (8, 4, 4)
-    assert table.axes_dim == (44, 42, 42)

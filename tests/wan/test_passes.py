@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, intervene
-from wan.pipeline import RECACHE, CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
+from wan.pipeline import CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, make_policy
 
 TWO_STEP = {"denoising_step_list": [1000, 500], "first_block_steps": [1000, 750, 500, 250]}
@@ -36,20 +36,6 @@ def test_the_first_block_takes_its_own_steps():
                 x = add_noise(x0, renoise[number, :, frame : frame + 1], chosen[number + 1][1])
         model(x0, torch.tensor(0.0), text, cache)
         assert torch.equal(latents[:, frame : frame + 1], x0)
-
-
-@pytest.mark.parametrize("context", [3, 6])
-def test_context_is_computed_again_before_every_block(context):
-    policy = make_policy("relative", window=context + 3)
-    run = CausalInferencePipeline(tiny_pipeline().model, cache_policy=policy, recompute_context=context)
-    request = CaptureRequest(layers=[0], steps=[RECACHE, 0], granularity="frame")
-    with ATTENTION_WEIGHT_CAPTURE.capture(request) as calls:
-        rollout(run, 12)
-    first = [max(0, start - context) for start in (3, 6, 9)]
-    again = [list(range(a, b)) for a, b in zip(first, (3, 6, 9), strict=True)]
-    assert [c["query_frames"] for c in calls if c["step"] == RECACHE] == again
-    assert calls[-1]["key_frames"] == list(range(9 - context, 12))
-    assert calls[-1]["slot_position"] == list(range(context + 3))
 
 
 def with_context(**policy):

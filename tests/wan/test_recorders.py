@@ -9,7 +9,6 @@ import torch
 from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.errors import ConfigError
 from wan.interventions import (
     Ablate,
     HeadOutputs,
@@ -21,7 +20,6 @@ from wan.interventions import (
     intervene,
     record_head_outputs,
 )
-from wan.offload import StreamedBlocks
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.sites import Pass, Where, watchers
@@ -179,20 +177,3 @@ def test_keys_that_the_source_chose_otherwise_are_an_error(policy):
         intervene(edit, data={edit: other}),
     ):
         mine()
-
-
-def test_streamed_layers_are_not_shared_by_two_runs():
-    """Each would compute with weights that the other one fetched; a source of its own weights may."""
-
-    def patched(pipeline, other) -> torch.Tensor:
-        edit = Patch("z", OTHER, layers=[0, 3], heads=[0], passes="all")
-        with RunInStep(of_seed(other, 2)) as source, intervene(edit, data={edit: source}):
-            return of_seed(pipeline, 1)()
-
-    resident, pipeline, of_source = tiny_pipeline(), tiny_pipeline(), tiny_pipeline(seed=5)
-    expected = patched(resident, tiny_pipeline(seed=5))
-    for one in (pipeline, of_source):
-        one.model.blocks = StreamedBlocks(one.model.blocks, torch.float32, "cpu")
-    with pytest.raises(ConfigError, match="cannot serve two runs in step; leave offload out"):
-        patched(pipeline, pipeline)
-    assert torch.equal(patched(pipeline, of_source), expected)

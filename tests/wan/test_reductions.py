@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wan import reductions
 from wan.attention import attention_with_lse
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery, key_maps
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.keys import (
     AVERAGE,
     CHOSEN,
@@ -163,28 +163,6 @@ def test_frames_and_slots_of_any_layout(layout, query_frames, biased, seed):
     else:
         gone = values["frame_logits"].isnan()[..., None].expand_as(values["frame_logits_by_band"])
         assert torch.equal(values["frame_logits_by_band"].isnan(), gone)
-
-
-@given(biased=st.booleans(), seed=st.integers(0, 2**30), tokens=st.lists(st.integers(0, 4), max_size=3))
-@settings(max_examples=40, deadline=None)
-def test_maps_are_rows_of_the_matrix(biased, seed, tokens):
-    dice, S, query_frames = torch.Generator().manual_seed(seed), 5, (7, 8)
-    q = torch.randn(1, 2 * S, 3, 16, generator=dice)
-    k = torch.randn(1, 6 * S, 3, 16, generator=dice)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
-    bias = None
-    if biased:
-        bias = torch.randn(3, 6 * S, generator=dice)
-        bias[:, 1::3] = -torch.inf
-        logits = logits + bias[:, None]
-    queries = [MapQuery(), MapQuery(8), MapQuery(3), *(MapQuery(7, token) for token in set(tokens))]
-    maps = key_maps(q, k, logits.logsumexp(-1).float(), queries, query_frames, S, bias)
-    assert maps["map_queries"].tolist() == [list(query) for query in queries if query.frame != 3]
-    rows = [slice(0, 2 * S), slice(S, 2 * S), *(slice(token, token + 1) for token in set(tokens))]
-    for n, some in enumerate(rows):
-        mean = logits[:, :, some].mean(2)
-        close(maps["map_logits"][:, :, n], mean.masked_fill(mean.isinf(), torch.nan), 2e-5, 2**-10)
-        close(maps["map_mass"][:, :, n], logits.softmax(-1)[:, :, some].mean(2) * S, 2e-5, 2**-10)
 
 
 # --- Rollouts under policies: captured values are those of the token matrices

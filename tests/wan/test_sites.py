@@ -159,14 +159,14 @@ def test_blocks_are_handed_on_as_they_end():
 # --- What is changed
 def test_an_edit_that_returns_its_input_leaves_every_bit(device):
     pipeline = two_steps(torch.bfloat16, device)
-    plain, seen = rollout(pipeline), []
+    plain, seen = rollout(pipeline, 3), []
     with intervene(at(*SITES), lambda x, where: seen.append(where.site) or x) as session:
-        assert torch.equal(rollout(pipeline), plain)
+        assert torch.equal(rollout(pipeline, 3), plain)
     assert set(seen) == {*SITES} and session.changed == [len(seen)] == [
-        pipeline.plan(6).count(at(*SITES)) - 2
+        pipeline.plan(3).count(at(*SITES)) - 2
     ]
     with pytest.warns(UserWarning, match="no call was"), intervene(at(*SITES), spoil):
-        assert torch.equal(rollout(pipeline), plain)  # x is a copy
+        assert torch.equal(rollout(pipeline, 3), plain)  # x is a copy
 
 
 def spoil(x, where):
@@ -277,21 +277,6 @@ def test_a_site_is_patched_from_another_run(site):
         found = captured(site, pipeline=mine, **ONE)[site]
     expected = captured(site, pipeline=theirs, run=lambda run: rollout(run, seed=2), **ONE)[site]
     assert torch.equal(found[0], expected[0])
-
-
-def test_the_residual_stream_of_another_run_gives_its_x0():
-    """All tokens behind a layer, in all passes: from there on it is the other run of that prompt."""
-    pipeline, edit = two_steps(), Patch("resid_post", Source(seed=2), layers=[0], passes="all")
-
-    def of_seed(seed):
-        generator = torch.Generator().manual_seed(seed)
-        noise, again = torch.randn(2, 1, 6, 16, 2, 10, generator=generator)
-        pipeline.inference(noise, prompt_embeds=torch.ones(1, 4, TINY["text_dim"]), renoise=again[None])
-
-    with RunInStep(lambda: of_seed(2)) as other, intervene(edit, data={edit: other}):
-        found = captured("flow", run=lambda _: of_seed(1))["flow"]
-    mine, expected = (captured("flow", run=lambda _, s=seed: of_seed(s))["flow"] for seed in (1, 2))
-    assert all(map(torch.equal, found, expected)) and not torch.equal(mine[0], expected[0])
 
 
 # --- Refusals
