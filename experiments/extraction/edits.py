@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import load_yaml, read_text
@@ -117,3 +118,11 @@ def require_means(path: str | Path) -> None:
     """Raise ConfigError where a file of means is not there."""
     if not Path(path).is_file():
         raise ConfigError(f"{path} not found; leave source out: the run makes the means of reference_prompts")
+
+
+def named_files(config: RunConfig) -> list[str]:
+    """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
+    classes = (config.cache_policy or {}).get("file")
+    sources = sources_of(edits_of(config.interventions, "config"))
+    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in sources]
+    return [str(file) for file in (config.lora_path, classes, *named) if file]

@@ -27,7 +27,7 @@ from experiments.extraction.devices import (
     versions,
 )
 from experiments.extraction.devices import fingerprint as fingerprint
-from experiments.extraction.edits import check_sources, edits_of, sources_of
+from experiments.extraction.edits import check_sources, edits_of, named_files
 from wan import checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE
@@ -116,14 +116,6 @@ def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
     check_sources(edits_of(config.interventions, "config"), config)
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named_files(config), *text_files])
-
-
-def named_files(config: RunConfig) -> list[str]:
-    """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
-    classes = (config.cache_policy or {}).get("file")
-    sources = sources_of(edits_of(config.interventions, "config"))
-    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in sources]
-    return [str(file) for file in (config.lora_path, classes, *named) if file]
 
 
 def vae_files(config: RunConfig) -> list[dict[str, Any]]:
