@@ -13,13 +13,7 @@ from wan.config import load_config
 from wan.errors import ConfigError
 
 RUN_FLAGS = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
-SAMPLING_FLAGS = {  # flag -> field of BaseSampling
-    "num_frames": "num_video_frames",
-    "guidance_scale": "guidance_scale",
-    "shift": "shift",
-    "num_steps": "num_steps",
-    "negative_prompt": "negative_prompt",
-}
+SAMPLING_FLAGS = ("num_frames", "guidance_scale", "shift", "num_steps", "negative_prompt")
 
 
 def run(argv=None):
@@ -43,9 +37,7 @@ def run(argv=None):
 
     from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
     from experiments.extraction import base, project_files
-    from experiments.extraction.cache_builders import Extraction
     from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-    from experiments.extraction.rollout import RunObserver
     from experiments.running.run import make_outputs
     from wan.capture import CaptureRequest
 
@@ -59,44 +51,32 @@ def run(argv=None):
             f"{path} names a LoRA, {config.lora_path}, and runs of the base model have none; give a config "
             "without lora_path"
         )
-    given = {field: getattr(args, flag) for flag, field in SAMPLING_FLAGS.items()}
-    given = {field: value for field, value in given.items() if value is not None}
-    config = base.as_one_block(
-        replace(config, base=replace(config.base, **given))
-    )  # refuses what does not fit
-    steps = base.choose_steps(config, args.step)
+    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
+    if "num_frames" in given:
+        given["num_video_frames"] = given.pop("num_frames")
+    config = base.as_one_block(replace(config, base=replace(config.base, **given)))
+    steps, folder = base.choose_steps(config, args.step), Path(args.output_dir)
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")
     if len(steps) > 1 and not args.all_layers:
         raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
-    folder = Path(args.output_dir)
     if args.all_layers:
-        layers, kind = None, "atlas"
-        outputs = {
-            str(folder / "atlas_base.pt"): partial(base.base_atlas_cache, steps=steps, branch="cond"),
-            str(folder / "atlas_base_uncond.pt"): partial(
-                base.base_atlas_cache, steps=steps, branch="uncond"
-            ),
-        }
+        layers, kind, parameter = None, "atlas", "CACHE_PATH"
+        names = {"cond": "atlas_base.pt", "uncond": "atlas_base_uncond.pt"}
+        builds = {name: partial(base.base_atlas_cache, steps=steps, branch=b) for b, name in names.items()}
     else:
         layer = base.choose_layer(config, args.layer_index)
-        layers, kind = [layer], "layer"
-        outputs = {
-            str(folder / f"layer{layer}.pt"): partial(base.base_layer_cache, layer=layer, step=steps[0])
-        }
+        layers, kind, parameter = [layer], "layer", "DATA_PATH"
+        builds = {f"layer{layer}.pt": partial(base.base_layer_cache, layer=layer, step=steps[0])}
     request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
     # a layer cache holds both branches of guidance, an atlas one
     nbytes = estimate_bytes(config, [request], config.base.num_steps) * (1 if args.all_layers else 2)
+    make = partial(base.sample, config, request, decodes="" if args.save_video is None else SAVE_VIDEO)
+    outputs = {str(folder / name): build for name, build in builds.items()}
     what = f"{config.base.num_steps} steps of {config.num_frames} frames"
-    decodes = "" if args.save_video is None else SAVE_VIDEO
-
-    def make(watch: RunObserver) -> Extraction:
-        return base.sample(config, request, watch, decodes)
-
     make_outputs(args, config, outputs, nbytes, make, what, "step")
     if not args.quiet:
         path = next(iter(outputs))
-        parameter = "CACHE_PATH" if args.all_layers else "DATA_PATH"
         from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
         print(f'next: open notebooks/{FORMATS[kind].notebook} and set {parameter} = "{from_notebooks}"')
 

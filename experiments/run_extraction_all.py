@@ -8,45 +8,36 @@ python experiments/run_extraction_all.py --prompts prompts.txt --output_dir cach
 import argparse
 from functools import partial
 
-from experiments.running.cli import (
-    add_config_flags,
-    add_engine_flags,
-    add_fit_flag,
-    add_sweep_flags,
-    config_from,
-    main,
-    refuse,
-    run_parser,
-)
+from experiments.running import cli
 from wan.errors import ConfigError
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/atlas.pt")
+    parser = cli.run_parser(__doc__, "cache/atlas.pt")
     flag = parser.add_argument
     flag("--mass", action=argparse.BooleanOptionalAction, default=True, help="softmax mass beside the logits")
     flag("--key_curve", action="store_true", help="also the last block's curve over key tokens")
     flag("--cross", action="store_true", help="also the mass on every prompt token")
     flag("--rope_bands", action="store_true", help="also the mean logits by RoPE band: time, height, width")
     flag("--query_key_means", action="store_true", help="also the means of q and k before RoPE, per frame")
-    add_config_flags(parser, "gpus")
-    add_sweep_flags(parser, checkpoints=True)
-    add_engine_flags(parser)
-    add_fit_flag(parser)
+    cli.add_config_flags(parser, "gpus")
+    cli.add_sweep_flags(parser, checkpoints=True)
+    cli.add_engine_flags(parser)
+    cli.add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
     from experiments.running import sweep
     from experiments.running.run import make_caches
 
-    config = config_from(args)
+    config = cli.config_from(args)
     requests = cache_builders.atlas_requests(
         config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
     )
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
-    refuse(args, "a sweep takes the flags that one run with --fit prints", "fit")
+    cli.refuse(args, "a sweep takes the flags that one run with --fit prints", "fit")
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
@@ -54,7 +45,7 @@ def run(argv=None):
     sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities)
 
 
-command = partial(main, run)
+command = partial(cli.main, run)
 
 if __name__ == "__main__":
     command()

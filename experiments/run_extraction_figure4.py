@@ -11,10 +11,7 @@ from experiments.running.cli import add_config_flags, add_fit_flag, config_from,
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache_figure4.pt")
     add_config_flags(parser, "layer_indices")
-    flag, sizes = (
-        parser.add_argument,
-        "token: the whole matrix; key: the mean over queries; frame: frame pairs",
-    )
+    flag, sizes = parser.add_argument, "token: whole matrix; key: mean over queries; frame: frame pairs"
     flag("--granularity", choices=("token", "key", "frame"), default="token", help=sizes)
     flag("--capture", choices=("logits", "probabilities"), default="logits", help="of a token matrix")
     add_config_flags(parser, "gpus")

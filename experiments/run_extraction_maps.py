@@ -30,15 +30,9 @@ def run(argv=None):
     add_config_flags(parser, "layer_indices", "gpus")
     flag, some = parser.add_argument, {"nargs": "+", "default": []}
     patch, frame, grid = numbers("FRAME,ROW,COLUMN"), numbers("FRAME"), numbers("FRAME,ROWS,COLUMNS")
-    flag(
-        "--query_patch", **some, **patch, help="tokens that look, each on its own: latent frame, row, column"
-    )
+    flag("--query_patch", **some, **patch, help="tokens that look, each on its own: frame, row, column")
     flag("--query_frame", **some, **frame, help="frames that look, a mean over each one's tokens")
-    flag(
-        "--query_grid",
-        **grid,
-        help="evenly spaced tokens of a frame: those that the HTML page lets one click",
-    )
+    flag("--query_grid", **grid, help="evenly spaced tokens of a frame, which the HTML page lets one click")
     flag("--heads", type=int, nargs="+", help="heads, counted from 0; all where not given")
     flag("--blocks", type=int, nargs="+", help="whose queries look; those of the patches, else the last")
     flag("--steps", type=int, nargs="+", help="passes, in place of one --step")

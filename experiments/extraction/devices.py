@@ -27,15 +27,11 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
     if check_device(name) == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device {name} was asked for, but {torch.cuda.device_count()} CUDA devices are there; "
-            "use --device cpu"
-        )
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise ConfigError(f"device {name} was asked for; CUDA devices here: {there}; use --device cpu")
     if offload and device.type != "cuda":
-        raise ConfigError(
-            f"--offload keeps weights on the host for a GPU, and the device is {device}; leave it out"
-        )
+        raise ConfigError(f"--offload serves a GPU, and the device is {device}; leave it out")
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches a kernel on the current GPU, wherever its tensors are
     backends.check(device)
