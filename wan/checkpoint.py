@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, library_reads, one_line, refuse, short_repr
 from wan.files import MAX_LAYERS, MAX_SIZE, UnreadableError, load_tensors, read_json
-from wan.model import WanModel
 from wan.offload import StreamedBlocks
 
+if TYPE_CHECKING:
+    from wan.model import WanModel
+
 StateDict = dict[str, Tensor]
-Model = TypeVar("Model", bound=WanModel)
+Model = TypeVar("Model", bound="WanModel")
 
 DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 VAE_FILE = "Wan2.1_VAE.pth"  # of the original release

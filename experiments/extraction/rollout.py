@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,12 @@ from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
-from wan.model import WanModel
 from wan.parallel import any_process, gather_calls
-from wan.pipeline import CausalInferencePipeline
-from wan.text2video import TextToVideoPipeline
+
+if TYPE_CHECKING:
+    from wan.model import WanModel
+    from wan.pipeline import CausalInferencePipeline
+    from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
 REMEDY = "try --device cpu or another dtype in the config"
@@ -46,7 +48,7 @@ class _StoppedError(Exception):
 
 
 def roll_out(
-    pipeline: CausalInferencePipeline,
+    pipeline: "CausalInferencePipeline",
     noise: Tensor,
     sizes: Sequence[int],
     requests: Sequence[CaptureRequest],
@@ -76,7 +78,7 @@ def roll_out(
 
 
 def sample(
-    pipeline: TextToVideoPipeline,
+    pipeline: "TextToVideoPipeline",
     texts: tuple[Tensor, Tensor],
     noise: Tensor,
     requests: Sequence[CaptureRequest],
@@ -104,7 +106,7 @@ def sample(
 
 @contextmanager
 def _watched(
-    model: WanModel,
+    model: "WanModel",
     doing: str,
     count: int,
     keep: Callable[[int, Tensor], None],
@@ -156,7 +158,7 @@ def out_of_memory(doing: str | Callable[[], str], requests: Sequence[CaptureRequ
 
 
 # --- Numbers are checked before they are kept, once a block or step
-def check_latents(model: WanModel, latents: Tensor, where: str) -> None:
+def check_latents(model: "WanModel", latents: Tensor, where: str) -> None:
     """Raise RunError for latents that are not finite, naming the weights that are to blame."""
     if latents.isfinite().all():
         return
