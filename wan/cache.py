@@ -6,7 +6,7 @@ S tokens per frame, H heads, h heads of a kind, D head dim, n keys.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -25,7 +25,6 @@ FLUSH_KEEPS = 2  # the newest frames that a flush leaves
 NEEDS_ROTATION = -97  # Slot.position of keys that were moved and are about to be rotated
 
 How = Literal["keep", "recache", "flush", "cut"]  # what a change of prompts does to the cache
-RopeTables = tuple[Tensor, Tensor]
 Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and values of every layer
 Seen = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
 
@@ -39,10 +38,6 @@ def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         target.copy_(rotate(x, cos, sin))
 
 
-def no_rope(positions: Sequence[int]) -> RopeTables:
-    raise ValueError("this policy moves keys: the KV cache needs the tables of RoPE")
-
-
 @dataclass(frozen=True)
 class CacheSizes:
     """What the cache of one video is made for."""
@@ -53,7 +48,7 @@ class CacheSizes:
     num_frames: int
     batch: int = 1
     block_size: int = 3  # the largest
-    rope: Callable[[Sequence[int]], RopeTables] = no_rope  # tables [n·S, 1, D] of n temporal positions
+    rope: Any = None  # positions -> RoPE's tables [n·S, 1, D], for policies that move keys
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     head_shard: HeadShard | None = None  # where other heads are in other processes
@@ -79,6 +74,7 @@ class AnyCache:
         self.key_positions: Sequence[int] = ()
         self.layouts: list[KeyLayout] = []  # per layer, where write() returns no groups
         self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
+        self.has_switches = False  # whether the video's prompt changes
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
@@ -281,34 +277,26 @@ class KVCache(AnyCache):
         self.layouts = [self.policy.layout(self, layer, shared) for layer in range(self.num_layers)]
 
 
-class HeadClass(NamedTuple):
-    """The cache of a class of heads, and in every layer its heads among those that are here."""
-
-    cache: KVCache
-    has_heads: list[bool]  # here or in other processes
-    numbers: list[tuple[int, ...]]
-    here: list[Tensor]  # the numbers on the device
-
-
 class PerHeadCache(AnyCache):
     """A KVCache for each class of heads. A class has one in every process, also where no head of it is."""
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         super().__init__(sizes, policy)
-        self.classes = []
+        # A cache for each class, and per layer: has it heads at all, those that are here, their index.
+        self.classes: list[tuple[KVCache, list[bool], list[tuple[int, ...]], list[Tensor]]] = []
         for label, of_class in self.policy.policies.items():
             heads = [[head for head, other in enumerate(row) if other == label] for row in self.policy.labels]
             numbers = [tuple(self.shard.local(row)) for row in heads]
             cache = KVCache(replace(sizes, num_heads=[*map(len, numbers)]), of_class)
             there = [torch.tensor(row, dtype=torch.long, device=sizes.device) for row in numbers]
             if any(heads):
-                self.classes.append(HeadClass(cache, [*map(bool, heads)], numbers, there))
-        self.caches = [one.cache for one in self.classes]
+                self.classes.append((cache, [*map(bool, heads)], numbers, there))
+        self.caches = [cache for cache, *_ in self.classes]
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        for one in self.classes:
-            rows = zip(text, one.here, strict=False)
-            one.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
+        for cache, _, _, here in self.classes:
+            rows = zip(text, here, strict=False)
+            cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
         first, self.newest = self.caches[0], block
         self.query_positions, self.key_positions = first.query_positions, first.key_positions
         self.stores_raw = any(cache.stores_raw for cache in self.caches)

@@ -292,6 +292,7 @@ class Rollout:
             check_batch(batch if embeds is None else len(embeds), batch)
         policy, size = pipeline.cache_policy, pipeline.num_frame_per_block
         self.kv_cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
+        self.kv_cache.has_switches = bool(prompt_schedule)
         self.switches = {switch.frame: switch for switch in prompt_schedule}
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
         self.context = pipeline.recompute_context

@@ -976,9 +976,10 @@ class TriAttention(HeadwisePolicy):
     file of several, "FILE:120f" takes q_mean_120f and q_abs_mean_120f.
 
     Released by https://github.com/WeianMao/triattention at c3744ee (longlive/kv_compression.py). As there,
-    rows and columns of keys are taken as if nothing had been chosen before (_sync_position_state), and a
-    pipeline's next video goes on with the noise of the one before and is compressed only beyond its last
-    compressed frame. The clean rule knows where keys stand and begins every video anew.
+    rows and columns of keys are taken as if nothing had been chosen before (_sync_position_state). A
+    pipeline's next video goes on with the noise of the one before, and is compressed only beyond its last
+    compressed frame, unless its prompt changes. The clean rule knows where keys stand and begins every video
+    anew.
     """
 
     window: Count = 12
@@ -1023,7 +1024,6 @@ class TriAttention(HeadwisePolicy):
         self.require(self.q_mean.shape[2] == pairs, problem)
         self._noise, self._last = torch.Generator().manual_seed(self.random_seed), 0
         if self.source and self._before["noise"] is not None:
-            self._last = self._before["frame"]
             self._noise.set_state(self._before["noise"])
 
     def admit(self, cache: HeadwiseCache, block: range) -> None:
@@ -1043,7 +1043,8 @@ class TriAttention(HeadwisePolicy):
         self._compress(cache, is_due=True)
 
     def finish(self, cache: HeadwiseCache) -> None:
-        self._compress(cache, is_due=cache.newest.stop - self._last >= self.compress_every_n_frames)
+        last = self._before["frame"] if self.source and not cache.has_switches else self._last
+        self._compress(cache, is_due=cache.newest.stop - last >= self.compress_every_n_frames)
 
     def _compress(self, cache: HeadwiseCache, is_due: bool) -> None:
         S, n, done = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1], cache.newest.stop

@@ -1,5 +1,6 @@
 """Optional fast paths, each beside the plain one: fused.py is taken where fused_kernels() gives it."""
 
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -10,6 +11,4 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels where they apply to x: on CUDA, when nobody wants gradients."""
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return None
-    from wan.kernels import fused  # Triton is there only beside CUDA
-
-    return fused
+    return import_module("wan.kernels.fused")  # Triton is there only beside CUDA
