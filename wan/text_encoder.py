@@ -89,28 +89,24 @@ def encoder_file(ckpt_dir: str | Path) -> Path:
     return file_or_index(require_dir(Path(ckpt_dir) / "text_encoder") / "model.safetensors")
 
 
+def _settings(ckpt_dir: str | Path) -> dict[str, Any]:
+    return UMT5_XXL if is_native(ckpt_dir) else read_component_config(encoder_file(ckpt_dir).parent)
+
+
 def encoder_sizes(ckpt_dir: str | Path) -> dict[str, int]:
     """Return umT5's sizes without transformers, whose import takes seconds. CheckpointError for others."""
-    if is_native(ckpt_dir):
-        return {name: int(size) for name, size in UMT5_XXL.items() if name in USUAL_SIZES}
-    path = encoder_file(ckpt_dir).parent
-    config = read_component_config(path)
-    sizes = {name: config.get(name, usual) for name, usual in USUAL_SIZES.items()}
+    sizes = {name: _settings(ckpt_dir).get(name, usual) for name, usual in USUAL_SIZES.items()}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise CheckpointError(f"{path}/config.json: {name} is {short_repr(size)}; get it again")
+            raise CheckpointError(f"umT5 of {ckpt_dir}: {name} is {short_repr(size)}; get its config again")
     return sizes
 
 
 def encoder_config(ckpt_dir: str | Path) -> "UMT5Config":
-    """Return umT5's config."""
     from transformers import UMT5Config
 
-    if is_native(ckpt_dir):
-        return UMT5Config(**UMT5_XXL)
-    folder = encoder_file(ckpt_dir).parent
-    with library_reads(f"{folder}/config.json", CheckpointError, "get it again"):
-        return UMT5Config.from_dict(read_component_config(folder))
+    with library_reads(f"umT5's config of {ckpt_dir}", CheckpointError, "get it again"):
+        return UMT5Config.from_dict(_settings(ckpt_dir))
 
 
 def load_umt5(
@@ -178,7 +174,7 @@ class TextEncoder(nn.Module):
         with library_reads("the prompt with this tokenizer", CheckpointError, "get the tokenizer again"):
             texts = [clean_prompt(prompt) for prompt in prompts]
             for text in texts:
-                ids = self.tokenizer(text, add_special_tokens=True).input_ids
+                ids = self.tokenizer(text).input_ids
                 if len(ids) > self.text_len:
                     cut = self.tokenizer.decode(ids[self.text_len - 1 :], skip_special_tokens=True)
                     read = f"the prompt has {len(ids)} tokens, the model reads {self.text_len}"
@@ -188,8 +184,6 @@ class TextEncoder(nn.Module):
                 padding="max_length",
                 truncation=True,
                 max_length=self.text_len,
-                add_special_tokens=True,
-                return_attention_mask=True,
                 return_tensors="pt",
             )
             words, known = int(batch.input_ids.max()), self.encoder.config.vocab_size

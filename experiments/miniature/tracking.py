@@ -24,23 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.caches.frames import one_thread
-from experiments.miniature.moving_shapes import (
-    BACKGROUNDS,
-    COLORS,
-    CORNERS,
-    DIRECTIONS,
-    FPS,
-    LANDMARK_RADIUS,
-    SHAPES,
-    STRAIGHT,
-    WALL,
-    Landmark,
-    Mover,
-    Scene,
-    coverage,
-    render,
-    sample_scenes,
-)
+from experiments.miniature import moving_shapes as made
+from experiments.miniature.moving_shapes import FPS, Landmark, Mover, Scene, coverage, render, sample_scenes
 from experiments.miniature.recipe import FRAMES, HELD_OUT_SEED, SIDE, Counts
 from experiments.running.ranks import exit_with_parent
 
@@ -74,35 +59,35 @@ class Track:
     def color_name(self, frames: slice | Tensor = slice(None)) -> str | None:
         """The nearest colour over these frames."""
         colors = self.color[frames][self.seen[frames]]
-        return nearest(colors.median(0).values, COLORS) if len(colors) else None
+        return nearest(colors.median(0).values, made.COLORS) if len(colors) else None
 
     def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
         """The outline at the shape's place and area that fits best over these frames: soft IoU."""
         shown = self.seen[frames]
         alpha, centre, area = (x[frames][shown] for x in (self.alpha, self.centre, self.area))
         likeness = []
-        for number in range(len(SHAPES) if shown.any() else 0):
+        for number in range(len(made.SHAPES) if shown.any() else 0):
             unit_area, drop = _outline(number)
             radius = (area / unit_area).sqrt()
             place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
             template = coverage(place, radius, number, alpha.shape[-1])
             union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
             likeness.append((torch.minimum(alpha, template).sum((1, 2)) / union).mean())
-        return SHAPES[int(torch.stack(likeness).argmax())] if likeness else None
+        return made.SHAPES[int(torch.stack(likeness).argmax())] if likeness else None
 
     @property
     def direction(self) -> str | None:
         """The nearest direction of its path before anything bounces; None where it does not move."""
         seconds = torch.arange(len(self.area)) / FPS
-        early = self.seen & (seconds <= STRAIGHT)
+        early = self.seen & (seconds <= made.STRAIGHT)
         if early.sum() < 4:
             return None
         t = seconds[early] - seconds[early].mean()
         velocity = (t[:, None] * self.centre[early]).sum(0) / t.square().sum()
         if velocity.norm() < SLOWEST:
             return None
-        ways = F.normalize(torch.tensor([*DIRECTIONS.values()], dtype=torch.float32))
-        return [*DIRECTIONS][int((ways @ velocity).argmax())]
+        ways = F.normalize(torch.tensor([*made.DIRECTIONS.values()], dtype=torch.float32))
+        return [*made.DIRECTIONS][int((ways @ velocity).argmax())]
 
 
 def nearest(rgb: Tensor, names: Mapping[str, tuple[float, ...]]) -> str:
@@ -115,11 +100,11 @@ def in_sight(scene: Scene, size: int) -> Tensor:
     x, y = axis.expand(size, size), axis[:, None].expand(size, size)
     sight = torch.ones(size, size, dtype=torch.bool)
     if scene.wall:
-        dx, dy = DIRECTIONS[scene.movers[0].direction]
-        sight &= (x - 0.5) * dx + (y - 0.5) * dy < 0.5 - WALL - 1 / size
+        dx, dy = made.DIRECTIONS[scene.movers[0].direction]
+        sight &= (x - 0.5) * dx + (y - 0.5) * dy < 0.5 - made.WALL - 1 / size
     if scene.landmark:
-        cx, cy = CORNERS[scene.landmark.corner]
-        sight &= torch.hypot(x - cx, y - cy) > LANDMARK_RADIUS + 2 / size
+        cx, cy = made.CORNERS[scene.landmark.corner]
+        sight &= torch.hypot(x - cx, y - cy) > made.LANDMARK_RADIUS + 2 / size
     return sight
 
 
@@ -148,7 +133,9 @@ def track(video: Tensor, sight: Tensor, ground: Tensor | None = None) -> Track:
 def track_colors(video: Tensor, names: list[str]) -> list[Track]:
     """Track a shape of each colour: a pixel belongs to the nearest of them and the background."""
     everywhere = torch.ones(video.shape[2:], dtype=torch.bool)
-    palette = torch.stack([background(video, everywhere), *(torch.tensor(COLORS[name]) for name in names)])
+    palette = torch.stack(
+        [background(video, everywhere), *(torch.tensor(made.COLORS[name]) for name in names)]
+    )
     owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
     owned = (owner == i for i in range(1, len(palette)))
     return [
@@ -197,16 +184,16 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     mover, shape = scene.movers[0], track(video, sight, ground)
     before = slice(0, FPS) if scene.wall else slice(None)  # later, the wall cuts its outline
     result = {
-        "background": nearest(ground, BACKGROUNDS) == scene.background,
+        "background": nearest(ground, made.BACKGROUNDS) == scene.background,
         "shape": shape.shape_name(before) == mover.shape,
         "direction": shape.direction == mover.direction,
     }
     if not scene.unnamed_color:
         result["color"] = shape.color_name(before) == mover.color
     if mark := scene.landmark:
-        x, y = CORNERS[mark.corner]
+        x, y = made.CORNERS[mark.corner]
         spot = video[:, :, int(y * video.shape[-1]), int(x * video.shape[-1])]  # [F, 3]
-        result["landmark"] = nearest(spot.median(0).values, COLORS | BACKGROUNDS) == mark.color
+        result["landmark"] = nearest(spot.median(0).values, made.COLORS | made.BACKGROUNDS) == mark.color
     if scene.wall:
         result |= _judge_return(shape)
     return result
@@ -231,7 +218,7 @@ def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
     apart = gap > 0.8 * (tracks[0].area.sqrt() + tracks[1].area.sqrt())
     both = list(zip(tracks, scene.movers, strict=True))
     return {
-        "background": nearest(background(video, everywhere), BACKGROUNDS) == scene.background,
+        "background": nearest(background(video, everywhere), made.BACKGROUNDS) == scene.background,
         "color": all(shape.seen.float().mean() > 0.6 for shape in tracks),
         "shape": all(shape.shape_name(apart) == mover.shape for shape, mover in both),
         "direction": all(shape.direction == mover.direction for shape, mover in both),
@@ -289,7 +276,7 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
                 visible,
                 visible and all(t.color_name(frames) == color for t, frames, _, color in shown),
                 visible and all(t.shape_name(frames) == mover.shape for t, frames, mover, _ in shown),
-                nearest(background(second, sight), BACKGROUNDS) == scene.background,
+                nearest(background(second, sight), made.BACKGROUNDS) == scene.background,
             )
         )
     return Seconds(*torch.tensor(answers, dtype=torch.bool).T)
@@ -302,12 +289,11 @@ def _one_of(name: str, words: Iterable[str]) -> str:
     return f"(?P<{name}>{'|'.join(words)})"
 
 
-MOVER = f"an? (?:{_one_of('color', COLORS)} )?{_one_of('shape', SHAPES)} moving {_one_of('way', DIRECTIONS)}"
-REST = (
-    f"(?: behind an? {_one_of('wall', COLORS)} wall)? over a {_one_of('ground', BACKGROUNDS)} background"
-    f"(?: with a small {_one_of('color', COLORS)} {_one_of('shape', SHAPES)} at the"
-    f" {_one_of('corner', CORNERS)})?"
-)
+COLOR, SHAPE = _one_of("color", made.COLORS), _one_of("shape", made.SHAPES)
+MOVER = f"an? (?:{COLOR} )?{SHAPE} moving {_one_of('way', made.DIRECTIONS)}"
+WALL = _one_of("wall", made.COLORS)
+MARK = f" with a small {COLOR} {SHAPE} at the {_one_of('corner', made.CORNERS)}"
+REST = f"(?: behind an? {WALL} wall)? over a {_one_of('ground', made.BACKGROUNDS)} background(?:{MARK})?"
 
 
 def scene_of(caption: str) -> Scene | None:

@@ -91,14 +91,11 @@ def test_umt5_computes_what_its_definition_says(folder):
 
 
 def test_sizes_are_those_of_transformers(tmp_path):
-    (tmp_path / "text_encoder").mkdir()
+    mini = ROOT / "checkpoints/wan-mini"
+    config, sizes = text_encoder.encoder_config(mini), text_encoder.encoder_sizes(mini)
+    assert sizes == {name: getattr(config, name) for name in sizes} and config.is_gated_act
+    shutil.copytree(mini / "text_encoder", tmp_path / "text_encoder")
     (tmp_path / "transformer").mkdir()
-    (tmp_path / "text_encoder/model.safetensors").touch()
-    (tmp_path / "text_encoder/config.json").write_text('{"d_model": 24}')
-    for folder in (ROOT / "checkpoints/wan-mini", tmp_path):
-        config = text_encoder.encoder_config(folder)
-        sizes = text_encoder.encoder_sizes(folder)
-        assert sizes == {name: getattr(config, name) for name in sizes} and config.is_gated_act
     (tmp_path / "text_encoder/config.json").write_text('{"d_model": "wide"}')
     with pytest.raises(CheckpointError, match="d_model is 'wide'"):
         text_encoder.encoder_sizes(tmp_path)
@@ -114,14 +111,13 @@ def test_the_real_umt5_has_these_keys():
     assert names["shared.weight"].shape == (256384, 4096)
 
 
-@pytest.mark.parametrize("name", ["norm.weight", "token_embedding.weight", "blocks.0.attn.x.weight"])
+@pytest.mark.parametrize("name", ["norm.weight", "token_embedding.weight"])
 def test_umt5_files_that_do_not_fit(folder, name):
     weights = random_umt5(SMALL_UMT5)
-    if weights.pop(name, None) is None:
-        weights[name] = torch.ones(1)
+    del weights[name]
     torch.save(weights, folder / UMT5_FILE)
     renamed = next(iter(text_encoder.umt5_to_transformers({name: torch.ones(1)})))
-    with pytest.raises(CheckpointError, match=rf"keys (missing|unexpected): {renamed}"):
+    with pytest.raises(CheckpointError, match=rf"keys missing: {renamed}"):
         load_umt5(folder, SMALL_UMT5, torch.float32)
 
 
