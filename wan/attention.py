@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import backends
-from wan.errors import ConfigError
+from wan.errors import ConfigError, refuse
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
 from wan.sites import Pass, Site, now, observer, visit, wanted, watchers
 
@@ -30,7 +30,6 @@ class Call:
     k: Tensor  # [B, Lk, H, D]
     v: Tensor
     layout: KeyLayout | None = None  # None for cross-attention
-    mask: Tensor | None = None  # [Lq, Lk], of a training step
     bias: KeyBias | None = None
     of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
     layer_heads: int = 0  # and how many of the layer are here then
@@ -79,17 +78,19 @@ def attention(
 ) -> Tensor:
     """Multi-head attention of queries [B, Lq, H, D] over keys and values [B, Lk, H, D] -> [B, Lq, H, D].
 
-    mask [Lq, Lk] (True: may attend), or attention that knows its mask, is for training. site says who calls
-    and layout what the keys are, for edits and captures.
+    mask [Lq, Lk] (True: may attend), or attention that knows its mask, is for training, which nobody watches.
+    site says who calls and layout what the keys are, for edits and captures.
     """
-    if site is None or not (watchers() or observer()):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
-        plain = mask is None or isinstance(mask, Tensor)
-        out = attention_with_lse(q, k, v, mask)[0] if plain else mask(q, k, v)  # type: ignore[operator,arg-type]
+    is_seen = site is not None and (watchers() or observer())
+    if mask is not None:
+        refuse((is_seen, "a training step with a mask takes no edits and no captures"))
+        by_head = [x.transpose(1, 2) for x in (q, k, v)]  # [B, H, L, D]
+        is_tensor = isinstance(mask, Tensor)
+        out = F.scaled_dot_product_attention(*by_head, attn_mask=mask) if is_tensor else mask(*by_head)
         return out.transpose(1, 2)
-    if mask is not None and (watchers() or not isinstance(mask, Tensor)):
-        raise ConfigError("a training step takes no edits, and is captured with a mask [Lq, Lk]")
-    call = Call(site, now(), q, k, v, layout, mask)
+    if site is None or not is_seen:
+        return attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+    call = Call(site, now(), q, k, v, layout)
     out = _attend_watched(call)
     if by := observer():
         by.observe(call)
@@ -145,10 +146,10 @@ def _attend_watched(call: Call) -> Tensor:
         slots = by.slots_weighed(call.site, call.layout)
     if call.bias is not None:
         out, call.lse = attend_by_groups(q, k, v, call.bias)
-    elif call.mask is None and 0 < slots * backends.TILE <= k.shape[2]:
+    elif 0 < slots * backends.TILE <= k.shape[2]:
         out, call.lse, call.tails = backends.fa4_with_tails(q, k, v, slots)
     else:
-        out, call.lse = attention_with_lse(q, k, v, call.mask)
+        out, call.lse = attention_with_lse(q, k, v)
     out = out.transpose(1, 2)
     names = site_name(call.site, "scores"), site_name(call.site, "pattern")
     if not any(wanted(name, layer) for name in names):
@@ -164,29 +165,25 @@ def _attend_watched(call: Call) -> Tensor:
 
 
 # --- Plain, masked, and by groups of keys
-def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Fused attention over [B, H, L, D] and its natural log-sum-exp of q·k/√D, float32 [B, H, Lq].
 
-    mask [Lq, Lk] is True where a query may attend; every query has a key. The backend follows from device,
-    dtype and sizes (wan/backends.py): never from whether anybody is looking.
+    The backend follows from device, dtype and sizes (wan/backends.py): never from whether anybody is looking.
     """
-    aten, bias = torch.ops.aten, None
-    if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    aten = torch.ops.aten
     if q.device.type == "cpu":  # bit for bit what F.scaled_dot_product_attention returns there
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     if q.device.type == "cuda" and q.dtype != torch.float64 and backends.kernels_can_read(q):
-        if bias is None and backends.takes(q, k, v):
+        if backends.takes(q, k, v):
             return backends.fa4_attention(q, k, v)
-        if bias is None and q.dtype in backends.HALF:
+        if q.dtype in backends.HALF:
             out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
             return out, lse.reshape(q.shape[:3])
-        if bias is not None:
-            padded = F.pad(bias, (0, -k.shape[2] % 16))[:, : k.shape[2]]  # rows start at multiples of 16
-            bias = padded.expand(*q.shape[:2], *bias.shape)
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
         return out, lse[..., : q.shape[2]]  # its rows are padded to 32
-    return _attention_by_formula(q, k, v, bias)
+    logits = logits_of(q, k)
+    lse = logits.logsumexp(-1)
+    return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
 
 
 def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Tensor, Tensor]:
@@ -207,13 +204,6 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
     for out, part in parts:
         merged.addcmul_(out, (part - lse).exp()[..., None])
     return merged.to(q.dtype), lse
-
-
-def _attention_by_formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """attention_with_lse in plain products, for other devices and sizes; logits are float32."""
-    logits = logits_of(q, k, bias)
-    lse = logits.logsumexp(-1)
-    return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
 
 
 def logits_of(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:

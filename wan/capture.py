@@ -226,16 +226,16 @@ class CaptureRequest:
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
-    q, k, mask = call.q, call.k, call.mask
+    q, k = call.q, call.k
     on_host = None if call.bias is None else call.bias.per_token()
     bias = None if on_host is None else send(on_host, q.device)
     if request.granularity == "token":
         name = "token_logits" if request.is_logits else "token_probabilities"
-        matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, mask, bias)
+        matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, bias)
         attended = _attended((*matrix.shape[:2], 1, matrix.shape[3]), on_host, q.device)
         return {name: matrix} | attended | reductions.key_names(call.layout, k)
     if request.granularity == "key":
-        curve = reductions.with_bias(reductions.key_curve(q, k, mask), bias)
+        curve = reductions.with_bias(reductions.key_curve(q, k), bias)
         attended = _attended(curve.shape, on_host, q.device)
         return {"key_curve": curve} | attended | reductions.key_names(call.layout, k)
     if call.at is None:
@@ -250,8 +250,6 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         mass = reductions.token_mass(q, k, num_query_frames, bias)
         return {"cross_mass": mass} | _attended(mass.shape, on_host, q.device)
     layout = call.known_layout
-    if mask is not None:
-        return reductions.masked_frames(q, k, mask, num_query_frames, len(layout.slots), request.mass)
     assert call.lse is not None
     bands = list(RotaryTable(q.shape[-1]).bands.values()) if request.rope_bands else []
     values = reductions.frame_values(
@@ -279,8 +277,6 @@ def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -
 
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
     """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
-    if call.mask is not None:
-        raise ConfigError("granularity 'map' is of rollouts: a training step with a mask has none")
     shard = call.shard
     heads = list(shard.heads) if request.heads is None else list(request.heads)
     for head in heads:
@@ -326,7 +322,7 @@ def key_maps(
     alone = [row for row, query in enumerate(found) if query.token != ALL]
     places = [query_frames.index(found[row].frame) * S + found[row].token for row in alone]
     number = 0
-    for rows in reductions.scaled_logits(select(q, places, 1), k, bias=bias) if alone else ():
+    for rows in reductions.scaled_logits(select(q, places, 1), k, bias) if alone else ():
         for of_token, of_mass in zip(rows.unbind(2), rows.softmax(-1).unbind(2), strict=True):
             logits[:, :, alone[number]] = reductions.absent(of_token)
             mass[:, :, alone[number]] = of_mass * tokens_per_slot
@@ -345,7 +341,7 @@ def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = 
 
     DAAM's map (arXiv 2210.04885). num_words None keeps all text tokens, padding too.
     """
-    rows = (part.softmax(-1)[..., :num_words].half() for part in reductions.scaled_logits(q, k, bias=bias))
+    rows = (part.softmax(-1)[..., :num_words].half() for part in reductions.scaled_logits(q, k, bias))
     return torch.cat([*rows], 2)
 
 

@@ -397,8 +397,10 @@ def check_items(call: Call, slots: Iterable[int]) -> None:
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
     """Return the tokens of slots among the keys, as an index."""
-    S = call.known_layout.tokens_per_slot
-    return as_index([slot * S + token for slot in slots for token in range(S)], call.k.device)
+    S, some = call.known_layout.tokens_per_slot, as_index(slots, call.k.device)
+    if isinstance(some, slice):
+        return slice(some.start * S, some.stop * S)
+    return (some[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
 
 
 def replace_values(

@@ -167,29 +167,9 @@ def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
     return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
 
 
-def masked_frames(
-    q: Tensor, k: Tensor, mask: Tensor, num_query_frames: int, num_key_frames: int, mass: bool
-) -> dict[str, Tensor]:
-    """frame_logits and, with mass, frame_mass under a mask [Lq, Lk] -> [B, H, Fq, Fk] each.
-
-    Means are over the token pairs that may attend. Logits of frame pairs that have none are NaN.
-    """
-    pairs, masses = [], []
-    for rows in scaled_logits(q, k, mask):
-        pairs.append(absent(rows).unflatten(-1, (num_key_frames, -1)))
-        masses.append(rows.softmax(-1).unflatten(-1, (num_key_frames, -1)).sum(-1))
-    logits = torch.cat(pairs, 2).unflatten(2, (num_query_frames, -1))  # [B, H, Fq, S, Fk, S]
-    values = {"frame_logits": logits.nanmean((3, 5))}
-    if mass:
-        values["frame_mass"] = torch.cat(masses, 2).unflatten(2, (num_query_frames, -1)).mean(3)
-    return values
-
-
 # --- By key token
-def key_curve(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logit of every key, averaged over the queries of the call that see it -> [B, H, Lk]; NaN for none."""
-    if mask is not None:
-        return absent(torch.cat([*scaled_logits(q, k, mask)], 2)).nanmean(2)
+def key_curve(q: Tensor, k: Tensor) -> Tensor:
+    """Logit of every key, averaged over all queries of the call -> [B, H, Lk]."""
     q_mean = q.mean(1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, H, D]
     curves = [
         (q_mean[:, :, None] @ part.float().permute(0, 2, 3, 1)).squeeze(2)  # [B, H, 1, D] @ [B, H, D, keys]
@@ -215,7 +195,7 @@ def token_mass(
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
     if frames == 0:
         sums = [
-            torch.stack([_softmax_(rows).sum(2) for rows in scaled_logits(frame, k, bias=bias)]).sum(0)
+            torch.stack([_softmax_(rows).sum(2) for rows in scaled_logits(frame, k, bias)]).sum(0)
             for frame in q.split(S, dim=1)
         ]
         return torch.stack(sums, 2) / S
@@ -256,21 +236,20 @@ def token_matrix(
     k: Tensor,
     is_logits: bool,
     dtype: torch.dtype,
-    mask: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Logits or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
 
     Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a
-    time. Where a mask [Lq, Lk] is False, or a bias is -inf, logits are NaN and probabilities 0.
+    time. Where a bias is -inf, logits are NaN and probabilities 0.
     """
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
-    for rows in scaled_logits(q, k, mask, bias):
+    for rows in scaled_logits(q, k, bias):
         if not is_logits:
             rows = rows.softmax(-1)
-        elif mask is not None or bias is not None:
+        elif bias is not None:
             rows = absent(rows)
         rows = rows.to(dtype)
         pieces = zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True)  # contiguous: straight copies
@@ -281,16 +260,12 @@ def token_matrix(
 
 
 # --- Logits, some query rows at a time
-def scaled_logits(
-    q: Tensor, k: Tensor, mask: Tensor | None = None, bias: Tensor | None = None
-) -> Iterator[Tensor]:
-    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time; -inf where mask is False."""
+def scaled_logits(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Iterator[Tensor]:
+    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time."""
     keys = _keys_last(k)
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2]))
-    masks = [None] * -(-q.shape[1] // rows) if mask is None else mask.split(rows)
-    for part, part_mask in zip(q.split(rows, dim=1), masks, strict=True):
-        logits = _logits(part, keys, bias)
-        yield logits if part_mask is None else logits.masked_fill(~part_mask, -torch.inf)
+    for part in q.split(rows, dim=1):
+        yield _logits(part, keys, bias)
 
 
 def _keys_last(k: Tensor) -> Tensor:
@@ -319,5 +294,5 @@ def with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def absent(logits: Tensor) -> Tensor:
-    """Put NaN in place of the -inf of a mask or bias."""
+    """Put NaN in place of the -inf of a bias."""
     return logits.masked_fill(logits == -torch.inf, torch.nan)

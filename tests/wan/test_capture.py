@@ -10,8 +10,6 @@ from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 from wan.attention import attention
 from wan.capture import SMALL, CapturedCall, CaptureRequest, Pass, Site, call_index, move_to_cpu, start_copies
 from wan.interventions import Knockout, Move, intervene
-from wan.keys import KeyLayout
-from wan.model import teacher_forcing_mask
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 
 S = 5  # tokens of a frame of the tiny rollout
@@ -43,33 +41,6 @@ def test_looking_changes_no_bit(dtype, device):
     assert torch.equal(plain, rollout(pipeline, 9))
     last = [call for call in calls if call["kind"] == "self"][-1]
     assert last["key_frames"] == [0, 6, 7, 8] and last["query_frames"] == [6, 7, 8]
-
-
-def test_a_masked_call_is_captured(device):
-    """Training masks: the output is SDPA's, and what is kept is what the softmax saw, against float64."""
-    torch.manual_seed(0)
-    F = 4
-    q, k, v = (torch.randn(2, F * S, 3, 16, device=device) for _ in range(3))
-    mask = teacher_forcing_mask([0, 0], S).to(device)
-    requests = [CaptureRequest(granularity=g) for g in ("frame", "token", "key")]
-    with (
-        ATTENTION_WEIGHT_CAPTURE.capture(*requests, CaptureRequest(is_logits=False)) as calls,
-        ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=(0, 1, 0, 1))),
-    ):
-        out = attention(q, k, v, Site(1, "self"), mask, KeyLayout.of_frames([0, 1, 0, 1], F * S))
-    by_head = (x.transpose(1, 2) for x in (q, k, v))
-    expected = torch.nn.functional.scaled_dot_product_attention(*by_head, attn_mask=mask).transpose(1, 2)
-    torch.testing.assert_close(out, expected, atol=0 if device.type == "cpu" else 1e-5, rtol=0)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).cpu() / 4
-    seen = logits.masked_fill(~mask.cpu(), torch.nan)
-    probs = logits.masked_fill(~mask.cpu(), -torch.inf).softmax(-1)
-    frames, tokens, curve, probabilities = (call.values for call in calls)
-    close = partial(torch.testing.assert_close, atol=1e-5, rtol=0, equal_nan=True, check_dtype=False)
-    close(tokens["token_logits"], seen)
-    close(probabilities["token_probabilities"], probs)
-    close(curve["key_curve"], seen.nanmean(2))
-    close(frames["frame_logits"], seen.unflatten(2, (F, S)).unflatten(4, (F, S)).nanmean((3, 5)))
-    close(frames["frame_mass"], probs.unflatten(2, (F, S)).unflatten(4, (F, S)).sum(5).mean(3))
 
 
 # --- What is asked for is what comes, as it is called
