@@ -3,7 +3,7 @@
 A trial is one batched rollout of some captions and seeds under some edits, a work item. HiddenShapes ranks
 heads on selection captions, in several orders, and knocks the past out of more and more of them on others.
 HeadMemory takes captions that do not name the colour alone: what comes back from behind a wall can then come
-from memory only. A causal atlas removes frame 0 from the view of each head.
+from memory only.
 """
 
 import random
@@ -17,9 +17,6 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.effects import BACK
-from experiments.analysis.first_frame import context_cells, first_frame_effect
-from experiments.analysis.measures import sign_rate
-from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.causal import LoadedModel
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
@@ -27,19 +24,26 @@ from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Crew, Results, kept, work_through
 from experiments.running.progress import Progress
-from experiments.studies.causal_atlas import Study, merged
-from experiments.studies.runs import PAST, Dropped, Head, Runs, distance, knockouts, outside
+from experiments.studies.runs import (
+    MASS_PAST,
+    PAST,
+    Dropped,
+    Head,
+    Runs,
+    S,
+    attention_measures,
+    distance,
+    knockouts,
+    outside,
+)
 from experiments.studies.shape_attention import hidden_frames, return_block
-from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_json
-from wan.interventions import Edit, Knockout, intervene
+from wan.interventions import Edit, intervene
 from wan.vae import VAE
 
-S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
-SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 DECODED_AT_ONCE = 96  # videos
 HALVES = 2  # of the captions: heads are chosen on one and judged on the other
 RIDGE = 3.0  # of the regression on random sets of heads
@@ -72,6 +76,11 @@ def unnamed_captions(count: int, without: Mapping[str, Any]) -> NumberedScenes:
         return scene.unnamed_color and scene.caption not in without
 
     return different(SETS["behind a wall"], count, wanted, among=12)
+
+
+def captions(count: int) -> dict[str, int]:
+    """Return the first held-out captions of all kinds, each with its number, which is its first seed."""
+    return {scene.caption: number for number, scene in different(KINDS, count)}
 
 
 # --- Trials
@@ -115,7 +124,7 @@ class Trials:
         scenes = [self.scenes[row] for row in rows]
         configs = [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in scenes]
         key = fingerprint(self.identity, runs=self.of(rows))
-        return kept("runs", key, lambda: Runs(self.session, configs))
+        return kept("runs", key, lambda: Runs(self.session.here(kept), configs))
 
     def of(self, rows: Iterable[int]) -> list[list[Any]]:
         """Return prompts and seeds of rows."""
@@ -192,59 +201,6 @@ class Trials:
             found["returns"] = [return_block(one.result(), self.config.block_sizes) for one in hidden]
             found["measures"] = {name: x.round(4).tolist() for name, x in attention_measures(runs).items()}
         return found
-
-
-# --- What heads attend to
-def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean logits and mass of a pass of unedited runs, float64 [R, layers, H, F, F]; NaN: not seen."""
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
-        runs.rollout()
-    model, frames = runs.session.model_config, runs.configs[0].num_frames
-    shape = len(runs.configs), model.num_layers, model.num_heads, frames, frames
-    logits, mass = (np.full(shape, np.nan) for _ in range(2))
-    for call in calls:
-        assert call.at is not None and call.layout is not None
-        rows, columns = np.array(call.at.query_frames)[:, None], np.array(call.layout.frames)
-        for matrix, name in ((logits, "frame_logits"), (mass, "frame_mass")):
-            matrix[:, call.site.layer][:, :, rows, columns] = call.values[name].double().numpy()
-    return logits, mass
-
-
-def measures_of_pass(runs: Runs, step: int) -> dict[str, np.ndarray]:
-    """Measure what heads attend to in a pass of unedited runs -> means over frames, [R, layers, H]."""
-    sizes = runs.configs[0].block_sizes
-    past = context_cells(sizes)  # [F, F]
-    logits, mass = frame_matrices(runs, step)
-    of_past = np.where(past, mass, 0)[..., past.any(1), :]
-    return {
-        S: first_frame_effect(logits, sizes).effect,
-        RATE: sign_rate(logits[..., past]),
-        MASS_0: of_past[..., 0].mean(-1),
-        MASS_PAST: of_past.sum(-1).mean(-1),
-    }
-
-
-def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
-    """Return scores [R, layers, H] of unedited runs: of the first pass, and of the clean pass of block 1.
-
-    Those of published rules are high for heads to which the rule would give more of the past.
-    """
-    sizes, clean = runs.configs[0].block_sizes, len(runs.configs[0].denoising_step_list)
-    frames, own, found = range(sum(sizes)), runs.ranges[1], measures_of_pass(runs, 0)
-    older = np.array([[key in PAST["older past"](b) for key in frames] for b in runs.ranges for _ in b])
-    mass, clean_mass = (np.nan_to_num(frame_matrices(runs, step)[1]) for step in (0, clean))
-    first, middle = (
-        clean_mass[..., own.start : own.stop, keys].sum(-1).mean(-1)
-        for keys in (slice(1), slice(1, own.start))
-    )
-    shares = (x / x.sum((1, 2), keepdims=True) for x in (first, middle))  # of what all heads read
-    near = local_mass_share(mass[..., -sizes[-1] :, :].mean(-2), Thresholds())
-    return found | {
-        "mass on the older past": np.where(older, mass, 0)[..., own.start :, :].sum(-1).mean(-1),
-        "Pyramid Forcing": found[RATE],
-        "Forcing-KV": 1 - near,
-        "Dummy Forcing": np.maximum(*shares),
-    }
 
 
 # --- More and more heads without a past
@@ -455,39 +411,3 @@ def regressed(narrow: Sequence[Sequence[Head]], returns: np.ndarray, heads: Sequ
     whole = np.array([[head not in set(one) for head in heads] for one in narrow], float) - 0.5
     centred = returns - returns.mean()
     return np.linalg.solve(whole.T @ whole + RIDGE * np.eye(len(heads)), whole.T @ centred)
-
-
-# --- Frame 0 removed from a head's view, beside what that head attends to
-def captions(count: int) -> dict[str, int]:
-    """Return the first held-out captions of all kinds, each with its number, which is its first seed."""
-    return {scene.caption: number for number, scene in different(KINDS, count)}
-
-
-def first_frame_study(
-    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: LoadedModel, folder: Path
-) -> Study:
-    """Return the causal atlas of frame 0: runs of all captions with their first seed, then with the next."""
-    configs = [
-        replace(config, prompt=caption, seed=first + SEED_STEP * n)
-        for n in range(seeds)
-        for caption, first in prompts.items()
-    ]
-    return Study(folder, Knockout(frames=("first",), passes="denoise"), "head", configs, session)
-
-
-def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
-    """Return means over frames and seeds of a study that is done, [prompts, layers, H] each.
-
-    effect and control (the same on a random earlier frame) in units of the distance between seeds, norm of z,
-    and s and masses, of the first pass and as the mean over the denoising passes.
-    """
-    atlas = {name: values.numpy() for name, values in merged(study).items()}
-    names = {"effect": "effects", "control": "frame_control", "floor": "floor"}
-    found = {name: np.nanmean(atlas[field], -1) for name, field in names.items()}
-    found["norm"] = atlas["head_norms"]
-    runs = Runs(study.session, study.configs)
-    passes = [measures_of_pass(runs, step) for step in range(len(study.configs[0].denoising_step_list))]
-    for name in passes[0]:
-        of_layers = np.stack([one[name] for one in passes])[:, :, [layer or 0 for layer in study.layers]]
-        found |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
-    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in found.items()}

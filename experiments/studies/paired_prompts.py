@@ -283,7 +283,7 @@ class HeadEffects:
         """Measure every head in one pair -> effects [layers, H], and the seconds that took."""
         watch.log("rollout", pair=pair.later)
         start = time.monotonic()
-        runs, model = PairedRuns(self.config, self.session, [pair]), self.session.model_config
+        runs, model = PairedRuns(self.config, self.session.here(kept), [pair]), self.session.model_config
         recorded, last = RecordedCalls(0), len(runs.ranges) - 1
         own = runs.ranges[last]
         other = runs.rollout(1, *([recorded] if self.how == "patch" else []))[:, own.start : own.stop]

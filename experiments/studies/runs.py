@@ -1,22 +1,28 @@
-"""Batches of rollouts of one model, their unedited outcome, and edits that take heads their past."""
+"""Batches of rollouts of one model, what heads attend to in them, and edits that take heads their past."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.analysis.first_frame import context_cells, first_frame_effect
+from experiments.analysis.measures import sign_rate
+from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.causal import LoadedModel, draw_noise
 from experiments.extraction.devices import threads_for
-from experiments.running.engine import kept
 from wan.blocks import block_ranges
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.interventions import HeadOutputs, Knockout, record_head_outputs
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
 FLOOR_NOISE = 1e-6  # added to the noise, in float32
 FLOOR_BIAS = 1e-6  # in other dtypes: too small for a logit, but attention then runs by groups
+SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
+S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
 
 Head = tuple[int, int]  # layer, head
 Dropped = Callable[[range], Iterable[int]]  # the frames of a block -> frames of its past that are left out
@@ -30,7 +36,7 @@ class Batch:
     configs: Sequence[RunConfig]
 
     def __post_init__(self) -> None:
-        self.session = s = self.session.here(kept)
+        s = self.session
         drawn = [draw_noise(config, s.model_config, s.dtype, s.device) for config in self.configs]
         noise, renoise = zip(*drawn, strict=True)
         self.noise = torch.cat(noise)  # [B, F, C, h, w]
@@ -107,3 +113,56 @@ def knockouts(
         if (frames := [*dropped(ranges[block])])
         for layer, some in layers.items()
     )
+
+
+# --- What heads attend to
+def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean logits and mass of a pass of unedited runs, float64 [R, layers, H, F, F]; NaN: not seen."""
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
+        runs.rollout()
+    model, frames = runs.session.model_config, runs.configs[0].num_frames
+    shape = len(runs.configs), model.num_layers, model.num_heads, frames, frames
+    logits, mass = (np.full(shape, np.nan) for _ in range(2))
+    for call in calls:
+        assert call.at is not None and call.layout is not None
+        rows, columns = np.array(call.at.query_frames)[:, None], np.array(call.layout.frames)
+        for matrix, name in ((logits, "frame_logits"), (mass, "frame_mass")):
+            matrix[:, call.site.layer][:, :, rows, columns] = call.values[name].double().numpy()
+    return logits, mass
+
+
+def measures_of_pass(runs: Runs, step: int) -> dict[str, np.ndarray]:
+    """Measure what heads attend to in a pass of unedited runs -> means over frames, [R, layers, H]."""
+    sizes = runs.configs[0].block_sizes
+    past = context_cells(sizes)  # [F, F]
+    logits, mass = frame_matrices(runs, step)
+    of_past = np.where(past, mass, 0)[..., past.any(1), :]
+    return {
+        S: first_frame_effect(logits, sizes).effect,
+        RATE: sign_rate(logits[..., past]),
+        MASS_0: of_past[..., 0].mean(-1),
+        MASS_PAST: of_past.sum(-1).mean(-1),
+    }
+
+
+def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
+    """Return scores [R, layers, H] of unedited runs: of the first pass, and of the clean pass of block 1.
+
+    Those of published rules are high for heads to which the rule would give more of the past.
+    """
+    sizes, clean = runs.configs[0].block_sizes, len(runs.configs[0].denoising_step_list)
+    frames, own, found = range(sum(sizes)), runs.ranges[1], measures_of_pass(runs, 0)
+    older = np.array([[key in PAST["older past"](b) for key in frames] for b in runs.ranges for _ in b])
+    mass, clean_mass = (np.nan_to_num(frame_matrices(runs, step)[1]) for step in (0, clean))
+    first, middle = (
+        clean_mass[..., own.start : own.stop, keys].sum(-1).mean(-1)
+        for keys in (slice(1), slice(1, own.start))
+    )
+    shares = (x / x.sum((1, 2), keepdims=True) for x in (first, middle))  # of what all heads read
+    near = local_mass_share(mass[..., -sizes[-1] :, :].mean(-2), Thresholds())
+    return found | {
+        "mass on the older past": np.where(older, mass, 0)[..., own.start :, :].sum(-1).mean(-1),
+        "Pyramid Forcing": found[RATE],
+        "Forcing-KV": 1 - near,
+        "Dummy Forcing": np.maximum(*shares),
+    }

@@ -15,6 +15,7 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.benchmarks.reproduce import head_memory, hidden_shapes
 from experiments.running.progress import Progress
 from experiments.studies import causal_atlas
+from experiments.studies.causal_atlas import first_frame_numbers, first_frame_study
 from experiments.studies.hidden_shapes import (
     QUESTIONS,
     Design,
@@ -22,15 +23,11 @@ from experiments.studies.hidden_shapes import (
     HiddenShapes,
     Sizes,
     Trials,
-    attention_measures,
     captions_behind_a_wall,
-    first_frame_numbers,
-    first_frame_study,
-    measures_of_pass,
     regressed,
     unnamed_captions,
 )
-from experiments.studies.runs import PAST, Runs, knockouts, outside
+from experiments.studies.runs import PAST, Runs, attention_measures, knockouts, measures_of_pass, outside
 from experiments.studies.shape_attention import return_block
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import intervene

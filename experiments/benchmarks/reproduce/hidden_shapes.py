@@ -31,7 +31,8 @@ from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.studies import causal_atlas, hidden_shapes
-from experiments.studies.hidden_shapes import QUESTIONS, SEED_STEP, Design, HiddenShapes, Trials
+from experiments.studies.hidden_shapes import QUESTIONS, Design, HiddenShapes, Trials
+from experiments.studies.runs import SEED_STEP
 from wan.config import load_config
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -74,10 +75,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         session = called(crew, causal.prepare, config, [], [*walls, *of_frame_0])
         test, selection = (called(crew, trials_of, one, config, session, args, judges) for one in sets)
         shapes, folder = HiddenShapes(design, selection, test), args.folder / "first_frame"
-        removed = hidden_shapes.first_frame_study(of_frame_0, args.seeds, config, session, folder)
+        removed = causal_atlas.first_frame_study(of_frame_0, args.seeds, config, session, folder)
         shapes.run(watch, crew)
         causal_atlas.run(removed, len(removed.configs), watch, crew)
-        first_frame = called(crew, hidden_shapes.first_frame_numbers, removed, args.seeds)
+        first_frame = called(crew, causal_atlas.first_frame_numbers, removed, args.seeds)
         return {
             "environment": called(crew, environment, session.device),
             "model": config.model,
