@@ -358,7 +358,8 @@ class EvalPool(ProcessPoolExecutor):
 
 def _start_worker(parent: int) -> None:
     exit_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asked
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the process that asked
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
 
 

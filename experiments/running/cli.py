@@ -60,6 +60,8 @@ def explained(error: BaseException) -> tuple[str, int]:
         return "stopped", 130
     if type(error).__name__ == "OutOfMemoryError":  # torch's
         return f"out of GPU memory: {reason_of(error)}; try --offload, fewer frames, or --device cpu", 1
+    if type(error).__name__ == "BrokenProcessPool":
+        return "a process that measures was killed; run again: what is finished is kept", 1
     if isinstance(error, MemoryError):
         return "out of memory; try fewer frames or layers", 1
     if isinstance(error, OSError) and error.errno is not None:

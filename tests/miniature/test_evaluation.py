@@ -2,6 +2,9 @@
 of long videos."""
 
 import json
+import os
+import signal
+import time
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -120,4 +123,7 @@ def test_workers_are_given_every_bit_and_judge_alike():
     here = [tracking.judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
     assert len({answer for one in here for answer in one.values()}) == 2  # the noise misleads the tracker
     with EvalPool(2) as pool:
+        assert [task.result() for task in [pool.submit(time.sleep, 0.5) for _ in range(2)]]  # both have begun
+        for worker in [*pool._processes]:  # as a scheduler ends a whole group; its parent finishes a block
+            os.kill(worker, signal.SIGTERM)
         assert pool.judge_all(iter(videos), scenes) == here
