@@ -9,7 +9,7 @@ The scripts go the same way: experiments/extraction/causal.py loads and generate
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
@@ -166,7 +166,8 @@ class Pipe:
             with self._loading:
                 if self._session is None:
                     self._session = causal.prepare(configs[0], requests, observer=observer)
-            with seen.watching(configs) if seen else nullcontext([]) as kept:
+            watching: AbstractContextManager[list[Activation]] = nullcontext([])
+            with seen.watching(configs) if seen else watching as kept:
                 made = causal.extract_batch(self._session, configs, requests, observer)
         is_reduced = bool(seen and seen.watcher and seen.watcher.reduce)
         runs = [Run(each, tables(kept, item, count, is_reduced)) for item, each in enumerate(made)]
@@ -353,7 +354,7 @@ def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) 
         places, values = found.setdefault(at.site, ([], []))
         places.append(place)
         values.append(value)
-    return {site: Activations(site, *map(tuple, rows), is_reduced) for site, rows in found.items()}
+    return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
 
 
 class Seen:

@@ -21,6 +21,7 @@ from wan.checkpoint import (
     read_weights_file,
     require_dir,
     require_file,
+    sampled_sha256,
 )
 from wan.errors import library_reads
 from wan.vae_decoder import Decoder, Past
@@ -209,7 +210,7 @@ class Preview(nn.Module):
 
     def __init__(self, source: str = ""):
         super().__init__()
-        self.source = source
+        self.source = self.identity = source
         layers: list[nn.Module] = [Clamp(), _conv(LATENT_CHANNELS, WIDTHS[0]), nn.ReLU()]
         for width, following, times in zip(WIDTHS, WIDTHS[1:], TIMES, strict=False):
             layers += [*(Memory(width) for _ in range(3)), nn.Upsample(scale_factor=2)]
@@ -223,6 +224,7 @@ class Preview(nn.Module):
         with torch.device("meta"):
             model = cls(Path(path).name)
         assign(model, state, path, dtype, device)
+        model.identity = f"{model.made_by} {sampled_sha256(path)} {dtype}"
         return model
 
     @property

@@ -36,10 +36,10 @@ LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the la
 def as_one_block(config: RunConfig) -> RunConfig:
     """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
     frames = latent_frames(config.base.num_video_frames)
-    one = {"num_frames": frames, "num_frame_per_block": frames, "independent_first_frame": False}
-    whole = {"cache_policy": None, "local_attn_size": -1, "sink_size": 0}
-    of_causal = dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha"))
-    return replace(config, **one, **whole, **of_causal)
+    one: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames, "local_attn_size": -1}
+    one |= {"sink_size": 0, "independent_first_frame": False}
+    one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "cache_policy"))
+    return replace(config, **one)
 
 
 def choose_layer(config: RunConfig, layer: int | None) -> int:
@@ -130,16 +130,13 @@ def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict
     if not (steps := [step for step in steps if step in reached]):
         raise RunError(f"none of the steps was reached for {branch}")
     mine, names = of_branch(run, branch), ("frame_logits", "frame_mass")
-    return (
-        run.common
-        | {name: mine.frame_matrices(name, layers, steps) for name in names}
-        | {
-            "format": "atlas",
-            "is_logits": True,
-            "branch": branch,
-            "layers": layers,
-            "pass_steps": steps,
-            "pass_timesteps": [run.pass_timesteps[step] for step in steps],
-            "pass_is_clean": [False] * len(steps),
-        }
-    )
+    own: dict[str, Any] = {
+        "format": "atlas",
+        "is_logits": True,
+        "branch": branch,
+        "layers": layers,
+        "pass_steps": steps,
+        "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+        "pass_is_clean": [False] * len(steps),
+    }
+    return run.common | {name: mine.frame_matrices(name, layers, steps) for name in names} | own

@@ -466,23 +466,20 @@ def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | No
     if not blocks:
         raise RunError("none of the blocks that maps were asked for was reached")
     tags = [run.pass_tag(step) for step in steps]
-    words = {"words": run.prompt_tokens} if "word_map" in run.quantities else {}
-    return (
-        run.common
-        | words
-        | {
-            "format": "maps",
-            "is_logits": True,
-            "layers": run.layers,
-            "heads": list(range(run.common["num_heads"]) if heads is None else dict.fromkeys(heads)),
-            "rows": grid[0],
-            "columns": grid[1],
-            "pass_timesteps": [tag.timestep for tag in tags],
-            "pass_steps": steps,
-            "pass_is_clean": [tag.is_clean_pass for tag in tags],
-            "blocks": [_block_maps(run, block, steps, grid[1]) for block in blocks],
-        }
-    )
+    own: dict[str, Any] = {
+        "format": "maps",
+        "is_logits": True,
+        "layers": run.layers,
+        "heads": list(range(run.common["num_heads"]) if heads is None else dict.fromkeys(heads)),
+        "rows": grid[0],
+        "columns": grid[1],
+        "pass_timesteps": [tag.timestep for tag in tags],
+        "pass_steps": steps,
+        "pass_is_clean": [tag.is_clean_pass for tag in tags],
+        **({"words": run.prompt_tokens} if "word_map" in run.quantities else {}),
+        "blocks": [_block_maps(run, block, steps, grid[1]) for block in blocks],
+    }
+    return run.common | own
 
 
 def _block_maps(run: Extraction, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def encode_prompts(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, PromptStates]:
     """Return embeddings and tokens of each prompt; the encoder is loaded only where needed, and freed."""
-    if file := config.prompt_embeds:
+    if given := config.prompt_embeds:
         own = with_given_prompt(config, None)
         if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
             needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
-            raise ConfigError(f"{file} holds the states of {short_repr(own)}, {needs}")
-        states, tokens = read_states(file, sizes)
+            raise ConfigError(f"{given} holds the states of {short_repr(own)}, {needs}")
+        states, tokens = read_states(given, sizes)
         return {own: (states.to(device, dtype), tokens)}
     where, known = encoding_device(config, device), dict[str, PromptStates]()
     encoder: TextEncoder | None = None

@@ -87,7 +87,7 @@ def identity(
 def video_tag(run: str, config: RunConfig, decoder: str = "auto") -> str:
     """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and its decoder.
 
-    decoder is a dtype of the VAE, or the words of a preview's.
+    decoder is a dtype of the VAE, or a Preview's identity.
     """
     is_dtype = decoder in DTYPES
     made_by = str(choose_dtype(decoder, choose_device(config.device))) if is_dtype else decoder

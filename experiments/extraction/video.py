@@ -73,8 +73,8 @@ def tag_of(extraction: Extraction, vae: VAE | Preview) -> str:
 
 
 def dtype_of(vae: VAE | Preview) -> str:
-    """Return the dtype of a decoder as flags name it; a preview is none of the VAE's."""
-    return vae.made_by if isinstance(vae, Preview) else str(vae.vae.dtype).removeprefix("torch.")
+    """Return the dtype of a decoder as flags name it; a preview is known by its weights."""
+    return vae.identity if isinstance(vae, Preview) else str(vae.vae.dtype).removeprefix("torch.")
 
 
 def write_mp4(pixels: Tensor, path: str | Path, shortest=SHORTEST_SIDE, tag="", about="") -> None:

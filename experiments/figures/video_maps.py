@@ -241,15 +241,22 @@ def video_frames(
 
 
 def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
-    """Return the video given, or the mp4 beside a cache. CacheError where there is none or another run's."""
-    path = Path(video) if video is not None else Path(cache_path).with_suffix(".mp4")
+    """Return the video given, or the mp4 beside a cache, or the only one in a folder of layerN.pt.
+
+    CacheError where there is none, or another run's: fingerprints count, not names.
+    """
+    source = Path(cache_path)
+    layers, inside = sorted(source.glob("layer*.pt")), list(source.glob("*.mp4"))  # none of a file
+    path = Path(video) if video is not None else inside[0] if len(inside) == 1 else source.with_suffix(".mp4")
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
     remedy = "make the cache again with --save_video, or name a video of the same rollout"
-    made_of, tag = peek(cache_path).get("fingerprint"), mp4_tag(path)
+    made_of, tag = peek(layers[0] if layers else source).get("fingerprint"), mp4_tag(path)
     if made_of and (tag or video is None):
         require_same(path, (tag or "").partition(" ")[0], made_of, remedy)
-    elif video is None and path.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED:  # written last
+    elif (
+        video is None and not layers and path.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED
+    ):  # written last
         raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {remedy}")
     return path
 
@@ -261,14 +268,11 @@ def pictures_for(
 
     A bad video beside the cache is left out, with a note; one that was named is a CacheError.
     """
-    source, beside = Path(cache_path), Path(cache_path).with_suffix(".mp4")
-    if source.is_dir() and len(found := list(source.glob("*.mp4"))) == 1:
-        beside = found[0]
-    if video is None and not beside.is_file():
+    source = Path(cache_path)
+    if video is None and not source.with_suffix(".mp4").is_file() and len([*source.glob("*.mp4")]) != 1:
         return None, ""
     try:
-        path = video or beside if source.is_dir() else video_of(source, video)
-        return pictures(path, num_frames), ""
+        return pictures(video_of(source, video), num_frames), ""
     except CacheError as error:
         if video is not None:
             raise

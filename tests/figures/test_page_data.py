@@ -74,6 +74,17 @@ def test_a_folder_of_layers(tmp_path):
         data_of(tmp_path)
 
 
+def test_the_video_in_a_folder_of_layers_is_known_by_its_run(tmp_path):
+    film = np.zeros((33, 64, 96, 3), np.uint8)
+    save_cache(tmp_path / "layer2.pt", synthetic_caches.layer(2) | {"fingerprint": "run"})
+    for run, count in (("run", 9), ("another", 0)):
+        (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film, 16, tag=f"{run} vae"))
+        shown, note = pictures_for(tmp_path, None, 9)
+        assert len(shown or []) == count and ("is of another run" in note) == (not count)
+    with pytest.raises(CacheError, match="is of another run"):
+        pictures_for(tmp_path, tmp_path / "layer2.mp4", 9)
+
+
 def test_a_second_cache_is_compared(tmp_path):
     first, second = synthetic_caches.atlas(), synthetic_caches.atlas() | {"seed": 7}
     second["frame_logits"] = 2 * second["frame_logits"]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import drawn
 
+from experiments.extraction.video import dtype_of
 from wan.checkpoint import CheckpointError
 from wan.vae import Preview
 
@@ -21,6 +22,8 @@ for first, width in ((3, 256), (9, 128), (15, 64)):
         for conv, inputs in ((0, 2 * width), (2, width), (4, width)):
             SHAPES[f"{number}.conv.{conv}.weight"] = (width, inputs, 3, 3)
             SHAPES[f"{number}.conv.{conv}.bias"] = (width,)
+
+DTYPES = torch.float64, torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,17 @@ def by_definition(w: dict[str, torch.Tensor], frames: list[torch.Tensor]) -> lis
         grown = [part for x in wide for part in conv(f"{first + 4}.conv", x).chunk(times)]
         frames = [conv(str(first + 5), x) for x in grown]
     return [conv("22", x.relu()).clamp(0, 1) for x in frames]
+
+
+def test_a_video_knows_its_decoder_by_the_weights(weights, preview, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    bias = "decoder.22.bias"
+    torch.save(weights | {bias: weights[bias] + 1}, other / "taew2_1.pth")  # the same name
+    again = Preview.from_file(tmp_path / "taew2_1.pth", torch.float64, torch.device("cpu"))
+    of_others = [Preview.from_file(other / "taew2_1.pth", dtype, torch.device("cpu")) for dtype in DTYPES]
+    assert dtype_of(again) == dtype_of(preview) and again.made_by == of_others[0].made_by
+    assert len({dtype_of(one) for one in (preview, *of_others)}) == 3
 
 
 def test_frames_are_those_of_the_definition(preview, weights):
