@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT
 
@@ -101,6 +103,49 @@ def test_nothing_is_lost_or_made_twice_where_workers_are_killed(tmp_path):
     thread.start()
     assert made(work, simulation.items_of(60, 0.5), workers=2) == (60, 0) and killed
     over.set()
+
+
+STOPPED = """
+import sys
+from argparse import Namespace
+from pathlib import Path
+from experiments.benchmarks.engine import Sleeping, items_of
+from experiments.running.cli import main
+from experiments.running.engine import crew_of, work_through
+from experiments.running.progress import observed
+
+def run(argv):
+    folder = Path(sys.argv[1])
+    flags = Namespace(workers=2, scheduler=None, slurm=None, quiet=False, log_file=None, deterministic=False)
+    with observed(flags, "item") as watch, crew_of(flags, "cpu") as crew:
+        work_through(Sleeping(folder), items_of(200, 1.0), folder, watch, crew)
+
+if __name__ == "__main__":
+    main(run)
+"""
+
+
+@pytest.mark.beside
+def test_ctrl_c_finishes_what_is_written_and_stops_the_workers(tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "start_new_session": True,
+    }
+    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background
+    command = [sys.executable, str(tmp_path / "stopped.py"), str(tmp_path)]
+    running = subprocess.Popen(command, **options)
+    while len(list((tmp_path / "items").glob("*.json"))) < 4 and running.poll() is None:
+        time.sleep(0.05)
+    children = psutil.Process(running.pid).children(recursive=True)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: workers get it too
+    said = running.communicate(timeout=60)[0].splitlines()
+    done = len(list((tmp_path / "items").glob("*.json")))
+    assert running.returncode == 130 and "stopping after this item" in "".join(said), said
+    assert f"{done} of 200 are done and will not be made again" in said[-1] and 4 <= done < 200
+    assert not psutil.wait_procs(children, timeout=10)[1] and not list((tmp_path / "items").glob("*.part"))
 
 
 @pytest.mark.beside
