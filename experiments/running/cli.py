@@ -379,8 +379,10 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
 
 # --- The flags of a sweep -> its runs, and where each cache goes
 SLUG_BYTES = 60  # of a prompt that names a file
-EXCLUDE = (("prompt", "prompts"), ("seed", "seeds"), ("prompt_embeds", "prompts"), ("preview", "output_dir"))
-EXCLUDE += (("checkpoint_path", "checkpoints"), ("no_checkpoint", "checkpoints"))
+EXCLUDE = (
+    *(("prompt", "prompts"), ("seed", "seeds"), ("prompt_embeds", "prompts"), ("preview", "output_dir")),
+    *(("checkpoint_path", "checkpoints"), ("no_checkpoint", "checkpoints")),
+)
 
 
 def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
@@ -487,8 +489,8 @@ def schedule_settings(path: str) -> list[Any]:
     """Read the list under `prompts` in a YAML file: frame, prompt and how of every switch."""
     settings = read_yaml(path) if isfile(path) else {}
     prompts = settings.get("prompts")
-    fits = set(settings) == {"prompts"} and isinstance(prompts, list)
-    if not fits or not all(isinstance(prompt, dict) for prompt in prompts):
+    fits = isinstance(prompts, list) and all(isinstance(each, dict) for each in prompts)
+    if not isinstance(prompts, list) or not fits or set(settings) != {"prompts"}:
         raise ConfigError(
             f"prompt schedule {short_repr(path)} is no YAML file of one list `prompts`, each with frame, "
             "prompt and perhaps how"

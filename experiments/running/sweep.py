@@ -105,7 +105,7 @@ class Sweep:
 
     def clean(self, name: str, run: Run) -> None:
         """Remove what killed processes left half written."""
-        for path in (run.path, *videos_of(self.args, [run.path]), self.results.path(name)):
+        for path in (run.path, *videos_of(self.args, [run.path]), str(self.results.path(name))):
             remove_leftovers(Path(path))
 
     def make(self, name: str, run: Run, watch: Progress) -> None:
