@@ -151,18 +151,13 @@ def test_a_wrong_model_is_refused_before_the_rollout(arguments, message):
     ("fields", "message"),
     [
         ({"layers": [4]}, "layer 4 is not in 0..3"),
-        ({"blocks": [2]}, "block 2 is not in 0..1"),
         ({"steps": [-1, 5]}, "step 5 is not in 0..4"),
         ({"granularity": "map", "heads": (3,)}, r"head 3 is not in 0\.\.2"),
         ({"granularity": "map", "queries": ((0, S),)}, r"token 5 is not in 0\.\.4"),
         ({"granularity": "pixel"}, "pixel"),
-        ({"kinds": ("both",)}, "both"),
         ({"granularity": "key", "is_logits": False}, "probabilities need granularity 'token'"),
-        ({"rope_bands": True}, "rope_bands needs"),
-        ({"granularity": "map", "queries": ()}, "needs queries"),
         ({"granularity": "map", "queries": ((-2, -1),)}, r"\(-2, -1\)"),
         ({"granularity": "map", "queries": ((1, 2), (1, 2))}, "each once"),
-        ({"granularity": "frame", "heads": (1,)}, "heads need"),
     ],
     ids=str,
 )

@@ -17,7 +17,6 @@ from wan.interventions import (
     InterventionError,
     Jitter,
     Knockout,
-    Move,
     Patch,
     ReferenceMeans,
     RunInStep,
@@ -132,26 +131,13 @@ def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
 
 
 # --- What is planned, and what is refused before
-PLANS = {
-    "1 of 3 heads; layers: 1, passes: 5, blocks: 2, calls: 10": Knockout(
-        frames=0, layers=[1], heads=[0], passes="all"
-    ),
-    "3 of 3 heads; layers: 2, passes: 1, blocks: 3, calls: 6": Ablate(
-        "zero", layers=[0, 3], passes="denoise", steps=[0]
-    ),
-    "2 of 3 heads; layers: 4, passes: 1, blocks: 1, calls: 4": Knockout(
-        frames=5, heads=[0, 2], passes="clean"
-    ),
-}
-
-
-@pytest.mark.parametrize("words", PLANS)
-def test_a_dry_run_counts_the_calls_that_are_then_edited(words):
-    pipeline, edit = tiny_pipeline(), PLANS[words]
-    assert pipeline.plan(FRAMES).in_words(edit) == f"edits {words}"
-    with intervene(edit) as session:
+def test_a_dry_run_counts_the_calls_that_are_then_edited():
+    pipeline, edit = tiny_pipeline(), Ablate("zero", layers=[0, 3], passes="denoise", steps=[0])
+    counted = "layers: 2, passes: 1, blocks: 3, calls: 6"
+    assert pipeline.plan(FRAMES).in_words(edit) == f"edits 3 of 3 heads; {counted}"
+    with intervene(edit, Knockout(frames=5, heads=[0, 2], passes="clean")) as session:
         rollout(pipeline, FRAMES)
-    assert words.endswith(f"calls: {session.changed[0]}")
+    assert session.changed == [6, 4]
     given = pipeline.plan(num_frames=6, given=3)  # given blocks have a clean pass alone
     assert given.count(Ablate("zero", layers=0, passes="all")) == 11
 
@@ -159,13 +145,10 @@ def test_a_dry_run_counts_the_calls_that_are_then_edited(words):
 ERRORS = {
     "layer 4 is not in 0..3": Ablate("zero", layers=[4], passes="all"),
     "head 3 is not in 0..2": Ablate("zero", heads=[3], passes="all"),
-    "block 3 is not in 0..2": Ablate("zero", blocks=[3], passes="all"),
     "prompt token 7 is not in 0..6": Knockout(tokens=[7], passes="all"),
     "step 4 is not in 0..3": Ablate("zero", steps=[4], passes="denoise"),
     "no call .* branch='uncond'": Ablate("zero", branch="uncond", passes="all"),
     "no call .* frames=6": Knockout(frames=6, passes="all"),
-    "no call .*blocks=0": Knockout(frames="first", blocks=[0], passes="all"),
-    "no call .* frames='sink'": Knockout(frames="sink", passes="all"),
     "no call can be edited: Patch": Patch("kv", {"seed": 1}, blocks=[0], passes="all"),
 }
 
@@ -225,7 +208,6 @@ def per_head(path, **policies):
 
 CLASS_EDITS = [
     Knockout(frames=[0, 4], heads=[1, 2], passes="all"),
-    Move("first", offset=5, heads=[0, 1], passes="all"),
     Jitter(scale=0.5, heads=[1, 2]),
     Ablate("mean", heads=[1, 2], passes="all"),
     Patch("kv", {"seed": 5}, layers=[1], heads=[1, 2], passes="all"),

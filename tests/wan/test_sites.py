@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeline
+from helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
 
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
@@ -304,9 +304,7 @@ REFUSED = {
     "'residpost' is no site; did you mean resid_post": lambda: at("residpost"),
     "at.. takes no layer; did you mean layers": lambda: at("z", layer=2),
     "resid_post has no heads": lambda: Ablate("zero", site="resid_post", heads=[1], passes="all"),
-    "flow is of no layer": lambda: at("flow", layers=[1]),
     "x0 has no tokens": lambda: Ablate("mean", site="x0", passes="all"),
-    "direction 3.0 is not a vector": lambda: Steer("v", 3.0, passes="all"),
     "layer 9 is not in 0..3": lambda: intervened(at("z", layers=[9])(wrong_shape)),
     "has no function: intervene": lambda: intervened(at("z")),
     "the direction has 3 numbers, not 16": lambda: intervened(Steer("v", [1.0, 2, 3], passes="all")),
@@ -331,19 +329,18 @@ def test_what_does_not_fit_is_refused_in_one_line(message):
 
 # --- Threads
 def test_threads_do_not_see_each_others_edits_and_captures():
-    """Six at once, on two pipelines, half of them with edits of their own."""
+    """Four at once, on two pipelines, half of them with edits of their own."""
     pipelines, found, failures = [two_steps(seed=seed) for seed in (0, 5)], {}, []
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(4)
 
     def one(number: int) -> list[torch.Tensor]:
-        pipeline, layer = pipelines[number % 2], number // 2 % MODEL_LAYERS
-        edit = at("resid_post", layers=[layer], passes="denoise")
         with ExitStack() as stack:
-            if number >= 3:
+            if number >= 2:
+                edit = at("resid_post", layers=[number], passes="denoise")
                 stack.enter_context(intervene(edit, lambda x, where: x * (1 + number / 100)))
-            calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(layers=[layer], granularity="frame"))
-            seen = captured("mlp_out", "x0", pipeline=pipeline, layers=[layer])
-            assert len(active_edits()) == (number >= 3) and len(calls) == 6
+            calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame"))
+            seen = captured("mlp_out", "x0", pipeline=pipelines[number % 2], layers=[1])
+            assert len(active_edits()) == (number >= 2) and len(calls) == 6
         return [*seen["x0"], *seen["mlp_out"], *(call["frame_logits"] for call in calls)]
 
     def work(number: int) -> None:
@@ -354,11 +351,11 @@ def test_threads_do_not_see_each_others_edits_and_captures():
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures and not active_edits()
-    for number in range(6):
+    for number in range(4):
         assert all(map(torch.equal, found[number], one(number)))
