@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,10 @@ def _with(edit: Edit, **fields: Any) -> Edit:
     return replace(edit, **fields)
 
 
+def _always(edit: Edit, block: int) -> Edit:
+    return edit
+
+
 # --- The study and its items
 @dataclass(frozen=True)
 class Piece:
@@ -218,11 +222,13 @@ class Study:
     def edits(self, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:
         """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
         for unit in self.units:
-            fields = {"head": {"heads": (unit,)}, "frame": {"frames": (unit,)}, "layer": {}}
-            fields["site"] = {"site": ADDED[unit % len(ADDED)]}
-            of_layer = {} if layer is None else {"layers": (layer,)}
-            edit = _with(self.edit, **fields[self.each], **of_layer)
-            yield ("effect", unit), lambda block, edit=edit: edit
+            fields: dict[str, Any] = {} if layer is None else {"layers": (layer,)}
+            if self.each == "site":
+                fields["site"] = ADDED[unit]
+            elif self.each != "layer":
+                fields[f"{self.each}s"] = (unit,)
+            edit = _with(self.edit, **fields)
+            yield ("effect", unit), partial(_always, edit)
             of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes

@@ -110,7 +110,7 @@ class Trials:
     def __post_init__(self) -> None:
         model = self.session.model_config
         self.shape = model.num_layers, model.num_heads
-        self.heads: list[Head] = [*np.ndindex(self.shape)]  # type: ignore[list-item]
+        self.heads: list[Head] = [*np.ndindex(self.shape)]
         self.everyone = tuple(range(len(self.scenes)))
         self.store = Results(self.folder / "items")
 

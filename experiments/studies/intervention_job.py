@@ -55,7 +55,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         both = torch.cat([base.to(session.device), measured["latents_edited"][None].to(session.device)])
         pixels = [vae.decode(latents[None])[0].float().cpu() for latents in both]  # [frames, 3, H, W] in 0..1
-        arrays = [video.numpy() for video in pixels]
+        without, changed = (video.numpy() for video in pixels)
         cache = {
             **session.common,
             "format": "effects",
@@ -66,12 +66,12 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "is_logits": False,
             "interventions": record_of(edits),
             **measured,
-            "psnr": torch.tensor(stats.psnr(*arrays)).float().clamp(max=100),
-            "ssim": torch.tensor(stats.ssim(*arrays)).float(),
+            "psnr": torch.tensor(stats.psnr(without, changed)).float().clamp(max=100),
+            "ssim": torch.tensor(stats.ssim(without, changed)).float(),
         }
         if said := answers(config.prompt, pixels):
-            without, with_edits = (torch.tensor(values) for values in zip(*said.values(), strict=True))
-            cache |= {"questions": list(said), "answers_base": without, "answers_edited": with_edits}
+            right = torch.tensor([*said.values()]).T  # [2 videos, questions]
+            cache |= {"questions": list(said), "answers_base": right[0], "answers_edited": right[1]}
         save_cache(args.output_path, cache)
         for video in videos:
             beside = to_pixels(torch.cat(pixels, 3)[None])[0]

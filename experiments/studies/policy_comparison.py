@@ -215,16 +215,13 @@ class Comparison:
         pool = kept("judges", str(judges), lambda: EvalPool(judges, "spawn"))
         with deterministic(self.deterministic):
             vae = kept("vae", fingerprint(self.identity), load_vae)
-            if control := items[0].settings.get("control"):
-                pixels, cost = self._control(session, vae, control, items), {}
-            else:
-                pixels, cost = self._rolled_out(session, vae, items)
+            pixels, cost = self._rolled_out(session, vae, items)
         measured = []
         for item, video in zip(items, pixels, strict=True):
             if not self.has(item):
-                about = {"label": item.label, "name": item.name, "prompt": item.config.prompt}
-                about |= {"seed": item.config.seed, "cost": cost}
-                scene = self.scenes.get(item.config.prompt)
+                prompt, seed = item.config.prompt, item.config.seed
+                about = {"label": item.label, "name": item.name, "prompt": prompt, "seed": seed, "cost": cost}
+                scene = self.scenes.get(prompt)
                 measured.append(pool.submit(measure, video, scene, about, self.store.folder, item.mp4s))
         for future in measured:
             future.result()
@@ -232,8 +229,10 @@ class Comparison:
     def _rolled_out(
         self, session: LoadedModel, vae: VAE, items: Sequence[Item], num_frames: int | None = None
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Make videos uint8 [T, H, W, 3] under the policy of items; return them and their cost."""
-        first = items[0].config
+        """Make videos uint8 [T, H, W, 3] of a policy or a control; return them and their cost."""
+        first, control = items[0].config, items[0].settings.get("control")
+        if control is not None:
+            return self._control(session, vae, control, items), {}
         config = replace(first, cache_policy=dict(items[0].settings), **NO_WINDOW)
         pipeline = pipeline_of(session.pipeline.model, config)
         configs = [item.config for item in items]
