@@ -20,7 +20,7 @@ NEED_WEIGHTS = [
     "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb",
 ]
 THESE_TESTS = "bash tests/run.sh"
-SHORTER = {  # thirty layers are drawn like two
+SHORTER = {  # thirty layers are drawn like one
     "bash experiments/run_notebooks.sh extract_all_attention.ipynb "
     "cache/published/self_forcing_dmd_eagle_21f.pt all": (" all", " 0 20")
 }

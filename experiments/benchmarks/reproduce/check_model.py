@@ -7,16 +7,13 @@ and layers in another order. Rows of the trained miniature: the same video in ot
 and prompts, random weights, and models with one thing wrong, beside the right one's own atlas.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 from experiments.analysis import published
 from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
@@ -28,7 +25,6 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.running.cli import main
 from wan import keys as rope
-from wan import model as wan_model
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig, load_config
 from wan.model import CausalWanModel
@@ -88,22 +84,17 @@ def of_published() -> dict[str, Any]:
 def of_miniature(config: RunConfig) -> dict[str, Any]:
     """Compare right, other and wrong videos of the miniature with its own, a row each."""
     loaded = causal.prepare(config, [], PROMPTS)
-    right_model, last, device = loaded.pipeline.model, config.block_sizes[-1], loaded.device
-    frequencies = temporal_frequencies(loaded.model_config.head_dim)
+    sizes, last, right_model = loaded.model_config, config.block_sizes[-1], loaded.pipeline.model
+    frequencies = temporal_frequencies(sizes.head_dim)
     frequencies = frequencies[2 * np.pi / frequencies <= config.num_frames - last]
 
-    def logits(
-        prompt: str,
-        config: RunConfig = config,
-        model: CausalWanModel = right_model,
-        change: Callable[[Tensor], Tensor] = torch.clone,
-    ) -> np.ndarray:
-        """Return mean logits [passes, layers, H, F, F] of one rollout, with its text changed."""
-        noise = causal.draw_noise(config, loaded.model_config, model.dtype, device)
-        text = change(loaded.texts[prompt][0]).to(model.dtype)
+    def logits(prompt: str, config: RunConfig = config, model: CausalWanModel = right_model) -> np.ndarray:
+        """Return mean logits [passes, layers, H, F, F] of one rollout."""
+        noise, renoise = causal.draw_noise(config, sizes, model.dtype, loaded.device)
+        text = loaded.texts[prompt][0].to(model.dtype)
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False) as calls:
-            causal.pipeline_of(model, config).inference(noise[0], prompt_embeds=text, renoise=noise[1])
-        sizes, passes, F = model.config, config.num_passes, config.num_frames
+            causal.pipeline_of(model, config).inference(noise, prompt_embeds=text, renoise=renoise)
+        passes, F = config.num_passes, config.num_frames
         found = np.full((passes, sizes.num_layers, sizes.num_heads, F, F), np.nan)
         for call in calls:
             step = passes - 1 if call["is_clean_pass"] else call["step"]
@@ -120,70 +111,43 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
     def every(**wrong: Any) -> dict[str, Any]:
         return row(*(beside(prompt, logits(prompt, **wrong)[0]) for prompt in PROMPTS))
 
-    half = causal.load_pipeline(config, loaded.model_config, torch.bfloat16, device).model
-    base = replace(config, checkpoint_path=None)
-    base_model = causal.load_pipeline(base, loaded.model_config, loaded.dtype, device).model
-    random = causal.load_pipeline(config, loaded.model_config, loaded.dtype, device).model
+    def model_of(config: RunConfig, dtype: torch.dtype = loaded.dtype) -> CausalWanModel:
+        return causal.load_pipeline(config, sizes, dtype, loaded.device).model
+
+    random = model_of(config)
     for name, parameter in random.named_parameters():
         parameter.data = fill_(torch.empty_like(parameter), name)
     found = {
         "another prompt": row(*(beside(a, right[b][0]) for a in PROMPTS for b in PROMPTS if a != b)),
         "another seed": every(config=replace(config, seed=config.seed + 1)),
-        "the same in bfloat16": every(model=half),
-        "base weights": every(model=base_model),
+        "the same in bfloat16": every(model=model_of(config, torch.bfloat16)),
+        "base weights": every(model=model_of(replace(config, checkpoint_path=None))),
         "random weights": every(model=random),
-        "no text": every(change=torch.zeros_like),
+        "timestep shift 8": every(config=replace(config, timestep_shift=8.0)),
+        "steps not warped": every(config=replace(config, warp_denoising_step=False)),
     }
-    for name, change in wrong_forwards().items():
-        right_model.rotary._last.clear()
-        with change():
-            found[name] = every()
-    right_model.rotary._last.clear()
-    for size in (1, 7):
-        found[f"blocks of {size}"] = every(config=replace(config, num_frame_per_block=size))
-    found["timestep shift 8"] = every(config=replace(config, timestep_shift=8.0))
-    found["steps not warped"] = every(config=replace(config, warp_denoising_step=False))
     for step, name in {1: "pass 1", config.num_passes - 2: "pass 3", -1: "clean pass"}.items():
         found[name] = row(*(beside(prompt, right[prompt][step]) for prompt in PROMPTS))
-    for axis, which in ((1, "heads"), (0, "layers")):
-        shifted = (beside(prompt, np.roll(right[prompt][0], 1, axis)) for prompt in PROMPTS)
-        found[f"{which} shifted by one"] = row(*shifted)
-    return found
-
-
-def wrong_forwards() -> dict[str, Callable[[], Any]]:
-    """Return what can be wrong inside a forward, as contexts."""
-
-    @contextmanager
-    def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-        usual = getattr(owner, name)
-        setattr(owner, name, value)
-        try:
-            yield
-        finally:
-            setattr(owner, name, usual)
-
-    def without_norm(self, x, rope_tables=None, out=None):
-        x = x.unflatten(-1, (self.num_heads, -1))
-        return wan_model._stored(x if rope_tables is None else rope.rotate(x, *rope_tables), out)
-
     usual = rope.RotaryTable.freqs_cis
 
-    def without(axes: range) -> Callable[..., Tensor]:
-        def freqs_cis(self, axis, positions):
-            found = usual(self, axis, positions)
-            return torch.ones_like(found) if axis in axes else found
+    def without(*axes: int) -> Any:
+        """Return a patch after which RoPE turns nothing along these axes."""
+        return mock.patch.object(
+            rope.RotaryTable,
+            "freqs_cis",
+            lambda self, axis, at: usual(self, axis, at) ** int(axis not in axes),
+        )
 
-        return freqs_cis
-
-    table = partial(instead, rope.RotaryTable, "freqs_cis")
-    return {
-        "RoPE off": partial(table, without(range(3))),
-        "RoPE off in time": partial(table, without(range(1))),
-        "RoPE of base 5,000": partial(instead, rope, "ROPE_THETA", 5e3),
-        "RoPE of base 1,000,000": partial(instead, rope, "ROPE_THETA", 1e6),
-        "no norm of queries and keys": partial(instead, wan_model.QueryKeyNorm, "forward", without_norm),
-    }
+    for name, wrong in {
+        "RoPE off": without(0, 1, 2),
+        "RoPE off in time": without(0),
+        "RoPE of base 5,000": mock.patch.object(rope, "ROPE_THETA", 5e3),
+        "RoPE of base 1,000,000": mock.patch.object(rope, "ROPE_THETA", 1e6),
+    }.items():
+        right_model.rotary._last.clear()
+        with wrong:
+            found[name] = every()
+    return found
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def run(argv=None):
     report = {
         "frequencies": [round(float(w), 4) for w in FREQUENCIES],
         "curves of 72 frames": {prompt: of_curves(*long[prompt]) for prompt in PROMPTS},
-        "bands": {prompt: by_number_of_bands(*long[prompt]) for prompt in PROMPTS},
         "other length": {prompt: other_length(long[prompt], curves[prompt, 21]) for prompt in PROMPTS},
         "query statistics": {prompt: against_queries(*long[prompt]) for prompt in PROMPTS},
         "matrices": {name(key): of_matrix(*matrices[key], fits[key]) for key in matrices},
@@ -118,13 +117,6 @@ def of_curves(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]:
     }
 
 
-def by_number_of_bands(curves: np.ndarray, distances: np.ndarray) -> dict[str, float]:
-    """Return the median held-out R² by the number of bands, fastest first: the elbow."""
-    every = temporal_frequencies(HEAD_DIM)
-    found = {n: held_out_r_squared(curves, distances, every[:n]) for n in range(1, 10)}
-    return {str(n): round(float(np.median(r2)), 3) for n, r2 in found.items()}
-
-
 def other_length(long, short) -> dict[str, list[float]]:
     """Return the correlation per head of the 21-frame curve with the waves fitted at 72 frames."""
     (curves, distances), (short_curves, short_distances) = long, short
@@ -140,24 +132,16 @@ def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]
     means = np.load(published.FOLDER / "longlive_query_means.npz")
     found: dict[str, Any] = {}
     for run_name in ("81f", "120f"):
-        size, total = np.abs(means[f"q_mean_{run_name}"]), means[f"q_abs_mean_{run_name}"]
+        size = np.abs(means[f"q_mean_{run_name}"])[..., : len(temporal_frequencies(HEAD_DIM))]
         pairs = [np.stack([amplitude[..., b], size[..., b]], -1) for b in range(NUM_BANDS)]
+        flat = size.reshape(-1, size.shape[-1]).T
         crossed = np.array(
-            [
-                [spearman(amplitude[..., b].ravel(), size[..., j].ravel()) for j in range(64)]
-                for b in range(NUM_BANDS)
-            ]
+            [[spearman(amplitude[..., b].ravel(), other) for other in flat] for b in range(NUM_BANDS)]
         )
-        temporal = crossed[:, : len(temporal_frequencies(HEAD_DIM))]
+        ranks = [int(1 + (row > row[b]).sum()) for b, row in enumerate(crossed)]
         found[run_name] = {
             "rho by band": [rho_interval(pair) for pair in pairs],
-            "rank of the own band among the temporal ones": [
-                int(1 + (row > row[b]).sum()) for b, row in enumerate(temporal)
-            ],
-            "median rho with spatial bands": [round(float(x), 3) for x in np.median(crossed[:, 22:], 1)],
-            "|E q| / E|q|, median, bands 0-9": [
-                round(float(x), 3) for x in np.median(size / total, (0, 1))[:10]
-            ],
+            "rank of the own band among the temporal ones": ranks,
         }
     return found
 
@@ -167,9 +151,8 @@ def rho_interval(pairs: np.ndarray) -> list[float]:
     layers, heads, _ = pairs.shape
     drawn = np.random.default_rng(0).integers(0, heads, (DRAWS, layers, heads))
     samples = [spearman(*np.take_along_axis(pairs, d[..., None], 1).reshape(-1, 2).T) for d in drawn]
-    return [
-        round(float(x), 3) for x in (spearman(*pairs.reshape(-1, 2).T), *np.percentile(samples, (2.5, 97.5)))
-    ]
+    rho = spearman(*pairs.reshape(-1, 2).T)
+    return [round(float(x), 3) for x in (rho, *np.percentile(samples, (2.5, 97.5)))]
 
 
 def of_matrix(matrix: np.ndarray, block_sizes, fit: MatrixFit) -> dict[str, Any]:
@@ -190,15 +173,12 @@ def by_block(matrix: np.ndarray, block_sizes) -> dict[str, Any]:
     """Return frame 0's excess and rank by block of queries, of Figure 4's heads and over all heads."""
     queries, excess, rank = first_by_block(matrix, block_sizes)
     starts = [block.start for block in queries]
-    at, high = starts.index(18), excess > SINK
-    sinks = high[..., at]
+    high = excess > SINK
+    still = high & high[..., [starts.index(18)]]
     return {
         "first query frame": starts,
-        "mean over heads": [round(float(x), 2) for x in excess.mean((0, 1))],
         "heads above 2 logits": [int(x) for x in high.sum((0, 1))],
-        "of those at 18-20, at each block": [int(x) for x in (high & sinks[..., None]).sum((0, 1))],
-        "of those at 18-20, at all from 12-14 to 30-32": int((high[..., 3:10].all(-1) & sinks).sum()),
-        "of those at 18-20, at all from 12-14 on": int((high[..., 3:].all(-1) & sinks).sum()),
+        "of those at 18-20, at each block": [int(x) for x in still.sum((0, 1))],
         **{
             label: {
                 "excess": [round(float(x), 1) for x in excess[head]],
@@ -210,37 +190,19 @@ def by_block(matrix: np.ndarray, block_sizes) -> dict[str, Any]:
 
 
 def steady_heads(atlases: dict[str, tuple]) -> dict[str, Any]:
-    """Return the heads of which frame 0 is the highest context frame at every block from 9-11 to 18-20."""
-    labels = published.read_labels(published.FOLDER / published.HEAD_LABELS_CSV)
-    names = {1: "anchor", -1: "wave", 2: "veil"}
-    steady: dict[str, np.ndarray] = {}
-    found: dict[str, Any] = {}
-    for prompt, (matrix, block_sizes, fit) in atlases.items():
+    """Count heads of which frame 0 is the highest context frame at every block from 9-11 to 18-20."""
+    steady = {}
+    for prompt, (matrix, block_sizes, _) in atlases.items():
         queries, _, rank = first_by_block(matrix, block_sizes)
         wanted = [i for i, block in enumerate(queries) if STEADY_FROM <= block.start <= STEADY_TO]
         steady[prompt] = (rank[..., wanted] == 1).all(-1)
-        s = fit.s[steady[prompt]]
-        found[prompt] = {
-            "heads": int(steady[prompt].sum()),
-            "median s": round(float(np.median(s)), 2),
-            "median s of all heads": round(float(np.median(fit.s)), 2),
-            "with s below 0.5": int((s < 0.5).sum()),
-        }
     both = np.logical_and(*steady.values())
     least = np.minimum(*(fit.s for *_, fit in atlases.values()))
-    kinds = {
-        "first frame preferred (s at least 0.5 for both prompts)": both & (least >= 0.5),
-        "slow wave or undecided (s below 0.5 for a prompt)": both & (least < 0.5),
+    return {
+        **{prompt: int(heads.sum()) for prompt, heads in steady.items()},
+        "both": int(both.sum()),
+        "both, and s at least 0.5 for both prompts": int((both & (least >= 0.5)).sum()),
     }
-    found["both"] = {
-        kind: {
-            "heads": [f"L{layer}H{head}" for layer, head in np.argwhere(which)],
-            "published labels": {text: int((labels[which] == value).sum()) for value, text in names.items()},
-        }
-        for kind, which in kinds.items()
-    }
-    found["published labels of all heads"] = {text: int((labels == v).sum()) for v, text in names.items()}
-    return found
 
 
 def heads_table(curves, fits) -> str:
