@@ -66,10 +66,9 @@ def load(source: str | Path = "wan_mini", *, cache_policy: Any = None, **setting
     """Return a pipeline that generates videos, from a config's name, its path, or a directory of weights.
 
     settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
-    which streams the layers' weights from the host. cache_policy takes the place of the config's: a policy
-    (also of one's own class), settings, a file, one of configs/policies, or a name with fields, such as
-    "window,window=9,sink=3". Weights are read by the first video, after its prompt is encoded. Raises
-    ConfigError for what is not there or does not fit.
+    which streams weights from the host. cache_policy is a policy (also of one's own class), settings, a file,
+    one of configs/policies, or a name with fields, such as "window,window=9,sink=3". Weights are read by the
+    first video. Raises ConfigError for what is not there or does not fit.
     """
     given, hints = (
         {name: value for name, value in settings.items() if value is not None},
@@ -141,8 +140,7 @@ class Pipe:
         """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
 
         A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
-        seed one for all. Raises ConfigError where the model does not fit in memory, RunError where a number
-        cannot be right.
+        seed one for all. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
         check_numerics()
         is_batch = seeds is not None or not isinstance(prompt, str | None)
@@ -270,10 +268,9 @@ def capture(pipe: Pipe, *sites: Any, stream_to: str | Path | None = None, **chos
     """Capture what a pipe's videos have at some sites (wan.sites.SITES).
 
     chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
-    where not given), dtype and to (a device, or None to stay), and reduce(x, where), which makes what is kept
-    of a tensor. stream_to is a folder that gets a file a block. Without a site it is attention, and chosen
-    are those of attention_requests. Raises ConfigError for what the model does not have, what does not fit in
-    memory, and inside another capture of the same pipe.
+    where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
+    stream_to is a folder that gets a file a block. Without a site it is attention, and chosen are those of
+    attention_requests. Raises ConfigError for what the model does not have or does not fit in memory.
     """
     if sites and not isinstance(sites[0], str):  # capture(pipe, [1, 5]): the layers of an atlas
         chosen["layers"], sites = sites[0], sites[1:]

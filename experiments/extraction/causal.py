@@ -59,6 +59,7 @@ FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames
 ROOM = 0.93  # of what is free: the allocator held up to 7 % more than was used (docs/benchmarks/cards.json)
 MEANS = Path("cache/reference_means")
 MEANS_SEEDS = (0, 1)
+OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
 OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
     *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
     *("reference_prompts", "layer_indices", "layer_index", "step", "base", "release", "embeds_dir"),
@@ -132,10 +133,7 @@ class LoadedModel:
 
 # --- Loading
 def memory_of(
-    config: RunConfig,
-    requests: Sequence[CaptureRequest],
-    prompts: Sequence[str] | None = None,
-    **settings: Any,
+    config: RunConfig, requests: Sequence[CaptureRequest], prompts: Sequence[str] = (), **settings: Any
 ) -> Memory:
     """Estimate the memory of a run; settings are further fields of Memory. ConfigError for bad input."""
     device = choose_device(config.device, config.offload)
@@ -166,29 +164,23 @@ def prepare(
 ) -> LoadedModel:
     """Load what rollouts of a config need, for its prompt or for several. ConfigError for bad input.
 
-    What that takes is said before anything is loaded, and refused where it does not fit. replays: rollouts
-    are many or long, and nobody changes or hooks into the model, so that a GPU replays layers from graphs.
-    load_base loads the base model in place of the causal one. decodes: what asks for a video.
+    replays: rollouts are many or long, and nobody hooks into the model, so that a GPU replays layers from
+    graphs. load_base loads the base model in place of the causal one. decodes: what asks for a video.
     """
     quiet = observer is None or observer.quiet
     texts = [*(prompts or [config.prompt]), *(str(switch.prompt) for switch in config.switches)]
     prompts = list(dict.fromkeys(texts))
     check_model(config)
     weights_file = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    memory = memory_of(
-        config, requests, prompts, bidirectional=bool(load_base), replays=replays, decodes=decodes
-    )
+    more: dict[str, Any] = {"bidirectional": bool(load_base), "replays": replays, "decodes": decodes}
+    memory = memory_of(config, requests, prompts, **more)
     sizes, dtype, device = memory.model_config, memory.dtype, memory.device
     check_requests(config, sizes, requests, config.base.num_steps if load_base else None)
     check_memory(memory, quiet)
     common = {
         "schema_version": 1,  # an atlas with slots says 2
         "read_by": READ_BY,
-        "prompt": config.prompt,
-        "seed": config.seed,
-        "num_frames": config.num_frames,
-        "num_frame_per_block": config.num_frame_per_block,
-        "block_sizes": config.block_sizes,
+        **{name: getattr(config, name) for name in OF_CACHES},
         "frame_seq_length": sizes.tokens_per_frame(config.height, config.width),
         "num_heads": sizes.num_heads,
         "head_dim": sizes.head_dim,
@@ -301,10 +293,7 @@ def run_in_background(function: Callable, *args) -> Future:
 
 # --- One rollout
 def extract(
-    config: RunConfig,
-    requests: Sequence[CaptureRequest],
-    observer: RunObserver | None = None,
-    decodes: str = "",
+    config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver | None = None, decodes=""
 ) -> Extraction:
     """Load a model and extract_next() with it. Raises ConfigError before anything large is loaded."""
     loaded = prepare(config, requests, observer=observer, decodes=decodes)
@@ -317,10 +306,9 @@ def extract_next(
     requests: Sequence[CaptureRequest],
     observer: RunObserver | None = None,
 ) -> Extraction:
-    """Generate one video as the config says and capture on the way; less where the observer asks to stop.
+    """Generate one video, which may differ from the loading's config in OF_A_ROLLOUT alone, and capture.
 
-    config may differ from that of the loading in OF_A_ROLLOUT alone, such as prompt and seed: ConfigError.
-    RunError where a result cannot be right.
+    Less comes back where the observer asks to stop. RunError where a result cannot be right.
     """
     return extract_batch(loaded, [config], requests, observer)[0]
 

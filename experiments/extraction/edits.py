@@ -109,8 +109,7 @@ def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
             raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {edit}")
         if source.weights not in (None, "base") and not Path(str(source.weights)).is_file():
             raise ConfigError(
-                f"source: weights {source.weights} not found; bash experiments/download_weights.sh gets the "
-                "released ones, python experiments/train_mini.py --stage causal makes the miniature's"
+                f"source: weights {source.weights} not found; bash experiments/download_weights.sh gets some"
             )
 
 

@@ -83,10 +83,9 @@ def needs_encoder(
 
 def is_of(path: Path) -> bool:
     """Return True where remembered states say that they are those that the file is named by."""
-    try:
+    with suppress(CheckpointError):
         return read_torch_file(path).get("fingerprint") == path.stem
-    except CheckpointError:
-        return False
+    return False
 
 
 def states_files(
