@@ -113,15 +113,6 @@ def test_figure_4_imports_few_modules():
     assert len(found) <= 60, sorted(found)
 
 
-def test_nobody_imports_the_workshop():
-    """Neither the packages nor the notebooks import experiments.benchmarks."""
-    files = [
-        name for name in tracked("wan", "experiments", "notebooks") if "experiments/benchmarks/" not in name
-    ]
-    sources = {name: (ROOT / name).read_text() for name in files if name.endswith((".py", ".ipynb", ".sh"))}
-    assert not [name for name, text in sources.items() if "experiments.benchmarks" in text]
-
-
 def test_no_two_test_files_have_one_name():
     """pytest imports them by name alone."""
     names = [Path(name).name for name in tracked("tests") if Path(name).name.startswith("test_")]

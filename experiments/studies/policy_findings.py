@@ -81,6 +81,7 @@ QUESTIONS = {  # differences between the policies of each pair
 }
 
 Video = Mapping[str, Any]
+Values = Mapping[str, np.ndarray]  # of a policy: measure -> [prompts]
 
 
 def short_label(label: str) -> str:
@@ -170,55 +171,53 @@ def _by_prompt(videos: Sequence[Sequence[Video]]) -> dict[str, np.ndarray]:
     return {name: np.array([np.mean([one[name] for one in row]) for row in rows]) for name in names}
 
 
-def against_full(values: Mapping[str, Mapping[str, np.ndarray]], own: Sequence[str]) -> dict[str, Any]:
+def against_full(values: Mapping[str, Values], own: Sequence[str]) -> dict[str, Any]:
     """Compare the primary measure with full's, paired, with Holm-adjusted p over the family.
 
     A user's own policies come last, and have no adjusted p.
     """
     family = [label for label in FAMILY if label in values]
     gains = {label: values[label][PRIMARY] - values[FULL][PRIMARY] for label in (*family, *own)}
-    p_values = [sign_flip_p(gain) for gain in gains.values()]
-    adjusted = [*rounded(holm(p_values[: len(family)]), 5), *[None] * len(own)]
-    return {
-        label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
-        for (label, gain), p, q in zip(gains.items(), p_values, adjusted, strict=True)
-    }
+    return _paired(gains, len(family))
 
 
 def at_equal_bytes(
-    values: Mapping[str, Mapping[str, np.ndarray]], costs: Mapping[str, Any], kinds: np.ndarray
+    values: Mapping[str, Values], costs: Mapping[str, Any], kinds: np.ndarray
 ) -> dict[str, Any]:
     """Compare each head-wise policy's primary measure with that of the window and sink nearest in bytes.
 
     Pairs are of the same prompts and seeds; p is by sign flips over prompts, Holm over all of these policies.
     """
     held = {label: costs[label]["cache_bytes"] for label in values if costs.get(label)}
-    windows = [label for label in EQUAL if label in held]
-    found = {}
+    windows, found, gains = [label for label in EQUAL if label in held], {}, {}
     for label in (name for name in held if name.startswith("mini_") and windows):
         window = min(windows, key=lambda one: abs(np.log(held[one] / held[label])))
-        gain = values[label][PRIMARY] - values[window][PRIMARY]
-        found[label] = {
-            "window": window,
-            "bytes": round(held[label] / held[window], 3),
-            "difference": _interval(gain),
-            "by_kind": {str(kind): _interval(gain[kinds == kind]) for kind in dict.fromkeys(kinds)},
-            "p": round(sign_flip_p(gain), 5),
-        }
-    adjusted = rounded(holm([one["p"] for one in found.values()]), 5) if found else []
-    return {label: one | {"p_holm": p} for (label, one), p in zip(found.items(), adjusted, strict=True)}
+        gains[label] = gain = values[label][PRIMARY] - values[window][PRIMARY]
+        by_kind = {str(kind): _interval(gain[kinds == kind]) for kind in dict.fromkeys(kinds)}
+        found[label] = {"window": window, "bytes": round(held[label] / held[window], 3), "by_kind": by_kind}
+    return {label: found[label] | one for label, one in _paired(gains, len(gains)).items()}
 
 
-def answers(values: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
+def _paired(gains: Mapping[str, np.ndarray], adjusted: int) -> dict[str, Any]:
+    """Return differences with p by sign flips, for the first `adjusted` also by Holm over these."""
+    p_values = [sign_flip_p(gain) for gain in gains.values()]
+    holms = [*rounded(holm(p_values[:adjusted]), 5)] if adjusted else []
+    holms += [None] * (len(gains) - adjusted)
+    return {
+        label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
+        for (label, gain), p, q in zip(gains.items(), p_values, holms, strict=True)
+    }
+
+
+def answers(values: Mapping[str, Values]) -> dict[str, Any]:
     """Answer each question by a paired difference: estimate, interval, unadjusted p."""
-    found = {}
+    found: dict[str, Any] = {}
     for question, asked in QUESTIONS.items():
         if pairs := [pair for pair in asked if set(pair) <= set(values)]:
-            found[question] = {"pairs": len(pairs)} | {
-                name: {"difference": _interval(gain), "p": round(sign_flip_p(gain), 5)}
-                for name in (PRIMARY, "motion")
-                for gain in [np.mean([values[one][name] - values[other][name] for one, other in pairs], 0)]
-            }
+            found[question] = {"pairs": len(pairs)}
+            for name in (PRIMARY, "motion"):
+                gain = np.mean([values[one][name] - values[other][name] for one, other in pairs], 0)
+                found[question][name] = {"difference": _interval(gain), "p": round(sign_flip_p(gain), 5)}
     return found
 
 

@@ -71,20 +71,6 @@ def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, tiny, monkeypa
     assert compare(tiny, folder)["videos"] == table["videos"] and len(calls) == 1
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_deterministic_is_what_it_says(deterministic, tiny, tmp_path, monkeypatch):
-    found = []
-
-    def prepare(*given, **more):
-        found.append(torch.are_deterministic_algorithms_enabled())
-        raise ConfigError("this far")
-
-    monkeypatch.setattr(policy_comparison.causal, "prepare", prepare)
-    with pytest.raises(ConfigError, match="this far"):
-        compare(tiny, tmp_path, deterministic=deterministic)
-    assert found == [deterministic] and not torch.are_deterministic_algorithms_enabled()
-
-
 def test_every_prompt_has_a_file_of_its_own_for_vbench(tiny):
     """Also prompts that begin alike, in letters of one byte and of three."""
     long = "a red ball " * 20
