@@ -21,12 +21,8 @@ CONTROLS = ("frozen", "vae", "rendered")
 def run(argv=None):
     parser = run_parser(__doc__, None)
     flag = parser.add_argument
-    flag(
-        "--policies",
-        nargs="+",
-        default=["family"],
-        help="NAME,FIELD=VALUE,..., YAMLs, family, findings or heads",
-    )
+    named = "NAME,FIELD=VALUE,..., YAMLs, family, findings or heads"
+    flag("--policies", nargs="+", default=["family"], help=named)
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")

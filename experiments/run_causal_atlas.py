@@ -8,16 +8,8 @@ Without --edit every head's output is replaced by its mean over a reference set,
 docs/interventions.md says what the numbers are.
 """
 
-from experiments.running.cli import (
-    add_engine_flags,
-    add_sweep_flags,
-    config_from,
-    count,
-    main,
-    plan,
-    refuse,
-    run_parser,
-)
+from experiments.running import cli
+from experiments.running.cli import config_from, count, main, plan, refuse, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame", "site")
@@ -25,16 +17,15 @@ EACH = ("head", "layer", "frame", "site")
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
-    parser.add_argument(
-        "--each",
-        choices=EACH,
-        default="head",
-        help="what is edited, one after the other; site: attn_out, cross_out, mlp_out",
+    flag, each = (
+        parser.add_argument,
+        "what is edited, one after the other; site: attn_out, cross_out, mlp_out",
     )
-    parser.add_argument("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
-    parser.add_argument("--batch", type=count, default=8, help="runs that are made together")
-    add_sweep_flags(parser)
-    add_engine_flags(parser)
+    flag("--each", choices=EACH, default="head", help=each)
+    flag("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
+    flag("--batch", type=count, default=8, help="runs that are made together")
+    cli.add_sweep_flags(parser)
+    cli.add_engine_flags(parser)
     args = parser.parse_args(argv)
     refuse(args, "the atlas is causal_atlas.pt of --output_dir", "output_path")
     refuse(args, "an atlas is of every pass, and keeps no video", "step", "save_video")

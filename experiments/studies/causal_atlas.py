@@ -147,18 +147,16 @@ class Study:
 
     def __post_init__(self) -> None:
         edit, each = self.edit, self.each
-        if each not in EACH:
-            raise ConfigError(f"--each {each} is not one of {', '.join(EACH)}")
-        if edit.kind != "self":
-            raise ConfigError("a causal atlas is of self-attention: its edit takes frames, not tokens")
-        if edit.passes == "clean":
-            raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
-        if each == "site" and (not isinstance(edit, Ablate) or edit.heads):
-            raise ConfigError(
-                "--each site needs an ablate without heads: it takes attn_out, cross_out, mlp_out"
-            )
-        if each == "frame" and not isinstance(edit, (KeySelection, Move)):
-            raise ConfigError("--each frame needs an edit of frames: knockout, bias or move")
+        ablates, of_frames = isinstance(edit, Ablate), isinstance(edit, (KeySelection, Move))
+        wrong = {
+            f"--each {each} is not one of {', '.join(EACH)}": each not in EACH,
+            "a causal atlas is of self-attention: its edit takes frames, not tokens": edit.kind != "self",
+            "a clean pass has no direct effect on its block: take passes denoise": edit.passes == "clean",
+            "--each site needs an ablate without heads": each == "site" and (not ablates or edit.heads),
+            "--each frame needs knockout, bias or move, of frames": each == "frame" and not of_frames,
+        }
+        for message in (message for message, is_so in wrong.items() if is_so):
+            raise ConfigError(message)
         sizes = self.session.model_config
         # Layers that are edited one by one; [None] where frames are edited in all layers.
         own = [*(edit.layers or range(sizes.num_layers))]

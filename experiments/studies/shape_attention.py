@@ -8,6 +8,7 @@ at nothing in particular. Controls are masks of the same size: of frames in anot
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -142,35 +143,28 @@ def measure(
     config: RunConfig, scenes: Sequence[Scene], steps: Sequence[int], seed: int = 0
 ) -> ShapeAttention:
     """Roll out the scenes' captions, each with a seed of its own from seed on, and measure every head."""
-    session = causal.prepare(config, [], [scene.caption for scene in scenes])
+    captions = [scene.caption for scene in scenes]
+    session = causal.prepare(config, [], captions)
     sizes, request = session.model_config, CaptureRequest(steps=steps, is_logits=False)
     rows, columns = (n // p for n, p in zip((config.height, config.width), sizes.patch_size[1:], strict=True))
     found = []
     for number, scene in enumerate(scenes):
-        run = causal.extract_next(
-            session, replace(config, prompt=scene.caption, seed=seed + number), [request]
-        )
-        video = decode(run).permute(0, 3, 1, 2) / 255
-        cover = cover_of(video, scene, rows, columns)
+        one = replace(config, prompt=scene.caption, seed=seed + number)
+        run = causal.extract_next(session, one, [request])
+        cover = cover_of(decode(run).permute(0, 3, 1, 2) / 255, scene, rows, columns)
         by_step = [[call for call in run.records if call["step"] == step] for step in steps]
         found.append(torch.stack([lifts_of(calls, cover, sizes.num_heads) for calls in by_step]))
-    captions, lifts = [scene.caption for scene in scenes], torch.stack(found).numpy()
-    return ShapeAttention(captions, list(steps), lifts, session.sha256.result())
+    return ShapeAttention(captions, list(steps), torch.stack(found).numpy(), session.sha256.result())
 
 
-@dataclass(frozen=True)
-class Followers:
+class Followers(NamedTuple):
     """Moving less the best control, [layers, H] each: the 95 % interval of each head alone; adjusted p."""
 
     low: np.ndarray
     high: np.ndarray
     follows: np.ndarray
     p: np.ndarray  # of the control that is hardest to tell from moving
-
-    @property
-    def surely(self) -> np.ndarray:
-        """Heads that follow, adjusted for all of them [layers, H]."""
-        return self.follows & (self.p < LEVEL)
+    surely: np.ndarray  # heads that follow, adjusted for all of them
 
 
 def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
@@ -181,11 +175,12 @@ def followers(found: ShapeAttention, step: int, draws: int = 1000) -> Followers:
     lifts = found.comparable(step)
     if not len(lifts):
         none = np.full((lifts.shape[1], lifts.shape[3]), np.nan)
-        return Followers(none, none, none > 0, none)
+        return Followers(none, none, none > 0, none, none > 0)
     picks = np.random.default_rng(0).integers(0, len(lifts), (draws, len(lifts)))
     means = np.stack([lifts[pick].mean(0) for pick in picks])
     low, high = np.percentile(means[:, :, 0] - means[:, :, 1:].max(2), (2.5, 97.5), 0)
     follows = (low > 0) & (lifts[:, :, 0].mean(0) > 1)
     over = (lifts[:, :, :1] - lifts[:, :, 1:]).transpose(1, 3, 2, 0)  # [layers, H, controls, R]
     worst = [max(sign_flip_p(control) for control in head) for head in over.reshape(-1, *over.shape[2:])]
-    return Followers(low, high, follows, holm(worst).reshape(over.shape[:2]))
+    p = holm(worst).reshape(over.shape[:2])
+    return Followers(low, high, follows, p, follows & (p < LEVEL))

@@ -107,7 +107,7 @@ def test_what_has_no_direct_effect_is_refused(tmp_path, tiny, configs):
     for message, edit, each in (
         ("a clean pass has no direct effect", replace(EDIT, passes="clean"), "head"),
         ("its edit takes frames, not tokens", Knockout(tokens=[0], passes="denoise"), "head"),
-        ("needs an edit of frames", Ablate("zero", passes="denoise"), "frame"),
+        ("--each frame needs knockout", Ablate("zero", passes="denoise"), "frame"),
         ("is not one of head, layer, frame", EDIT, "token"),
         ("needs an ablate without heads", EDIT, "site"),
     ):
