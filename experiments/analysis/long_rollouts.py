@@ -33,7 +33,8 @@ class LongRollouts:
         self.findings = findings
         self.labels = {label: one["name"] for label, one in findings["policies"].items()}
         self.controls = [label for label in CONTROLS if label in self.labels]
-        self.family = ["full", *findings["against_full"]]
+        beside = [of["window"] for of in findings.get("at_equal_bytes", {}).values()]
+        self.family = list(dict.fromkeys(["full", *findings["against_full"], *beside]))
         self.mapped = [policy for policy, rows in findings["sink_map"].items() if rows]  # by window and sink
         videos = f"{findings['prompts']} held-out prompts x {findings['seeds']} seeds"
         self.subtitle = f"{findings['num_frames']} latent frames, {videos}"
@@ -50,6 +51,14 @@ class LongRollouts:
     def intervals(self, measure: str = PRIMARY) -> dict[str, Interval]:
         """A measure of the family, a user's own policies and the controls, by short names."""
         return {self.labels[label]: self.interval(label, measure) for label in [*self.family, *self.controls]}
+
+    def by_kind(self, *kinds: str) -> dict[str, dict[str, Interval]]:
+        """The primary measure over all scenes, and over each kind of scene, by short names."""
+        labels, policies = [*self.family, *self.controls], self.findings["policies"]
+        return {"all scenes": self.intervals()} | {
+            kind: {self.labels[label]: _interval(policies[label]["by_kind"][kind]) for label in labels}
+            for kind in kinds
+        }
 
     def curves(self, measure: str) -> dict[str, dict[str, np.ndarray]]:
         """mean, low and high [seconds] of the policies and controls that are shown over time."""
@@ -96,6 +105,16 @@ class LongRollouts:
         for question, of in self.findings["questions"].items():
             right, motion = (str(_interval(of[measure]["difference"])) for measure in (PRIMARY, "motion"))
             rows.append({"question": question, "right": right, "p": of[PRIMARY]["p"], "motion": motion})
+        return rows
+
+    def equal_bytes(self, *kinds: str) -> list[dict[str, Any]]:
+        """A row a head-wise policy: its difference to the window of nearly its bytes, also by kind."""
+        rows = []
+        for label, of in self.findings["at_equal_bytes"].items():
+            row = {"policy": self.labels[label], "window": self.labels[of["window"]], "bytes": of["bytes"]}
+            row |= {"difference": str(_interval(of["difference"]))}
+            row |= {kind: str(_interval(of["by_kind"][kind])) for kind in kinds}
+            rows.append(row | {"p (Holm)": of["p_holm"]})
         return rows
 
 

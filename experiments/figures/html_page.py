@@ -11,6 +11,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,7 @@ PARTS = Path(__file__).with_name("page")
 STYLES = ("theme", "page", "drawing")
 SCRIPTS = ("data", "draw", "heads", "detail", "keys", "compare", "on_video", "export", "controls")
 
-Views = dict[str, dict[int, Profiles]]  # by quantity, by layer
-Passes = list[Views]
+Views = dict[str, Profiles]  # by quantity
 
 
 def save_page(path: str | Path, source: str | Path, **options: Any) -> Path:
@@ -78,34 +78,37 @@ def page_of(
     for maps of another rollout and for a second cache of other sizes.
     """
     source = Path(source)
-    passes, there = open_passes_of(source)
-    view = next(iter(next(iter(passes[0].values())).values()))
+    passes = open_passes_of(source, layers)
+    view = one_of(passes[0])
     frames, notes = _thumbnails(source, video, view.num_frames)
-    page, shown = _template(), there if layers is None else layers
+    page = _template()
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
-    keys = keys_of(source, passes, shown)
-    other = None if compare is None else other_of(compare, view, shown, room // 2)
-    data = fit(passes, shown, room - size_of(seen) - size_of(keys) - size_of(other), notes)
+    keys = keys_of(source, passes)
+    other = None if compare is None else other_of(compare, view, room // 2)
+    data = fit(passes, room - size_of(seen) - size_of(keys) - size_of(other), notes)
     if other:
         add_differences(data["passes"], other["passes"])
     data |= {"thumbnails": frames, "maps": seen, "keys": keys, "other": other, "name": source.stem}
     return page.replace("DATA_GOES_HERE", to_json(data), 1)
 
 
-def other_of(path: str | Path, view: Profiles, layers: Sequence[int], max_bytes: int) -> dict[str, Any]:
+def one_of(views: Views) -> Profiles:
+    """Return a view of a pass, of whichever quantity the cache holds."""
+    return next(iter(views.values()))
+
+
+def other_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     """Return the data of a second cache of the same layers, heads and frames; else CacheError."""
-    passes, there = open_passes_of(Path(path))
-    other = next(iter(passes[0].values()))[there[0]]
-    for what, ours, its in (
-        ("layers", sorted(layers), [layer for layer in there if layer in layers]),
-        ("heads", view.num_heads, other.num_heads),
-        ("latent frames", view.num_frames, other.num_frames),
-        ("averages", view.num_averages, other.num_averages),
-    ):
+    passes = open_passes_of(Path(path))
+    there = one_of(passes[0]).layers
+    passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in there])
+    for what in ("layers", "num_heads", "num_frames", "num_averages"):
+        ours, its = (getattr(one, what) for one in (view, one_of(passes[0])))
         if ours != its:
-            raise CacheError(f"{path} cannot be compared: its {what} are {its}, not {ours}")
-    return fit(passes, layers, max_bytes) | {"name": Path(path).stem}
+            said = what.removeprefix("num_").replace("frames", "latent frames")
+            raise CacheError(f"{path} cannot be compared: its {said} are {its}, not {ours}")
+    return fit(passes, max_bytes) | {"name": Path(path).stem}
 
 
 def add_differences(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
@@ -118,49 +121,53 @@ def add_differences(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, A
             one["measures"].append({"unit": m["unit"], "values": numbers(difference)} | named)
 
 
-def open_passes_of(path: Path) -> tuple[Passes, list[int]]:
-    """Open the passes and layers of a cache file, or of a folder of layerN.pt that belong together."""
+def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[Views]:
+    """Open the passes of a cache file, or of a folder of layerN.pt that belong together, as if one cache."""
     caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
-    passes: Passes = []
+    passes: list[Views] = []
     for quantity in QUANTITIES:
-        for cache in caches:
-            view = open_quantity(cache, None, quantity)
-            for p, one in enumerate(open_passes(cache, view) if view else []):
-                if p == len(passes):
-                    passes.append({})
-                passes[p].setdefault(quantity, {}).update(dict.fromkeys(one.layers, one))
+        opened = [(cache, open_quantity(cache, None, quantity)) for cache in caches]
+        of_caches = [open_passes(cache, view) for cache, view in opened if view]
+        for p, views in enumerate(zip(*of_caches, strict=False)):
+            by_layer = {layer: view for view in views for layer in view.layers}
+            shown, gone = tuple(layers or sorted(by_layer)), max(view.num_averages for view in views)
+            read = lambda layer, by_layer=by_layer: by_layer[layer].values(layer)  # noqa: E731
+            joined = replace(views[0], layers=shown, num_averages=gone, _read=read)
+            if p == len(passes):
+                passes.append({})
+            passes[p][quantity] = joined
     if not passes:
         raise CacheError(f"{path} holds neither mean logits nor mass per frame")
-    return passes, sorted(next(iter(passes[0].values())))
+    return passes
 
 
 # --- Profiles, statistics, measures and frame matrices of every pass
 
 
-def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[str] = ()) -> dict[str, Any]:
+def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the page's data in max_bytes of JSON: matrices of 2 bytes or 1 a cell, then of fewer passes."""
-    view = next(iter(passes[0].values()))[layers[0]]
-    averages = max(by_layer[layers[0]].num_averages for views in passes for by_layer in views.values())
+    view = one_of(passes[0])
+    averages = max(view.num_averages for views in passes for view in views.values())
     data: dict[str, Any] = {
         "model": words(view.model, LONGEST["model"]),
         "title": words(short_source(view.source), LONGEST["source"]),
         "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in [*view.notes[:MOST_NOTES], *notes]],
-        "layers": list(layers),
+        "layers": list(view.layers),
         "num_heads": view.num_heads,
         "num_frames": view.num_frames,
         "averages": list(average_names(averages)),  # columns after the frames
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
         "quantities": {q: {"label": LABELS[q], "unit": ABOUT[q][0], "name": ABOUT[q][1]} for q in passes[0]},
-        "passes": [_pass_data(views, layers, averages) for views in passes],
+        "passes": [_pass_data(views, averages) for views in passes],
     }
     base = size_of(data) + 302  # for one more note
     if base > max_bytes:
         said = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
         raise CacheError(f"{said}, more than the page has; allow more with --max_mb")
     for cell_bytes in (2, 1):
-        matrices = [_matrices(views, layers, cell_bytes, averages) for views in passes]
+        matrices = [_matrices(views, cell_bytes, averages) for views in passes]
         sizes = np.array([size_of(one) for one in matrices])
         if base + sizes.sum() <= max_bytes:
             break
@@ -176,55 +183,36 @@ def fit(passes: Passes, layers: Sequence[int], max_bytes: int, notes: Sequence[s
     return data
 
 
-def _pass_data(views: Views, layers: Sequence[int], averages: int) -> dict[str, Any]:
+def _pass_data(views: Views, averages: int) -> dict[str, Any]:
     """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads."""
-    view = next(iter(views.values()))[layers[0]]
-    quantities = {}
-    for name, by_layer in views.items():
-        keys = np.stack([by_layer[layer].key_profile(layer) for layer in layers])  # [N, H, F + averages]
+    quantities, view = {}, one_of(views)
+    for name, of_quantity in views.items():
+        keys = of_quantity.key_profiles()  # [N, H, F + averages]
         s = head_statistics(keys[..., : view.num_frames])
         statistics = {each: numbers(getattr(s, each)) for each in STATISTICS}
         statistics["max_frame"] = s.max_frame.tolist()
         profiles = code(_filled(keys, view.num_frames + averages), 2)
         quantities[name] = {"profiles": profiles, "statistics": statistics}
-    measures, kinds = _measures(views, layers)
+    logits, mass = (views.get(quantity) for quantity in QUANTITIES)
+    measures = [
+        {"name": m.name, "title": m.title, "unit": m.unit, "scale": m.scale, "values": numbers(m.values)}
+        for m in measure_heads(logits, mass)
+        if m.values is not None and np.isfinite(m.values).any()
+    ]
+    labels = head_kinds(logits, Thresholds())
+    kinds = None if labels is None else [[KINDS.get(int(k), "") for k in row] for row in labels]
     about = {"label": words(view.pass_label, LONGEST["label"]), "noise": list(view.noise_frames)}
     return about | {"quantities": quantities, "measures": measures, "kinds": kinds}
 
 
-def _measures(views: Views, layers: Sequence[int]) -> tuple[list[dict], list[list[str]] | None]:
-    """Every measure that all layers have, as values [N, H], and the kind of each head."""
-    found: dict[str, dict[str, Any]] = {}
-    kinds: list[list[str]] = []
-    measured: dict[int, tuple] = {}
-    for layer in layers:
-        logits, mass = (views.get(quantity, {}).get(layer) for quantity in QUANTITIES)
-        view = logits or mass
-        assert view is not None
-        if id(view) not in measured:  # an atlas has one view for all of its layers
-            measured[id(view)] = measure_heads(logits, mass), head_kinds(logits, Thresholds())
-        maps, labels = measured[id(view)]
-        row = view.layers.index(layer)
-        for m in maps:
-            if m.values is not None and np.isfinite(m.values).any():
-                one = {"name": m.name, "title": m.title, "unit": m.unit, "scale": m.scale, "values": []}
-                found.setdefault(m.name, one)["values"].append(numbers(m.values[row]))
-        if labels is not None:
-            kinds.append([KINDS.get(int(label), "") for label in labels[row]])
-    whole = [one for one in found.values() if len(one["values"]) == len(layers)]
-    return whole, kinds if len(kinds) == len(layers) else None
-
-
-def _matrices(views: Views, layers: Sequence[int], cell_bytes: int, averages: int) -> dict[str, Any]:
+def _matrices(views: Views, cell_bytes: int, averages: int) -> dict[str, Any]:
     """Frame matrices [N, H, F, F + averages] of each quantity, coded, of cells that any head has; or None."""
-    coded: dict[str, Any] = {}
-    for name, by_layer in views.items():
-        coded[name] = None
-        F = by_layer[layers[0]].num_frames
-        found = [by_layer[layer].key_matrix(layer) for layer in layers]
-        whole = [_filled(m, F + averages) for m in found if m is not None and m.shape[1] == F]
-        if len(whole) == len(layers):
-            values = np.stack(whole).reshape(len(layers), -1, F * (F + averages))
+    coded: dict[str, Any] = dict.fromkeys(views)
+    for name, view in views.items():
+        if len(view.matrix_rows) == view.num_frames:
+            found = [view.key_matrix(layer) for layer in view.layers]
+            whole = np.stack([_filled(m, view.num_frames + averages) for m in found if m is not None])
+            values = whole.reshape(*whole.shape[:2], -1)
             cells = np.flatnonzero(np.isfinite(values).any((0, 1)))
             if cells.size:
                 of_cells = code(values[..., cells], cell_bytes, ABOUT[name][2])
@@ -281,19 +269,18 @@ def numbers(values: np.ndarray, digits: int = 4) -> Any:
     return float(f"{values:.{digits}g}") if np.isfinite(values) else None
 
 
-def keys_of(path: Path, passes: Passes, layers: Sequence[int]) -> dict[str, Any] | None:
+def keys_of(path: Path, passes: Sequence[Views]) -> dict[str, Any] | None:
     """Return by axis labels and marks of columns, and values [N, H, columns] by pass; None for frames."""
     cache = {} if path.is_dir() else load_cache(path)
     if cache.get("format") != "atlas" or "slot_frame" not in cache:
         return None
     along: dict[str, Any] = {}
     for axis in AXES:
-        coded: list[dict[str, Any]] = []
-        for by_quantity in passes:
-            coded.append({})
-            for q, views in by_quantity.items():
-                columns = [key_columns(cache, layer, views[layers[0]].step, q, axis) for layer in layers]
-                coded[-1][q] = code(np.stack([one.values for one in columns]), 2)
+        coded: list[dict[str, Any]] = [{} for _ in passes]
+        for of_pass, views in zip(coded, passes, strict=True):
+            for q, view in views.items():
+                columns = [key_columns(cache, layer, view.step, q, axis) for layer in view.layers]
+                of_pass[q] = code(np.stack([one.values for one in columns]), 2)
         labels, marks = [list(one.labels) for one in columns], [list(one.marks) for one in columns]
         along[axis] = {"labels": labels, "marks": marks, "passes": coded}
     return along

@@ -32,16 +32,27 @@ def long_strips(
 
 
 @styled
-def policy_dots(values: Mapping[str, Interval], controls: Sequence[str], label: str, subtitle="") -> Figure:
-    """Draw a dot and its 95 % interval for every policy; controls are grey."""
-    figure, (ax,) = st.panels(1, 1, (6.4, 0.7 + 0.19 * len(values)))
-    for row, (name, value) in enumerate(values.items()):
-        color = "0.45" if name in controls else DARK
-        ax.plot([value.low, value.high], [row, row], color=color, linewidth=2)
-        ax.plot(value.estimate, row, "s" if name in controls else "o", color=color, markersize=5)
-    ax.set_yticks(range(len(values)), list(values))
-    ax.set(ylim=(len(values) - 0.5, -0.5))
-    st.label_figure(figure, [ax], f"{label}, by policy", subtitle, x=label, note="lines: 95 % intervals")
+def policy_dots(
+    panels: Mapping[str, Mapping[str, Interval]], controls: Sequence[str], label: str, subtitle=""
+) -> Figure:
+    """Draw a panel a kind of scene, a dot and its 95 % interval for every policy.
+
+    Controls are grey, and dotted lines through the panel: they bound what the score can say.
+    """
+    names = list(dict.fromkeys(name for values in panels.values() for name in values))
+    size = (max(2.2, 6.4 / len(panels)), 0.7 + 0.19 * len(names))
+    figure, axes = st.panels(len(panels), len(panels), size, keep=True, sharey=True)
+    for ax, (title, values) in zip(axes, panels.items(), strict=True):
+        for name, value in values.items():
+            row, color = names.index(name), "0.45" if name in controls else DARK
+            ax.plot([value.low, value.high], [row, row], color=color, linewidth=2)
+            ax.plot(value.estimate, row, "s" if name in controls else "o", color=color, markersize=5)
+            if name in controls:
+                ax.axvline(value.estimate, color="0.45", linewidth=0.8, linestyle=":")
+        ax.set_yticks(range(len(names)), names)
+        ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(-0.03, 1.03), title=title if len(panels) > 1 else "")
+    note = "lines: 95 % intervals; grey: controls, scored by the same judge"
+    st.label_figure(figure, axes, f"{label}, by policy", subtitle, x=label, note=note)
     return figure
 
 

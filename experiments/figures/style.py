@@ -48,7 +48,7 @@ STYLE = seaborn.axes_style("whitegrid") | {
     "axes.titley": 1.0,
     "axes.formatter.useoffset": False,
     "figure.constrained_layout.use": True,
-    "figure.constrained_layout.w_pad": 0.07,  # inches
+    "figure.constrained_layout.w_pad": 0.1,  # inches
 }
 TITLE, SMALL, TINY = 9, 7, 6  # points
 LABELS = {
@@ -145,10 +145,12 @@ def _fit(figure: Figure) -> None:
     header = (1 - layout.get()["rect"][3]) * height  # inches, of label_figure
     rows, columns = np.max([axis.get_subplotspec().get_gridspec().get_geometry() for axis in shown], 0)  # type: ignore[union-attr]
     cell = figure.get_figwidth() / columns - 0.5
+    alone = sum(bool(axis.get_xlabel()) for axis in shown) == 1
     for axis in shown:
-        axis.set_title(wrapped(axis.get_title(loc="left"), axis._left_title.get_fontsize(), cell))  # type: ignore[attr-defined]
-        alone = sum(bool(other.get_xlabel()) for other in shown) == 1
-        axis.set_xlabel(wrapped(axis.get_xlabel(), 8, figure.get_figwidth() - 1 if alone else cell))
+        title = axis._left_title  # type: ignore[attr-defined]
+        title.set_text(wrapped(title.get_text(), title.get_fontsize(), cell))
+        label = axis.xaxis.label
+        label.set_text(wrapped(label.get_text(), 8, figure.get_figwidth() - 1 if alone else cell))
     height += 0.14 * rows * max(axis.get_title(loc="left").count("\n") for axis in shown)
     for _ in range(LAYOUT_ROUNDS):
         figure.set_figheight(_size[1] or height)
@@ -156,7 +158,7 @@ def _fit(figure: Figure) -> None:
         layout.execute(figure)
         for axis in shown:
             wide, high = _inches(axis)
-            axis.set_ylabel(wrapped(axis.get_ylabel(), 8, high))
+            axis.yaxis.label.set_text(wrapped(axis.get_ylabel(), 8, high))
             _thin(axis.xaxis, wide)
             _thin(axis.yaxis, high)
         height += 1.25 * rows * max(0, LOWEST - min(_inches(axis)[1] for axis in shown))
@@ -246,7 +248,8 @@ def label_figure(
             said: dict[str, Any] = {"fontsize": points, "color": color, "va": "top", "transform": from_top}
             figure.text(0.04, -top, text, gid=gid, **said).set_in_layout(False)
             top += (text.count("\n") + 1) * points * 1.3 / 72 + 0.03
-    lowest = [axis for axis in axes if axis.xaxis.get_tick_params()["labelbottom"]]
+    rows = [axis.get_subplotspec().rowspan.start for axis in axes]  # type: ignore[union-attr]
+    lowest = [axis for axis, row in zip(axes, rows, strict=True) if row == max(rows)]
     for axis in lowest if len(lowest) <= 2 else [lowest[(len(lowest) - 1) // 2]]:
         axis.set_xlabel(x)
     shown, below = list((legend or {}).values()), 0.0

@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 from helpers import synthetic_caches
-from helpers.older_caches import older_figure4, older_inference
 
 from experiments.analysis import axes, video_maps
-from experiments.analysis.tables import calls, table
-from experiments.caches import load_cache
+from experiments.analysis.tables import table
 from experiments.caches.files import CacheError
-from experiments.caches.view import open_call, open_profiles
+from experiments.caches.view import open_profiles
 
 
 def test_video_frames_of_latent_ones():
@@ -64,17 +61,3 @@ def test_a_table_is_aligned_and_numbers_keep_four_digits():
     assert (
         table([], "absent") == "absent" and table({"a": 1.5, "long": "words"}) == "a     1.500\nlong  words"
     )
-
-
-def test_calls_of_an_atlas_and_of_older_files(tmp_path):
-    rows = calls(synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4)))
-    assert rows[1] == {"call": "3–5", "layers": "0–1, 5", "pass": "clean pass (t = 0)"}
-    torch.save(older_inference([1, 3, 3], passes=5), tmp_path / "c.pt")
-    cache = load_cache(tmp_path / "c.pt", expect=("inference", "figure4"))
-    rows = calls(cache)
-    assert rows[29] == {"call": 29, "layer": 4, "pass": "clean (t = 0)", "queries": "4–6", "keys": "0–6"}
-    expected = [[1 / 20] * 4 + [np.nan] * 3] * 3
-    np.testing.assert_allclose(open_call(cache, 12).frame_profile(2), expected, rtol=1e-6)
-    torch.save(older_figure4(F=19, claimed=21), tmp_path / "f.pt")
-    view = open_call(load_cache(tmp_path / "f.pt"), 0)
-    assert (view.num_frames, view.query_frames, view.quantity) == (19, (16, 17, 18), "mean_prob")

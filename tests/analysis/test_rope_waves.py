@@ -1,6 +1,5 @@
 """Waves of temporal RoPE: fits recover what was put in; the theory agrees with rotated queries and keys."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from experiments.analysis import published
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.rope_waves import (
     Waves,
-    amplitude_maps,
     first_by_block,
     fit_matrix,
     fit_waves,
@@ -89,15 +87,6 @@ def test_the_papers_head_comes_and_goes_with_the_block_of_queries():
     last = parts["L1H1, queries 18–20"]
     np.testing.assert_allclose(last.measured, view.frame_matrices()[1, 1, 18:, :18].mean(0), atol=1e-5)
     assert abs(last.waves.sum() + last.s - last.measured.sum()) < 1e-6
-
-
-def test_amplitudes_of_bands_that_fit_into_the_context():
-    view = open_profiles(load_cache(published.FOLDER / "self_forcing_dmd_eagle_72f.pt"))
-    maps = {one.name: one.values for one in amplitude_maps(view)}
-    assert list(maps) == [*(f"amplitude_{b}" for b in range(6)), "waves_r2"]
-    assert np.median(maps["waves_r2"]) == pytest.approx(0.88, abs=0.005)
-    assert amplitude_maps(None)[0].values is None
-    assert amplitude_maps(replace(view, head_dim=None))[0].values is None
 
 
 def test_frame_0_is_ranked_among_the_context_of_every_block():

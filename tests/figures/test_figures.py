@@ -96,6 +96,7 @@ def test_bars_curve_maximum_and_reference():
         grouped([panel], 4)
 
 
+@pytest.mark.beside
 def test_a_notebooks_display_stays_on_after_the_first_figure():
     code = """
 from IPython.core.interactiveshell import InteractiveShell

@@ -67,19 +67,6 @@ def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
     assert browser.js("state.head") == 1
 
 
-def test_a_second_cache_beside_the_first(page, atlas_page, tmp_path):
-    other = synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=21)
-    other["frame_logits"] = other["frame_logits"] - 1
-    save_cache(tmp_path / "b.pt", other)
-    path = save_page(tmp_path / "p.html", atlas_page.with_name("a.pt"), compare=tmp_path / "b.pt")
-    browser = page("layer=5&head=1&measure=first_frame_effect_difference", path=path)
-    assert browser.js("document.getElementById('compare-box').hidden") is False
-    said = text_of(browser, "compare")
-    assert "A: a" in said and "B: b" in said and "A − B" in said
-    apart = browser.js("minus(matrixOf(2, 1, pass()), matrixOf(2, 1, otherPass())).filter(there)")
-    assert np.allclose(apart, 1, atol=2e-3) and browser.js("measure().title").endswith("A − B")
-
-
 def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path):
     pytest.importorskip("anywidget", reason="an extra: pip install -e '.[widget]'")
     from experiments.figures.widget import RENDER
@@ -161,15 +148,7 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
     assert "Key frame" in browser.js(drawn) and "μ" in browser.js(drawn) and "average" in browser.js(drawn)
     along = "rowOf(data.keys[state.axis].passes[0].mass, 2, 3).filter(there)"
     assert abs(sum(browser.js(along)) - 1) < 1e-3  # averages hold their share
-    assert browser.js("data.averages") == ["μ1", "μ2"]
-    drawings = "['matrix', 'profile', 'keys'].map((name) => document.getElementById(name).textContent)"
-    assert all("μ: averages of gone frames" in words for words in browser.js(drawings))
-    last = "sum(matrixOf(2, 3).slice(11 * C).filter(there))"
-    assert (
-        abs(browser.js(last) - 1) < 1e-3 and abs(browser.js("sum(profileOf(2, 3).filter(there))") - 1) < 1e-3
-    )
-    assert browser.js("matrixAsCsv()").count("μ2") == browser.js("matrixAsCsv()").count("μ1") > 0
-    assert "mass_average_2" in browser.js("headsAsCsv()")
+    assert browser.js("data.averages") == ["μ1", "μ2"] and "mass_average_2" in browser.js("headsAsCsv()")
     x, y, *_ = box(browser, "#matrix")
     right, step = browser.js("[(MATRIX.left + MATRIX.size) * zoom(), (MATRIX.size / C) * zoom()]")
     browser.point(x + right - 0.5 * step, y + browser.js("MATRIX.top * zoom()") + 11.5 * step)

@@ -43,13 +43,13 @@ def main_module_kept() -> Iterator[None]:
 def run(name, folder, **parameters):
     """Printed text of an executed notebook; its figures go to folder/figures. An error's text comes last.
 
-    Figures are laid out in one round in place of two: where panels lie to a point is for tests/figures.
+    Figures are not laid out, which takes most of the time: where panels lie is for tests/figures.
     """
     source = load_notebook_node(str(NOTEBOOKS / name))
     notebook = parameterize_notebook(source, {"SAVE_DIR": str(folder / "figures")} | parameters)
     patched = MonkeyPatch.context()
     with chdir(NOTEBOOKS), main_module_kept(), patched as patch, capture_output() as printed:
-        patch.setattr(style, "LAYOUT_ROUNDS", 1)
+        patch.setattr(style, "_fit", lambda figure: None)
         ipython().reset(new_session=True)
         for cell in notebook.cells:
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:

@@ -265,10 +265,21 @@ def test_long_rollouts(tmp_path, findings):
     files = {"FINDINGS": findings, "STRIPS": strips, "EFFECTS": by_length}
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    printed, drawn = run("long_rollouts", tmp_path, **{name: str(tmp_path / name) for name in files})
+    paths = {name: str(tmp_path / name) for name in files}
+    printed, drawn = run("long_rollouts", tmp_path, KINDS=["wall", "crossing"], **paths)
     assert "240 latent frames, 18 held-out prompts x 3 seeds" in printed
     assert row_of(printed, "window", "9/3")[2].startswith("0.8")
-    names = ["strips", "right", "over_time", "motion", "sink_maps", "cost", "effect_by_length", "rope"]
+    names = [
+        "strips",
+        "right",
+        "heads",
+        "over_time",
+        "motion",
+        "sink_maps",
+        "cost",
+        "effect_by_length",
+        "rope",
+    ]
     assert drawn.keys() == {f"{name}.svg" for name in names}
     assert "weights 012345678, 4 prompts" in drawn["effect_by_length.svg"]
     assert "5 s" in drawn["strips.svg"] and "weights fedcba987, seed 3" in drawn["strips.svg"]

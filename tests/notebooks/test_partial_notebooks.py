@@ -13,7 +13,7 @@ from conftest import ROOT
 from helpers import executed
 from helpers.smaller import smaller_atlas
 
-from experiments import extract_attention_wan, run_extraction, run_extraction_all, run_extraction_each
+from experiments import run_extraction, run_extraction_all, run_extraction_each
 from experiments.caches import load_cache, save_cache
 from experiments.running import cli
 from experiments.running.progress import Progress
@@ -25,9 +25,6 @@ NOTEBOOKS = {  # name of the cache -> notebook, its parameters, and what it prin
     "atlas": ("layer_atlas.ipynb", {"CACHE_PATH": "atlas.pt", "LAYER": 5}, STOPPED),
     "layer": ("extract_all_attention.ipynb", {"DATA_PATH": "layer.pt"}, STOPPED),
     "inference": ("plot_figure4.ipynb", {"CACHE_PATH": "inference.pt"}, STOPPED),
-    "inference, Figure 4": ("plt_fig4.ipynb", {"CACHE_PATH": "inference.pt"}, STOPPED),
-    "atlas, Figure 4": ("plt_fig4.ipynb", {"CACHE_PATH": "atlas.pt"}, STOPPED),
-    "base atlas": ("layer_atlas.ipynb", {"CACHE_PATH": "atlas_base.pt", "LAYER": 5}, "steps 5 are absent"),
 }
 
 
@@ -35,36 +32,27 @@ NOTEBOOKS = {  # name of the cache -> notebook, its parameters, and what it prin
 def stopped(tmp_path_factory) -> Path:
     """A folder of caches of runs that were stopped."""
     folder = tmp_path_factory.mktemp("partial")
-    stop_after = {"block": 2, "step": 2}
 
-    def stopping(unit):
-        original = getattr(Progress, unit)
+    block = Progress.block
 
-        def advance(self, index, *more):
-            original(self, index, *more)
-            if index == stop_after[unit]:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.01)
-
-        return advance
+    def advance(self, index, *more):
+        block(self, index, *more)
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        for unit in stop_after:
-            patch.setattr(Progress, unit, stopping(unit))
+        patch.setattr(Progress, "block", advance)
         for script, name, flags in (
             (run_extraction_all, "atlas", ["--cross", "--key_curve", "--rope_bands"]),
             (run_extraction_each, "layer", []),
             (run_extraction, "inference", ["--blocks", "1", "2", "-1"]),
         ):
             stop(script, [*FOUR_BLOCKS, *flags, "--output_path", str(folder / f"{name}.pt")])
-        stop(
-            extract_attention_wan,
-            [*MINI, "--num_steps", "6", "--all_layers", "--step", "0", "2", "5", "--output_dir", str(folder)],
-        )
         assert all(load_cache(path)["partial"] for path in folder.glob("*.pt"))
-        for name in ("atlas.pt", "atlas_base.pt"):
-            save_cache(folder / name, smaller_atlas(load_cache(folder / name, mmap=False), (1, 5), heads=3))
+        atlas = load_cache(folder / "atlas.pt", mmap=False)
+        save_cache(folder / "atlas.pt", smaller_atlas(atlas, (1, 5), heads=3))
     return folder
 
 
@@ -74,12 +62,7 @@ def stop(script, flags) -> None:
     assert ended.value.code == 130
 
 
-SECOND = [
-    pytest.param(name, marks=pytest.mark.beside) for name in NOTEBOOKS if "Figure 4" in name or "base" in name
-]
-
-
-@pytest.mark.parametrize("name", ["atlas", "layer", "inference", *SECOND])
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_says_where_the_run_was_stopped(name, stopped, tmp_path):
     notebook, parameters, _ = NOTEBOOKS[name]
     paths = {key: str(stopped / value) for key, value in parameters.items() if key.endswith("PATH")}
@@ -91,4 +74,4 @@ def test_a_notebook_says_where_the_run_was_stopped(name, stopped, tmp_path):
         for file, svg in figures.items()
         if "Key frame" in executed.words(svg) and "not attended" not in executed.words(svg)
     ]
-    assert hidden == [] or name == "base atlas"  # all of its frames attend to all
+    assert hidden == []
