@@ -89,22 +89,6 @@ def made(work, items, **flags):
     return len(list((work.folder / "items").glob("*.json"))), len(list(work.folder.glob("*.twice")))
 
 
-@pytest.mark.beside
-def test_nothing_is_lost_or_made_twice_where_workers_are_killed(tmp_path):
-    work, over, killed = simulation.Sleeping(tmp_path), threading.Event(), []
-
-    class Twice(list):
-        def append(self, pid):
-            killed.append(pid)
-            if len(killed) == 2:
-                over.set()
-
-    thread = threading.Thread(target=simulation.killing, args=(work, over, 2, Twice()), daemon=True)
-    thread.start()
-    assert made(work, simulation.items_of(60, 0.5), workers=2) == (60, 0) and killed
-    over.set()
-
-
 STOPPED = """
 import sys
 from argparse import Namespace
@@ -118,7 +102,7 @@ def run(argv):
     folder = Path(sys.argv[1])
     flags = Namespace(workers=2, scheduler=None, slurm=None, quiet=False, log_file=None, deterministic=False)
     with observed(flags, "item") as watch, crew_of(flags, "cpu") as crew:
-        work_through(Sleeping(folder), items_of(200, 1.0), folder, watch, crew)
+        work_through(Sleeping(folder), items_of(100, 0.3), folder, watch, crew)
 
 if __name__ == "__main__":
     main(run)
@@ -126,26 +110,28 @@ if __name__ == "__main__":
 
 
 @pytest.mark.beside
-def test_ctrl_c_finishes_what_is_written_and_stops_the_workers(tmp_path):
+def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_path):
     (tmp_path / "stopped.py").write_text(STOPPED)
-    options = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "start_new_session": True,
-    }
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options |= {"start_new_session": True, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
     options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background
     command = [sys.executable, str(tmp_path / "stopped.py"), str(tmp_path)]
-    running = subprocess.Popen(command, **options)
-    while len(list((tmp_path / "items").glob("*.json"))) < 4 and running.poll() is None:
-        time.sleep(0.05)
-    children = psutil.Process(running.pid).children(recursive=True)
+    running, items = subprocess.Popen(command, **options), tmp_path / "items"
+
+    def wait_for(count):
+        while len(list(items.glob("*.json"))) < count and running.poll() is None:
+            time.sleep(0.05)
+        return psutil.Process(running.pid).children(recursive=True)
+
+    next(p for p in wait_for(4) if "spawn_main" in " ".join(p.cmdline())).kill()
+    children = wait_for(20)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: workers get it too
     said = running.communicate(timeout=60)[0].splitlines()
-    done = len(list((tmp_path / "items").glob("*.json")))
+    done = len(list(items.glob("*.json")))
     assert running.returncode == 130 and "stopping after this item" in "".join(said), said
-    assert f"{done} of 200 are done and will not be made again" in said[-1] and 4 <= done < 200
-    assert not psutil.wait_procs(children, timeout=10)[1] and not list((tmp_path / "items").glob("*.part"))
+    assert f"{done} of 100 are done and will not be made again" in said[-1] and 20 <= done < 100
+    assert not psutil.wait_procs(children, timeout=10)[1]
+    assert made(simulation.Sleeping(tmp_path), simulation.items_of(100, 0.3)) == (100, 0)
 
 
 @pytest.mark.beside
