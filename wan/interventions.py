@@ -22,14 +22,14 @@ from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import MISSING, dataclass, field, fields, replace
 from threading import Semaphore, Thread
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wan.attention import Call
-from wan.errors import ConfigError, did_you_mean, refuse
+from wan.errors import ConfigError, check_fields, did_you_mean, refuse
 from wan.keys import (
     EMPTY,
     MIXED,
@@ -59,15 +59,16 @@ from wan.sites import (
     watchers,
 )
 
-PASSES = ("denoise", "clean", "all")
+MAX_BIAS = 65504.0  # the largest number of float16
 
+Passes = Annotated[str, ("denoise", "clean", "all")]
 Frames = tuple[int | str, ...]
 Tokens = slice | Tensor  # an index
 EVERY: Tokens = slice(None)
 InterventionError = ConfigError  # of an intervention
 
 
-# --- Fields: how a value is brought into one form (None: it is refused), and what a refusal says
+# --- Fields: how a value is brought into one form; None, or an error, where it has none
 def as_indices(value: Any) -> tuple[int, ...] | None:
     """Return a number, or several, that count from 0, as increasing ones."""
     chosen = [value] if isinstance(value, int) else [*value]
@@ -84,48 +85,25 @@ def as_frames(value: Any) -> Frames | None:
     return (*numbers, *names) if chosen and {*numbers, *names} == {*chosen} else None
 
 
-def as_number(value: Any) -> float | None:
-    """Return a finite number as a float."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if is_number else None
-
-
-def as_sites(value: Any) -> tuple[str, ...] | None:
-    """Return names of sites, at least one."""
-    return tuple(map(check_site, (value,) if isinstance(value, str) else value)) or None
+def as_sites(value: Any) -> tuple[str, ...]:
+    """Return names of sites."""
+    return tuple(map(check_site, (value,) if isinstance(value, str) else value))
 
 
 def as_direction(value: Any) -> tuple[float, ...] | None:
     """Return the numbers of a vector, a tensor or a list."""
-    numbers = [as_number(each) for each in (value.tolist() if isinstance(value, Tensor) else value)]
-    return None if None in numbers else tuple(numbers) or None  # type: ignore[return-value,arg-type]
-
-
-def of_type(kind: type) -> Callable[[Any], Any]:
-    """Return a check that a value is of a type: True is no whole number."""
-    return lambda value: value if type(value) is kind else None
-
-
-def one_of(*choices: str) -> tuple[Callable[[Any], Any], str]:
-    """Return the check and the refusal of a field that is one of the choices."""
-    return lambda value: value if value in choices else None, f"one of {', '.join(choices)}"
+    return tuple(map(float, value.tolist() if isinstance(value, Tensor) else value)) or None
 
 
 INDICES = as_indices, "whole numbers from 0, at least one; leave it out for all"
-FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens", "bands"), INDICES),
-    **dict.fromkeys(("offset", "position", "seed"), (of_type(int), "a whole number")),
-    **dict.fromkeys(("b", "scale", "phase"), (as_number, "a finite number")),
-    **dict.fromkeys(("prompt", "weights"), (of_type(str), "a text")),
+    **dict.fromkeys(("b", "scale", "phase"), (float, "a finite number")),
     "frames": (as_frames, "numbers from 0, or names: first, sink, past, own, own:18"),
     "source": (lambda x: Source(**x) if isinstance(x, Mapping) else x, "of prompt, seed and weights"),
-    "passes": one_of(*PASSES),
-    "branch": one_of("cond", "uncond"),  # of classifier-free guidance
-    "attention": one_of("self", "cross"),
-    "how": one_of("zero", "mean", "frame_mean", "resample"),
     "what": (lambda value: value if value in ("qk", "kv") else check_site(value), "qk, kv or a site"),
     "site": (check_site, "a site"),
-    "names": (as_sites, "the name of a site, or several"),
+    "names": (as_sites, "names of sites"),
     "direction": (as_direction, "a vector of numbers: a tensor [dim]"),
 }
 
@@ -136,16 +114,18 @@ class _Checked:
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
             name, value = each.name, getattr(self, each.name)
-            if name not in FIELDS or (value is None and each.default is not MISSING):
+            if name not in FORMS or (value is None and each.default is not MISSING):
                 continue
-            convert, wanted = FIELDS[name]
+            convert, wanted = FORMS[name]
             try:
                 kept = convert(value)
-            except TypeError:
+            except InterventionError:
+                raise
+            except (TypeError, ValueError):
                 kept = None
-            if kept is None and value is not None:
-                raise InterventionError(f"{name} {value!r} is not {wanted}")
+            refuse((kept is None, f"{name} {value!r} is not {wanted}"))
             object.__setattr__(self, name, kept)
+        check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON; what is left at its default is left out."""
@@ -277,8 +257,8 @@ class Edit(_Checked, ABC):
     heads: tuple[int, ...] | None = None
     blocks: tuple[int, ...] | None = None
     steps: tuple[int, ...] | None = None
-    passes: str
-    branch: str | None = None
+    passes: Passes
+    branch: Annotated[str, ("cond", "uncond")] | None = None  # of classifier-free guidance
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -504,7 +484,7 @@ class Knockout(KeySelection):
 class Bias(KeySelection):
     """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
 
-    b: float  # type: ignore[misc]  # of all Knockouts, of each Bias
+    b: Annotated[float, -MAX_BIAS, MAX_BIAS]  # type: ignore[misc]  # of all Knockouts, of each Bias
 
 
 @dataclass(frozen=True, repr=False)
@@ -516,9 +496,9 @@ class Ablate(Edit):
     the run source. source of mean is a file of means, of resample a Source.
     """
 
-    how: str
+    how: Annotated[str, ("zero", "mean", "frame_mean", "resample")]
     source: Source | str | None = None
-    attention: str = "self"
+    attention: Annotated[str, ("self", "cross")] = "self"
     site: str = "z"
 
     def __post_init__(self) -> None:
@@ -555,7 +535,7 @@ class Patch(Edit):
     what: str
     source: Source
     frames: Frames | None = None  # of kv; None is past
-    attention: str = "self"
+    attention: Annotated[str, ("self", "cross")] = "self"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -641,13 +621,9 @@ class Jitter(Edit):
     and heads are chosen.
     """
 
-    scale: float = 0.8
-    seed: int = 0
-    passes: str = field(default="all", kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse((not 0 <= self.scale < 1, f"scale {self.scale:g} is not in 0 .. 1: a base stays above 0"))
+    scale: Annotated[float, 0, 0.99] = 0.8  # a base stays above 0
+    seed: Annotated[int, 0, 2**63 - 1] = 0
+    passes: Passes = field(default="all", kw_only=True)
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         return step < 0 or super().selects_pass(step, is_clean_pass)
@@ -728,7 +704,7 @@ class Custom(Edit):
 
     names: tuple[str, ...]
     function: Any = None
-    passes: str = "all"
+    passes: Passes = "all"
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -813,7 +789,9 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     except (InterventionError, TypeError) as error:  # TypeError: fields that are missing or unknown
         known = ", ".join(each.name for each in fields(KINDS[name]))
         said = str(error).replace("__init__() ", "")
-        raise InterventionError(f"{name}: {said}; its fields: {known}; passes: {', '.join(PASSES)}") from None
+        raise InterventionError(
+            f"{name}: {said}; its fields: {known}; passes: denoise, clean or all"
+        ) from None
 
 
 def fingerprint(edits: Iterable[Edit]) -> str:

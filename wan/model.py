@@ -39,12 +39,6 @@ class Modulation(NamedTuple):
     gate: Tensor
 
 
-def modulations_in(table: Tensor) -> tuple[Modulation, Modulation]:
-    """Split a layer's table [B, F or 1, 6, dim] into the modulations of self-attention and of the FFN."""
-    rows = table.unbind(2)
-    return Modulation(*rows[:3]), Modulation(*rows[3:])
-
-
 def sinusoidal_embedding(timestep: Tensor, freq_dim: int) -> Tensor:
     """Return concat(cos, sin) of t·10000^(−i/(freq_dim/2)), in float64: [...] -> [..., freq_dim]."""
     half = freq_dim // 2
@@ -306,9 +300,10 @@ class Block(nn.Module):
         x, fed = self.feed(x, seen, attend, feed, text)
         return visit("resid_post", self.layer, self.gate2(x, fed, feed.gate))
 
-    def modulations(self, time: Tensor, out: Tensor | None = None) -> tuple[Modulation, Modulation]:
-        """Return those of self-attention and of the FFN, whose table is written into out if given."""
-        return modulations_in(torch.add(self.modulation, time, out=out))  # float32 as time is
+    def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
+        """Return those of self-attention and of the FFN, each [B, F or 1, dim]."""
+        rows = (self.modulation + time).unbind(2)  # float32 as time is
+        return Modulation(*rows[:3]), Modulation(*rows[3:])
 
     def feed(
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
