@@ -59,7 +59,7 @@ class CacheSizes:
 
 
 class AnyCache:
-    """What a rollout asks of every cache: room for a block, then a write in each layer of every pass."""
+    """What a model asks of every cache; a rollout also for advance(), flush(), recache(), begin_pass()."""
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy names heads of another model."""
@@ -76,32 +76,12 @@ class AnyCache:
         self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
         self.has_switches = False  # whether the video's prompt changes
 
-    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
-
-    def flush(self) -> None:
-        """Forget the past but for the policy's sink and the last two frames."""
-
-    def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
-        """Make room for a forward over clean frames of the past, whose keys become the cache.
-
-        Where it lasts for one block alone, none of them becomes the sink.
-        """
-
-    def begin_pass(self, is_clean: bool) -> None:
-        """Announce the next pass."""
-
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Seen:
         """Store the block's keys and values [B, L, H, D], over those of earlier passes -> what the call sees.
 
         q [B, L, H, D] are its queries, for policies that choose by them.
         """
         return k, v
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values, with and without RoPE."""
-        return 0
 
 
 class KVCache(AnyCache):
@@ -138,16 +118,22 @@ class KVCache(AnyCache):
         return [slot.frame for slot in self.slots]
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
         self.text = text or self.text
         self._drop_empty()
         self.policy.admit(self, block)
         self._publish(cut)
 
     def flush(self) -> None:
+        """Forget the past but for the policy's sink and the last two frames."""
         self._drop_empty()
         self.policy.flush(self)
 
     def recache(self, frames: range, text: Text, lasts: bool = True) -> None:
+        """Make room for a forward over clean frames of the past, whose keys become the cache.
+
+        Where it lasts for one block alone, none of them becomes the sink.
+        """
         self.text = text
         self.sink = self.sink if lasts else self.policy.lasting_sink
         self._drop_empty()
@@ -195,6 +181,7 @@ class KVCache(AnyCache):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all keys and values, with and without RoPE."""
         return sum(x.nbytes for x in (*self.keys, *self.values, *self.raw_keys))
 
     # -- for policies ----------------------------------------------------------------------------------------
@@ -440,7 +427,7 @@ class HeadwiseCache(AnyCache):
         if mixed:
             at = range(mixed[0], mixed[-1] + 1)
             of, place = seen[:, :, at.start * size : at.stop * size]
-            chosen = ChosenTokens(at, of, place, of, torch.zeros_like(of))
+            chosen = ChosenTokens(at, of, place, of)
         own = range(len(slots) - self.own // size, len(slots))
         deep = next((n for n in range(own.start) if slots[n].frame not in sink), own.start)
         return KeyLayout(slots, size, own, tuple(self.newest), chosen, sink=range(deep))

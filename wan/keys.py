@@ -122,47 +122,20 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class ChosenTokens:
-    """Tokens of several frames in some slots, in order.
-
-    For each token, int64 [B, n]: its frame, its index in that frame, its position, how often it was chosen.
-    """
+    """Tokens of several frames in some slots, in order: [B, n] frames, indices in their frames, positions."""
 
     slots: range
     frames: Tensor
     indices: Tensor
     positions: Tensor
-    uses: Tensor
-
-    @classmethod
-    def of_frames(
-        cls, frames: Sequence[int], tokens_per_frame: int, batch: int, device: torch.device
-    ) -> "ChosenTokens":
-        """All tokens of whole frames, at their own positions, never chosen yet."""
-        each = send(torch.tensor(frames, dtype=torch.long), device).repeat_interleave(tokens_per_frame)
-        indices = torch.arange(tokens_per_frame, device=device).repeat(len(frames))
-        rows = [row.expand(batch, -1) for row in (each, indices, each, torch.zeros_like(each))]
-        return cls(range(len(frames)), *rows)
 
     @cached_property
     def on_host(self) -> "ChosenTokens":
         """The same in host memory, int32; fetched once for all that is captured of a block."""
         if self.frames.dtype == torch.int32:
             return self
-        return ChosenTokens(self.slots, *torch.stack(self._rows).int().cpu())
-
-    def followed_by(self, other: "ChosenTokens") -> "ChosenTokens":
-        """These tokens and then the other ones."""
-        pairs = zip(self._rows, other._rows, strict=True)
-        return ChosenTokens(range(0), *(torch.cat(pair, 1) for pair in pairs))
-
-    def take(self, order: Tensor, slots: range) -> "ChosenTokens":
-        """The tokens of the indices order [B, n], which fill the slots and were chosen once more."""
-        frames, indices, positions, uses = (row.gather(1, order) for row in self._rows)
-        return ChosenTokens(slots, frames, indices, positions, uses + 1)
-
-    @property
-    def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.frames, self.indices, self.positions, self.uses
+        rows = torch.stack([self.frames, self.indices, self.positions])
+        return ChosenTokens(self.slots, *rows.int().cpu())
 
 
 @dataclass(frozen=True, eq=False)

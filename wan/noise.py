@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, inf, prod
 
 import numpy as np
 import torch
@@ -70,12 +70,12 @@ class SeededNoise:
             problem = f"a latent frame of {self._values} values is not drawn by itself"
             raise ConfigError(f"{problem}; they must be a multiple of {DRAWN_TOGETHER}")
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._states: list[list[Tensor]] = []  # per segment and video, at its beginning
+        self._begin: list[list[torch.Generator]] = []  # per segment and video
         for segment in range(num_steps):
             for generator in generators if segment else ():
                 _skip(generator, num_frames * self._values)
-            self._states.append([generator.get_state() for generator in generators])
-        self._now = [(0, states) for states in self._states]  # its next frame, and the states there
+            self._begin.append([generator.clone_state() for generator in generators])
+        self._now: dict[int, tuple[int, list[torch.Generator]]] = {}
 
     def first(self, frames: range) -> Tensor:
         """Return what a block is denoised from, [B, n, C, h, w]."""
@@ -86,17 +86,15 @@ class SeededNoise:
 
     def _draw(self, segment: int, frames: range) -> Tensor:
         check_frames(self, frames)  # the next segment would follow in the generator
-        first, (at, states) = frames.start - self.start, self._now[segment]
+        first = frames.start - self.start
+        at, generators = self._now.get(segment, (inf, []))
         if first < at:
-            at, states = 0, self._states[segment]
-        rows, after = [], []
-        for state in states:
-            generator = torch.Generator()
-            generator.set_state(state)
-            _skip(generator, (first - at) * self._values)
+            at, generators = 0, [generator.clone_state() for generator in self._begin[segment]]
+        rows = []
+        for generator in generators:
+            _skip(generator, int(first - at) * self._values)
             rows.append(torch.randn(len(frames), *self.shape[2:], generator=generator))
-            after.append(generator.get_state())
-        self._now[segment] = (first + len(frames), after)
+        self._now[segment] = first + len(frames), generators
         return torch.stack(rows).to(self.device, self.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -291,7 +291,7 @@ class Rollout:
         for embeds in (prompt_embeds, *(switch.prompt_embeds for switch in prompt_schedule)):
             check_batch(batch if embeds is None else len(embeds), batch)
         policy, size = pipeline.cache_policy, pipeline.num_frame_per_block
-        self.kv_cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
+        self.kv_cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
         self.kv_cache.has_switches = bool(prompt_schedule)
         self.switches = {switch.frame: switch for switch in prompt_schedule}
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
@@ -311,7 +311,7 @@ class Rollout:
         text = self.model.head_shard.of_text(self.text)
         if again:
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
-            cast(KVCache, self.kv_cache).recache(past, text, lasts=not self.context)
+            self.kv_cache.recache(past, text, lasts=not self.context)
             self.predict_flow(torch.cat(self.past[-again:], 1), block, past, RECACHE)
         self.kv_cache.advance(frames, text, cut=switch.how == "cut")
 

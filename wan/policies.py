@@ -17,7 +17,6 @@ from torch import Tensor
 from wan.cache import (
     FLUSH_KEEPS,
     NEEDS_ROTATION,
-    AnyCache,
     CachePolicy,
     Capacity,
     HeadwiseCache,
@@ -444,7 +443,9 @@ class Participative(WindowedPolicy):
         return Capacity(slots, min(self.sink, slots) if self.source else slots)
 
     def start(self, cache: KVCache) -> None:
-        self._chosen: list[ChosenTokens | None] = [None] * cache.num_layers
+        self._places = range(self.sink, self.sink + self.num_chosen)  # slots of chosen tokens
+        # Of each layer's chosen tokens frame, index in it, position and how often chosen, int64 [4, B, n].
+        self._chosen: list[Tensor | None] = [None] * cache.num_layers
         self._queries: list[Tensor | None] = [None] * cache.num_layers  # sums of recent frames [B, n, H, D]
         self._wide: list[Slot] = []  # the slots of a first pass that compresses; empty where none does
         self._sink_at, self._turned_at = self.first_turn - self.budget, -1  # as released
@@ -489,7 +490,8 @@ class Participative(WindowedPolicy):
         self._chosen = [None] * cache.num_layers
 
     def layout(self, cache: KVCache, layer: int, shared: KeyLayout) -> KeyLayout:
-        return replace(shared, chosen=self._chosen[layer])
+        chosen = self._chosen[layer]
+        return replace(shared, chosen=None if chosen is None else ChosenTokens(self._places, *chosen[:3]))
 
     def _compress(self, cache: KVCache, layer: int, queries: Tensor) -> None:
         """Choose tokens by summed queries [B, H, D] and close up: sink, chosen, recent."""
@@ -500,15 +502,18 @@ class Participative(WindowedPolicy):
         scores = cache.shard.sum(torch.einsum("bhd,bnhd->bn", queries, keys[:, between].float()))
         first = self.sink + (0 if before is None else self.num_chosen)
         frames = [slot.frame for slot in self._wide[first:stop]]
-        known = ChosenTokens.of_frames(frames, S, len(keys), keys.device)
-        known = known if before is None else before.followed_by(known)
+        each = send(torch.tensor(frames, dtype=torch.long), keys.device).repeat_interleave(S)
+        indices = torch.arange(S, device=keys.device).repeat(len(frames))
+        whole = torch.stack([each, indices, each, torch.zeros_like(each)])[:, None].expand(-1, len(keys), -1)
+        known = whole if before is None else torch.cat([before, whole], 2)
         limit = 7 if self.source and self.reuse_limit is None else self.reuse_limit
         if limit is not None:
-            scores = scores.masked_fill(known.uses >= limit, -torch.inf)
+            scores = scores.masked_fill(known[3] >= limit, -torch.inf)
         # 2. Choose the best; of equal ones those of lower index.
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.num_chosen * S]
         order = best.sort(1).values  # [B, chosen·S], in order of time
-        chosen = known.take(order, range(self.sink, self.sink + self.num_chosen))
+        chosen = known.gather(2, order.expand(4, -1, -1))
+        chosen[3] += 1
         # 3. Close up.
         recent = torch.arange(between.stop, len(self._wide) * S, device=keys.device).expand(len(keys), -1)
         rows = torch.cat([order + between.start, recent], 1)
@@ -517,14 +522,14 @@ class Participative(WindowedPolicy):
             buffers[layer][:, place] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
         # 4. Rotate the chosen keys to the positions of their slots; each keeps its row and column.
         if not self.source and self.num_chosen:
-            at, place = cache.slots[self.sink].position, cache.tokens(chosen.slots)
+            at, place = cache.slots[self.sink].position, cache.tokens(self._places)
             slot = torch.arange(self.num_chosen * S, device=keys.device) // S
-            row = slot * S + chosen.indices  # [B, chosen·S] into tables [chosen·S, 1, D]
+            row = slot * S + chosen[1]  # [B, chosen·S] into tables [chosen·S, 1, D]
             tables = (table[row] for table in cache.rope(range(at, at + self.num_chosen)))
             rotate_into(keys[:, place], cache.raw_keys[layer][:, place], *tables)
-            chosen.positions.copy_((slot + at).expand_as(chosen.positions))
+            chosen[2] = slot + at
         self._chosen[layer] = chosen
-        cache.layouts[layer] = replace(cache.layouts[layer], chosen=chosen)
+        cache.layouts[layer] = self.layout(cache, layer, cache.layouts[layer])
 
 
 # --- Classes of heads, each with a policy and a cache of its own
@@ -1272,7 +1277,7 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
         policy.check_switch(switch.how, switch.frame)
 
 
-def apply_switch(cache: AnyCache, how: How, past: int, context: int) -> tuple[int, int]:
+def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
     """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
 
     context is recompute_context. Returns how many of them are remembered still, and how many, the newest, are

@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan import model as layers
+from wan.cache import How
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -69,9 +71,7 @@ def small_model() -> CausalWanModel:
 
 def hows_of(row) -> list[str]:
     """The ways to change the prompt that a policy has."""
-    policy = make_policy(**row)
-    can = {"cut": policy.positions_follow_slots, "recache": policy.can_recache}
-    return [how for how in ("keep", "flush", "cut", "recache") if can.get(how, True)]
+    return [how for how in get_args(How) if make_policy(**row).switch_from(how) is not None]
 
 
 class Watch:

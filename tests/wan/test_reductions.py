@@ -118,7 +118,7 @@ def layouts(draw):
             [[draw(frame) for _ in range(count * S)] for _ in range(2)], dtype=torch.int64
         ).sort(1)[0]
         zeros = torch.zeros_like(rows)
-        chosen = ChosenTokens(range(first, first + count), rows, zeros + 1, zeros + 2, zeros)
+        chosen = ChosenTokens(range(first, first + count), rows, zeros + 1, zeros + 2)
     return KeyLayout(tuple(slots), S, chosen=chosen)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from experiments.analysis.tables import describe
-from experiments.caches.formats import check
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
 from tests.helpers.rollouts import TINY, tiny_pipeline
@@ -158,8 +157,7 @@ def atlas():
 
 
 def test_an_atlas_holds_what_the_window_saw(atlas):
-    check(atlas)
-    assert len(atlas["rolling_timesteps"]) == 3 and atlas["config"]["sampler"] == "rolling_forcing"
+    assert len(atlas["rolling_timesteps"]) == 3
     seen = ~atlas["frame_logits"][0, :, 0].isnan()  # [P, F, F]
     for step in range(3):
         for block in range(5):
@@ -172,8 +170,6 @@ def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
     t, view, late = atlas["pass_timesteps"], open_profiles(atlas, 0), open_profiles(atlas, 2)
     assert view.noise_levels == {f: t[4 - f // 3] for f in range(6, 15)}
     assert view.context_frames == tuple(range(6))
-    assert view.caption.highlighted_frames == {"window (noise from t = 555.6 to 1000)": tuple(range(6, 15))}
     assert describe(view)["Window"] == "frames 6–8 at t = 555.6, 9–11 at t = 882.4, 12–14 at t = 1000"
     assert late.noise_frames == (12, 13, 14)
-    assert "own block (noise at t = 555.556)" in late.caption.highlighted_frames
     assert open_profiles(atlas, 3).noise_levels == {}
