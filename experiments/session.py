@@ -30,7 +30,7 @@ from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import causal, memory, project_files
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
-from experiments.extraction.video import decode, encoded, save_video, write_mp4
+from experiments.extraction.video import decode, encoded, load_vae, save_video, write_mp4
 from experiments.running.cli import FOLDER, policy_settings
 from experiments.running.progress import Progress
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
@@ -43,6 +43,7 @@ from wan.interventions import Steer, at, intervene
 from wan.pipeline import check_numerics, flow_to_x0
 from wan.policies import POLICIES
 from wan.sites import Activation, SiteCapture, Where, check_indices, check_site, watched
+from wan.vae import VAE, Preview
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,12 +63,19 @@ UNITS = {
 _SEEN: ContextVar[Mapping[int, "Seen"] | None] = ContextVar("seen", default=None)  # by the pipe's id
 
 
-def load(source: str | Path = "wan_mini", *, cache_policy: Any = None, **settings: Any) -> "Pipe":
+def load(
+    source: str | Path = "wan_mini",
+    *,
+    cache_policy: Any = None,
+    preview: str | Path | None = None,
+    **settings: Any,
+) -> "Pipe":
     """Return a pipeline that generates videos, from a config's name, its path, or a directory of weights.
 
     settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
     which streams weights from the host. cache_policy is a policy (also of one's own class), settings, a file,
-    one of configs/policies, or a name with fields, such as "window,window=9,sink=3". Weights are read by the
+    one of configs/policies, or a name with fields, such as "window,window=9,sink=3". preview is a file of
+    TAEHV's small decoder, for run.show(); run.video and run.save() stay the VAE's. Weights are read by the
     first video. Raises ConfigError for what is not there or does not fit.
     """
     given, hints = (
@@ -84,7 +92,8 @@ def load(source: str | Path = "wan_mini", *, cache_policy: Any = None, **setting
         elif isinstance(cache_policy, str | Path):
             cache_policy = policy_settings(str(cache_policy), project_files.HOME / FOLDER)
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
-    return Pipe(project_files.find_config(source, given))
+    config = project_files.find_config(source, given)
+    return Pipe(config, load_vae(config, "auto", str(preview)) if preview else None)
 
 
 def settings_of(policy: CachePolicy) -> dict[str, Any]:
@@ -124,8 +133,9 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
 class Pipe:
     """A loaded model and its settings. One pipe makes any number of videos."""
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, preview: VAE | Preview | None = None):
         self.config, self.model_config = config, read_model_config(config.ckpt_dir)
+        self.preview = preview
         self._session: causal.LoadedModel | None = None
         self._loading = Lock()
 
@@ -168,7 +178,9 @@ class Pipe:
             with seen.watching(configs) if seen else watching as kept:
                 made = causal.extract_batch(self._session, configs, requests, observer)
         is_reduced = bool(seen and seen.watcher and seen.watcher.reduce)
-        runs = [Run(each, tables(kept, item, count, is_reduced)) for item, each in enumerate(made)]
+        runs = [
+            Run(each, tables(kept, item, count, is_reduced), self.preview) for item, each in enumerate(made)
+        ]
         if seen:
             seen.runs += runs
         return runs if is_batch else runs[0]
@@ -192,8 +204,13 @@ class Run:
 
     latents = property(lambda self: self.extraction.latents)  # [1, F, C, h, w]
 
-    def __init__(self, extraction: Extraction, activations: Mapping[str, Activations] | None = None):
-        self.extraction, self.activations = extraction, dict(activations or {})
+    def __init__(
+        self,
+        extraction: Extraction,
+        activations: Mapping[str, Activations] | None = None,
+        preview: VAE | Preview | None = None,
+    ):
+        self.extraction, self.activations, self.preview = extraction, dict(activations or {}), preview
 
     @cached_property
     def video(self) -> Tensor:
@@ -214,10 +231,11 @@ class Run:
     save_video = save
 
     def show(self) -> Any:
-        """The video, for a notebook."""
+        """The video, for a notebook; decoded by the pipe's preview where it has one."""
         from IPython.display import Video
 
-        return Video(data=encoded(self.video), embed=True, mimetype="video/mp4")
+        pixels = decode(self.extraction, self.preview) if self.preview else self.video
+        return Video(data=encoded(pixels), embed=True, mimetype="video/mp4")
 
     def __repr__(self) -> str:
         c, calls = self.extraction.config, len(self.extraction.records)
@@ -235,7 +253,7 @@ def compare(run_a: Run, run_b: Run) -> "Comparison":
 class Comparison:
     """Two runs, and how far they are apart."""
 
-    show = Run.show  # the three side by side, for a notebook
+    show, preview = Run.show, None  # the three side by side, for a notebook
 
     def __init__(self, run_a: Run, run_b: Run):
         self.runs = run_a, run_b

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from experiments.miniature.recipe import HARD_KINDS, LOG, OPTIMIZERS, RECIPES, StageRun
 from experiments.running.cli import Parser, count, finite_number, main
+from experiments.running.ranks import this_rank
 from wan.config import DTYPES
 from wan.errors import ConfigError
 
@@ -69,6 +70,9 @@ def run(argv=None):
         raise ConfigError(f"--start_from is of the stages {', '.join(STARTS)}; {start} was not found")
     if missing := [path for path in recipe.needs if not (args.output_dir / path).exists()]:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
+    if this_rank().count > 1:
+        raise ConfigError("the miniature trains on one GPU; start it without torchrun")
+
     import torch  # after the flags: a --help needs no torch
     from diffusers.utils import logging as diffusers_logging
 

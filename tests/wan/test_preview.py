@@ -1,11 +1,15 @@
 """TAEHV's decoder: the keys and shapes of the public file, and frames as its definition makes them."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from helpers.kernels import drawn
 
-from experiments.extraction.video import dtype_of
+from experiments import load
+from experiments.extraction.video import decode, dtype_of, encoded
 from wan.checkpoint import CheckpointError
 from wan.vae import Preview
 
@@ -90,3 +94,14 @@ def test_other_files_are_refused(weights, tmp_path):
         torch.save({key: x for key, x in weights.items() if key != name} | change, tmp_path / "t.pth")
         with pytest.raises(CheckpointError, match=f"t.pth does not fit the model: .*{name}"):
             Preview.from_file(tmp_path / "t.pth", torch.float32, torch.device("cpu"))
+
+
+def test_a_session_shows_it(weights, tmp_path):
+    """And keeps the VAE for what is measured; a file that is not there is refused at once."""
+    torch.save(weights, tmp_path / "taew2_1.pth")
+    mini = str(ROOT / "configs/wan_mini.yaml")
+    with pytest.raises(CheckpointError, match=r"no\.pth"):
+        load(mini, preview=tmp_path / "no.pth")
+    with contextlib.chdir(ROOT):
+        run = load(mini, preview=tmp_path / "taew2_1.pth", num_frames=3, device="cpu").generate(seed=1)
+        assert run.show().data == encoded(decode(run.extraction, run.preview)) != encoded(run.video)
