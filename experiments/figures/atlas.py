@@ -72,8 +72,8 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
 def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: str) -> Figure:
     """Draw correlations [layers, heads] from -1 to 1."""
     title = f"{quantity} of two atlases: correlation of each head"
-    colors = {"cmap": "RdBu_r", "vmin": -1, "vmax": 1}
-    return st.one_heat_map(correlation, title, "", ("Layer", "Head", "correlation"), layers, **colors)
+    names = ("Layer", "Head", "correlation")
+    return st.one_heat_map(correlation, title, "", names, layers, cmap="RdBu_r", vmin=-1, vmax=1)
 
 
 @styled
