@@ -84,9 +84,11 @@ def attention(
     is_seen = site is not None and (watchers() or observer())
     if mask is not None:
         refuse((is_seen, "a training step with a mask takes no edits and no captures"))
-        by_head = [x.transpose(1, 2) for x in (q, k, v)]  # [B, H, L, D]
-        is_tensor = isinstance(mask, Tensor)
-        out = F.scaled_dot_product_attention(*by_head, attn_mask=mask) if is_tensor else mask(*by_head)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
+        if isinstance(mask, Tensor):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        else:
+            out = mask(q, k, v)
         return out.transpose(1, 2)
     if site is None or not is_seen:
         return attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)

@@ -503,7 +503,8 @@ class Ablate(Edit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kind = {"resample": Source, "mean": (str, type(None))}.get(self.how, type(None))
+        none = type(None)
+        kind: Any = {"resample": Source, "mean": (str, none)}.get(self.how, none)
         has_tokens = "L" in SITES[self.sites[0]].split()
         refuse(
             (not isinstance(self.source, kind), f"{self.how} does not take source={self.source!r}"),
