@@ -393,7 +393,8 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
         if curve is not None and entry.frame_logits is None:
             return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
         matrix = _in_quantity(entry, "frame", S, quantity)
-        if entry.slot_frame is not None and (entry.slot_logits is not None or quantity != "mean_logit"):
+        of_slots = entry.slot_logits if quantity == "mean_logit" else entry.slot_mass
+        if entry.slot_frame is not None and of_slots is not None:
             gone = averages_of_slots(_in_quantity(entry, "slot", S, quantity), entry.slot_frame, count)
         return LayerValues(matrix.mean(1), matrix, spread, gone)
 

@@ -1,7 +1,6 @@
 """The base model's script on the miniature: layer caches and atlases of both branches, and bad input."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from conftest import ROOT
 from experiments import extract_attention_wan
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction import base, project_files
+from experiments.extraction import project_files
 from experiments.running import cli
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
 from wan.errors import ConfigError
@@ -77,14 +76,11 @@ def test_the_atlases_of_both_branches(tmp_path):
 
 def test_a_directory_chooses_its_settings(monkeypatch):
     sizes, mini = dict(MODELS), project_files.read_model_config
-    read = lambda path: sizes.get(str(path)) or mini(path)  # noqa: E731
-    monkeypatch.setattr(project_files, "read_model_config", read)
-    monkeypatch.setattr(base.checkpoint, "read_model_config", read)
+    monkeypatch.setattr(project_files, "read_model_config", lambda path: sizes.get(str(path)) or mini(path))
     for name, shift, guidance in (("Wan2.1-T2V-1.3B", 8, 6), ("Wan2.1-T2V-14B", 5, 5)):
         config = load_config(project_files.config_for(name))
         assert (config.model, config.base.shift, config.base.guidance_scale) == (name, shift, guidance)
         assert config.base.negative_prompt == WAN_NEGATIVE_PROMPT and config.base.num_steps == 50
-        assert base.choose_layer(replace(config, ckpt_dir=name), None) == 20
     sizes["strange"] = ModelConfig(dim=96, ffn_dim=128, num_heads=6, num_layers=3)
     with pytest.raises(ConfigError, match=r"3 layers, 6 heads and dim 96 .* with --config_path"):
         project_files.config_for("strange")

@@ -33,30 +33,18 @@ def said_by(script, flags, tmp_path, capfd, code) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda model: model.blocks[3].self_attn.q.bias.fill_(float("nan")),
-            "not finite, nor is the weight blocks.3.self_attn.q.bias: get the file of the weights again",
-        ),
-        (
-            lambda model: model.blocks[5].register_forward_hook(lambda *call: call[2] * float("inf")),
-            f"not finite, {rollout.REMEDY}",
-        ),
-    ],
-)
-def test_latents_that_are_not_finite_stop_the_run(spoil, message, tmp_path, monkeypatch, capfd):
+def test_latents_that_are_not_finite_stop_the_run(tmp_path, monkeypatch, capfd):
     original = causal.load_pipeline
 
     def broken(*args):
         pipeline = original(*args)
-        spoil(pipeline.model)
+        pipeline.model.blocks[3].self_attn.q.bias.fill_(float("nan"))
         return pipeline
 
     monkeypatch.setattr(causal, "load_pipeline", broken)
     said = said_by(run_extraction_figure4, ["--layer_indices", "1"], tmp_path, capfd, 1)
-    assert said.startswith("error: block 0: the latents are ") and said.endswith(message)
+    assert said.startswith("error: block 0: the latents are not finite, nor is the weight ")
+    assert said.endswith("blocks.3.self_attn.q.bias: get the file of the weights again")
 
 
 def call_of(**values) -> CapturedCall:

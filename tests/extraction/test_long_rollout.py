@@ -164,11 +164,8 @@ def test_blocks_that_come_out_otherwise_are_noticed(session, config, vae, tmp_pa
 def test_the_decoder_looks_back_far_enough_for_the_real_one():
     """The real decoder's layers with few channels: what it says after looking back is what it says anyway."""
     torch.manual_seed(0)
-    vae = VAE(
-        AutoencoderKLWan(
-            base_dim=4, decoder_base_dim=4, z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-        )
-    )
+    scale = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    vae = VAE(AutoencoderKLWan(base_dim=4, decoder_base_dim=4, z_dim=4, **scale))
     latents, blocks = torch.randn(66, 4, 1, 1), block_ranges([3] * 22)
 
     class Held:

@@ -61,25 +61,17 @@ def test_the_same_bytes_with_remembered_states_and_without(tmp_path, mini, monke
     with monkeypatch.context() as patch:
         no_encoder(patch)
         assert made(tmp_path, *mini) == first == without
-    made(tmp_path, *mini, "--prompt", "a blue square")
-    assert len(list((tmp_path / "states").iterdir())) == 2
 
 
 def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = replace(load_config("configs/wan_mini.yaml"), embeds_dir=str(tmp_path))
     sizes = checkpoint.read_model_config(config.ckpt_dir)
-    names = [
-        state_file(config, "a", sizes, torch.float32, CPU),
-        state_file(config, "b", sizes, torch.float32, CPU),
-        state_file(config, "a", sizes, torch.bfloat16, CPU),
-        state_file(config, "a", replace(sizes, text_len=32), torch.float32, CPU),
-    ]
-    for changed, value in (
-        ("describe_files", lambda paths: []),
-        ("versions", dict),
-        ("device_name", lambda device: "other"),
-    ):
+    given = [("a", sizes, torch.float32), ("b", sizes, torch.float32), ("a", sizes, torch.bfloat16)]
+    given.append(("a", replace(sizes, text_len=32), torch.float32))
+    names = [state_file(config, *one, CPU) for one in given]
+    others = {"describe_files": lambda paths: [], "versions": dict, "device_name": lambda device: "other"}
+    for changed, value in others.items():
         with monkeypatch.context() as patch:
             patch.setattr(prompt_embeds, changed, value)
             names.append(state_file(config, "a", sizes, torch.float32, CPU))
@@ -116,11 +108,8 @@ def test_a_file_is_of_one_prompt(tmp_path):
         assert own in prompt_embeds.encode_prompts(config, [own], sizes, torch.float32, CPU)
         with pytest.raises(ConfigError, match="and this run needs those of 'a dog'; leave --prompt_embeds"):
             prompt_embeds.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
-    for edit, message in (
-        (Ablate("mean", passes="denoise"), "needs the reference prompts of a mean; name a file of means"),
-        (Patch("z", Source("a dog"), passes="denoise"), "needs the source's 'a dog'; leave --prompt_embeds"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+    for edit in (Ablate("mean", passes="denoise"), Patch("z", Source("a dog"), passes="denoise")):
+        with pytest.raises(ConfigError, match=r"holds the states of one prompt, and .* needs"):
             check_sources([edit], config)
     check_sources([Ablate("frame_mean", passes="denoise"), Patch("z", Source(seed=1), passes="all")], config)
 
