@@ -3,12 +3,14 @@
 The scripts are faces of this file and of cache_builders.py, which turns the result into a cache.
 """
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from threading import Thread
@@ -461,27 +463,66 @@ def _head_outputs(loaded: LoadedModel, config: RunConfig, sites: Sequence[str]) 
     return Context().run(unedited)  # without anybody's edits
 
 
+@dataclass(frozen=True)
+class MeanRuns:
+    """The rollouts of a config's reference set, an item each (the engine's Work)."""
+
+    loaded: LoadedModel
+    config: RunConfig
+    sites: Sequence[str] = ("z",)
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        return HeadOutputs.sites if set(self.sites) <= set(HeadOutputs.sites) else tuple(self.sites)
+
+    @cached_property
+    def items(self) -> dict[str, RunConfig]:
+        runs = [(prompt, seed) for prompt in self.config.reference_prompts for seed in MEANS_SEEDS]
+        plain = replace(self.config, prompt_schedule=None, interventions=[])
+        return {f"run_{n}": replace(plain, prompt=run[0], seed=run[1]) for n, run in enumerate(runs)}
+
+    @cached_property
+    def made_of(self) -> str:
+        plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
+        others = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
+        return fingerprint(self.loaded.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
+
+    @property
+    def path(self) -> Path:
+        return MEANS / f"{self.made_of}.pt"
+
+    def part(self, name: str) -> Path:
+        return MEANS / self.made_of / f"{name}.pt"
+
+    def is_done(self, name: str, config: RunConfig) -> bool:
+        return self.path.is_file() or self.part(name).is_file()
+
+    def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
+        """Roll out a run and write its mean outputs, which reference_means takes."""
+        with replacing(self.part(name)) as file:
+            torch.save(_head_outputs(self.loaded, config, self.recorded).means, file)
+
+
 def reference_means(
     loaded: LoadedModel, config: RunConfig, path: object = None, sites: Sequence[str] = ("z",)
 ) -> ReferenceMeans:
     """Return mean outputs over a config's reference_prompts, kept on disk, or a named file's."""
     if isinstance(path, (str, Path)):
         return ReferenceMeans(_read_means(Path(path), loaded.model_config))
-    of_heads = set(sites) <= set(HeadOutputs.sites)
-    recorded = HeadOutputs.sites if of_heads else tuple(sites)
-    plain = replace(config, prompt="", seed=0, prompt_schedule=None, interventions=[])
-    others: dict[str, Any] = {} if of_heads else {"sites": recorded}
-    made_of = fingerprint(loaded.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
-    kept = MEANS / f"{made_of}.pt"
-    if kept.is_file():
-        return ReferenceMeans(_read_means(kept, loaded.model_config, made_of))
-    runs = [(prompt, seed) for prompt in config.reference_prompts for seed in MEANS_SEEDS]
-    means = ReferenceMeans.over(
-        [_head_outputs(loaded, replace(plain, prompt=prompt, seed=seed), recorded) for prompt, seed in runs]
-    )
+    runs = MeanRuns(loaded, config, sites)
+    if runs.path.is_file():
+        return ReferenceMeans(_read_means(runs.path, loaded.model_config, runs.made_of))
+    outputs = [
+        HeadOutputs(means=torch.load(runs.part(name), weights_only=True))
+        if runs.part(name).is_file()  # of a worker
+        else _head_outputs(loaded, one, runs.recorded)
+        for name, one in runs.items.items()
+    ]
+    means = ReferenceMeans.over(outputs)
     values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
-    with replacing(kept) as file:
-        torch.save(values | {"fingerprint": made_of}, file)
+    with replacing(runs.path) as file:
+        torch.save(values | {"fingerprint": runs.made_of}, file)
+    shutil.rmtree(runs.part("").parent, ignore_errors=True)
     return means
 
 

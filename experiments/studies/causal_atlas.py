@@ -313,6 +313,17 @@ def prepared(
     return study
 
 
+class Means(causal.MeanRuns):
+    """The runs of a reference set, made by workers, and put together once."""
+
+    def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
+        causal.MeanRuns(self.loaded.here(kept), self.config, self.sites).make(name, config, watch)
+
+    def begun(self) -> "Means":
+        assert self.made_of  # by the device here
+        return self
+
+
 def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
     """Make the items that are missing, and the atlas when all are done. Raises StoppedError after Ctrl-C."""
     folder = Path(args.output_dir)
@@ -331,6 +342,10 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
     ):
         start = time.monotonic()
         study = called(crew, prepared, folder, edits[0], args.each, configs, *([] if crew else [watch]))
+        if crew and isinstance(edit := edits[0], Ablate) and edit.how == "mean" and not edit.source:
+            means = called(crew, Means(study.session, configs[0], edit.sites).begun)
+            work_through(means, means.items, folder, watch, crew)
+            called(crew, reference_means, study.session, configs[0], None, edit.sites)
         run(study, args.batch, watch, crew)
         save_cache(folder / ATLAS, atlas_cache(study))
         seconds = time.monotonic() - start

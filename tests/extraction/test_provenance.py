@@ -210,6 +210,12 @@ def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config
     assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     causal.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
     assert len(session.asked) == 4  # they are made once
+    runs = causal.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
+    for name, one in runs.items.items():
+        runs.make(name, one, causal.RunObserver())
+    assert all(runs.is_done(name, one) for name, one in runs.items.items()) and len(session.asked) == 8
+    causal.reference_means(session, few, None, ["resid_post"])
+    assert len(session.asked) == 8 and runs.path.is_file() and not runs.part("run_0").exists()
     for other in ({"reference_prompts": ["a"]}, {"timestep_shift": 4.0}):
         before = len(session.asked)
         causal.reference_means(session, replace(few, **other))
