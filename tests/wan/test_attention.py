@@ -185,23 +185,6 @@ def test_the_rule(machine, found, capability, wanted, expected):
     assert backends.kernel_name(torch.device("cpu"), FLOAT) is None
 
 
-def test_calls_it_was_not_made_for_stay_where_they_were(machine):
-    machine()
-    with FakeTensorMode():
-        assert backends.takes(*fake_call(LONG)) and backends.takes(*fake_call(LONG, head_dim=64))
-        for other in ({"dtype": FLOAT}, {"head_dim": 136}, {"head_dim": 20}, {"trains": True}):
-            assert not backends.takes(*fake_call(LONG, **other))
-        # The launched kernel, no other, and none of training says what mass frames have.
-        assert backends.gives_tails(*fake_call(SHORT + 1))
-        assert backends.fa4_with_tails(*fake_call(1280), 10)[2].shape == (2, 1, 2, 10, 48)
-        assert not backends.gives_tails(*fake_call(SHORT))
-        for other in ({"dtype": FLOAT}, {"head_dim": 64}, {"trains": True}):
-            assert not backends.gives_tails(*fake_call(1280, **other))
-        assert not backends.gives_tails(*(x.cpu() for x in fake_call(1280)))
-        machine(capability=(10, 0))
-        assert not backends.gives_tails(*fake_call(LONG))
-
-
 def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch):
     """The same numbers as from q, k and the log-sum-exp, and the same latents; asked for mass alone."""
     machine()
