@@ -12,7 +12,7 @@ from conftest import GOLDEN, golden_model
 from wan import model as layers
 from wan.attention import attention_by_heads
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.interventions import Bias, Knockout, intervene
+from wan.interventions import Knockout, intervene
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
 from wan.sites import now
@@ -74,23 +74,22 @@ def policy_of(case: str):
 
 
 def pipeline_of(policy) -> CausalInferencePipeline:
-    """Two steps a block, where a test is of no golden run."""
+    """Two steps a block, and 24 frames, where a test is of no golden run."""
     return CausalInferencePipeline(model(), cache_policy=policy, denoising_step_list=[1000, 500])
 
 
 def roll_out(case: str, pipeline=None, rows=(0,)):
     """The run of a case; rows name a batch: 0 its video, 1 one with other noise and another prompt."""
     given = {name: torch.from_numpy(x).float() for name, x in arrays("inputs").items()}
-    noise = torch.cat([given["noise"], given["noise"].flip(1)])[list(rows), : CASES[case]["frames"]]
+    frames = 24 if pipeline else CASES[case]["frames"]
+    noise = torch.cat([given["noise"], given["noise"].flip(1)])[list(rows), :frames]
     renoise = torch.stack([given["renoise"], given["renoise"].flip(1)], 1)[:, list(rows)]
     prompts = given["prompt_embeds"]
     pipeline = pipeline or CausalInferencePipeline(model(), cache_policy=policy_of(case))
     switches = CASES[case].get("switch", [])
     schedule = [PromptSwitch(f, how="recache", prompt_embeds=prompts[[1] * len(rows)]) for f in switches]
-    options = {
-        "renoise": renoise[: len(pipeline.timesteps) - 1, :, : noise.shape[1]],
-        "prompt_schedule": schedule,
-    }
+    renoise = renoise[: len(pipeline.timesteps) - 1, :, :frames]
+    options = {"renoise": renoise, "prompt_schedule": schedule}
     return pipeline.inference(noise, prompt_embeds=prompts[[2 * row for row in rows]], **options)[1]
 
 
@@ -147,12 +146,8 @@ def test_a_second_video_and_one_of_a_batch_are_as_if_alone(case):
 def test_an_edit_reaches_heads_by_their_numbers_and_frames():
     case, pipeline = MANY[1], pipeline_of(policy_of(MANY[1]))
     plain = roll_out(case, pipeline)
-    for edit, changes in (
-        (Bias(frames=("first",), b=0.0, passes="all"), False),
-        (Knockout(frames=("past",), heads=(5,), layers=(2,), passes="all"), True),
-    ):
-        with intervene(edit):
-            assert torch.equal(roll_out(case, pipeline), plain) != changes
+    with intervene(Knockout(frames=("past",), heads=(5,), layers=(2,), passes="all")):
+        assert not torch.equal(roll_out(case, pipeline), plain)
 
 
 def test_the_released_triattention_compresses_no_next_video_and_the_clean_rule_does():
@@ -161,7 +156,7 @@ def test_the_released_triattention_compresses_no_next_video_and_the_clean_rule_d
     pipeline = pipeline_of(policy_of(case))
     first, second = roll_out(case, pipeline), roll_out(case, pipeline)
     window = roll_out(case, pipeline_of(make_policy("window", window=12, sink=3)))
-    torch.testing.assert_close(second[:, :27], window[:, :27], atol=ATOL, rtol=0)
+    torch.testing.assert_close(second[:, :21], window[:, :21], atol=ATOL, rtol=0)
     assert not torch.equal(first, second)
     pipeline = pipeline_of(replace(policy_of(case), released=False))
     assert torch.equal(roll_out(case, pipeline), roll_out(case, pipeline))
