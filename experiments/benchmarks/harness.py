@@ -231,8 +231,8 @@ class Rollout:
         return model
 
     def generate(self, **more: Any) -> Tensor:
-        inputs = {"prompt_embeds": self.text, "renoise": self.renoise, "prompt_schedule": self.switches}
-        return self.pipeline.inference(self.noise, **inputs, **more)[1]
+        more |= {"prompt_embeds": self.text, "renoise": self.renoise, "prompt_schedule": self.switches}
+        return self.pipeline.inference(self.noise, **more)[1]
 
     def seconds(self, active: Active = nullcontext, policy: Any = None) -> float:
         """Generate one video and return the seconds until the device and the host have everything."""
@@ -261,5 +261,5 @@ class Rollout:
         calls = [call for call in kept if isinstance(call, CapturedCall)]
         captured = [call.values[name] for call in calls for name in sorted(call.values)]
         for tensor in (self.latents, *captured):
-            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()

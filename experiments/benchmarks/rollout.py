@@ -101,8 +101,8 @@ def parts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     if this_rank().count > 1:
         seconds = partial(shared_seconds, rollout, parallel.join(rollout.device))
     requests = capture_requests(config, rollout.sizes.num_layers)
-    rows = {name: partial(seconds, capturing(what)) for name, what in requests.items() if name in asked}
-    rows = {"plain": seconds} | rows
+    rows: Timed = {"plain": seconds}
+    rows |= {name: partial(seconds, capturing(what)) for name, what in requests.items() if name in asked}
     for group, make in {"maps": maps, "interventions": edits, "sites": sites}.items():
         if group in asked:
             rows |= {name: partial(seconds, active) for name, active in make(rollout).items()}
@@ -266,7 +266,7 @@ def kernels(device: str) -> Timed:
     return rows
 
 
-def fa4_with_mass(heads: tuple[torch.Tensor, ...], frames: int) -> torch.Tensor:
+def fa4_with_mass(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], frames: int) -> torch.Tensor:
     return mass_of_tails(backends.fa4_with_tails(*heads, frames)[2], heads[0].shape[2]).mT
 
 

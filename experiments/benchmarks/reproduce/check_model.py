@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pandas as pd
 import torch
 
 from experiments.analysis import published
@@ -47,13 +46,16 @@ def run(argv=None):
 
 def row(*comparisons: Comparison) -> dict[str, Any]:
     """Return the mean over videos of each number, ranges of those that decide, and how often each verdict."""
-    table = pd.DataFrame([one.numbers() for one in comparisons]).astype(float)
-    verdicts = [one.verdict for one in comparisons]
-    found: dict[str, Any] = {"videos": len(table)}
+    each, verdicts = [one.numbers() for one in comparisons], [one.verdict for one in comparisons]
+    found: dict[str, Any] = {"videos": len(each)}
     for what, name in (("r", "r of last-block curves, median"), ("own heads", "heads most like their own")):
-        found[f"{what}: lowest, highest"] = table[name].fillna(0).agg(["min", "max"]).tolist()
+        values = [float(one[name] or 0) for one in each]
+        found[f"{what}: lowest, highest"] = [min(values), max(values)]
     found["verdicts"] = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
-    return found | {name: None if np.isnan(x) else round(x, 3) for name, x in table.mean().items()}
+    for name in each[0]:
+        known = [value for one in each if (value := one[name]) is not None]
+        found[name] = round(float(np.nanmean(known)), 3) if known else None
+    return found
 
 
 def of_published() -> dict[str, Any]:

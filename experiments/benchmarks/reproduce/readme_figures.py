@@ -62,8 +62,10 @@ def base_and_causal(*paths: str) -> Figure:
     """Draw a layer of base and of causal weights: heads of the largest mean absolute difference, by row."""
     base, causal = (open_profiles(load_cache(path, expect=("layer",))) for path in paths)
     (layer,) = base.layers
-    both = {"base": base.frame_matrix(layer), "causal": causal.frame_matrix(layer)}
-    difference = both["base"] - both["causal"]  # NaN in later blocks; softmax ignores a row's mean
+    of_base, of_causal = base.frame_matrix(layer), causal.frame_matrix(layer)
+    assert of_base is not None and of_causal is not None
+    both = {"base": of_base, "causal": of_causal}
+    difference = of_base - of_causal  # NaN in later blocks; softmax ignores a row's mean
     apart = np.abs(difference - np.nanmean(difference, -1, keepdims=True))
     shown = sorted(np.argsort(-np.nanmean(apart, (1, 2)))[:HEADS_SHOWN].tolist())
     matrices = np.concatenate([matrix[shown] for matrix in both.values()])
