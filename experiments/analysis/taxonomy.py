@@ -9,17 +9,16 @@ from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments.analysis.measures import ALL_QUERIES, context_sign_rate
 from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, LabelMap
 from experiments.analysis.stats import bootstrap
 from experiments.caches.view import Profiles
 from wan.errors import ConfigError
+from wan.files import read_yaml
 
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
 KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
@@ -44,14 +43,11 @@ class Thresholds:
 
 def load_thresholds(path: str | Path) -> Thresholds:
     """Read thresholds from a YAML file. ConfigError for a missing file, unknown key or wrong value."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{path} not found; the repository has configs/taxonomy.yaml")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Thresholds), OmegaConf.load(path))
-        return cast(Thresholds, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as error:
+        return Thresholds(**read_yaml(path))
+    except TypeError as error:
         known = ", ".join(f.name for f in fields(Thresholds))
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}; known keys: {known}") from error
+        raise ConfigError(f"{path}: {error}; known keys: {known}") from None
 
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:

@@ -101,9 +101,10 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
         with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             _fit(figure)
-            figure.set_layout_engine("none")  # fixed: showing a figure cannot change it
             plt.close(figure)
-            return figure
+        with plt.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
+            figure.set_layout_engine(None)  # showing a figure cannot change it, and saving draws it once
+        return figure
 
     return wrapper
 
