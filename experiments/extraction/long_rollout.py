@@ -43,13 +43,8 @@ class LongVideo:
 
     path: Path
 
-    @property
-    def latents(self) -> Path:
-        return self.path.with_suffix(".latents.safetensors")
-
-    @property
-    def attention(self) -> Path:
-        return self.path.with_suffix(".attention")
+    latents = property(lambda self: self.path.with_suffix(".latents.safetensors"))
+    attention = property(lambda self: self.path.with_suffix(".attention"))
 
 
 # --- Attention of chosen blocks, a file each
@@ -106,10 +101,8 @@ class BlockCapture:
                 continue
             require_same(path, block.get("fingerprint"), run, f"move {folder} away, or --overwrite")
             if wanted and (block["step"], block["band"]) != (self.step, self.band):
-                raise CacheError(
-                    f"{path} was captured in another pass or with other keys than --capture and --step say; "
-                    f"move {folder} away, or say what they said then"
-                )
+                said = "was captured in another pass or with other keys than --capture and --step say"
+                raise CacheError(f"{path} {said}; move {folder} away, or say what they said then")
             if path == path_of(folder, block["block"]):
                 kept.add(block["block"])
         return [block for block in wanted if block not in kept]

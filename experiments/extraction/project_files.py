@@ -39,16 +39,15 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     elif _below_home(path).is_dir():
         given.setdefault("ckpt_dir", str(_below_home(path)))
         path = HOME / config_for(given["ckpt_dir"], HOME)
-    elif (HOME / "configs" / f"{path}.yaml").is_file():
-        path = HOME / "configs" / f"{path}.yaml"
+    elif (named := HOME / "configs" / f"{path}.yaml").is_file():
+        path = named
     else:
-        known = [p.stem for p in (HOME / "configs").glob("*.yaml")]
-        said = did_you_mean(source, known)
+        said = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
         raise ConfigError(f"{source} is no config, its path, or a directory of weights{said}")
     config = load_config(path, given)
-    named = {name: getattr(config, name) for name in PATHS if getattr(config, name) is not None}
-    found: dict[str, Any] = {name: str(_below_home(Path(value))) for name, value in named.items()}
-    return replace(config, **found)
+    found = {name: getattr(config, name) for name in PATHS}
+    below: dict[str, Any] = {k: str(_below_home(Path(v))) for k, v in found.items() if v is not None}
+    return replace(config, **below)
 
 
 def missing_files(config: RunConfig) -> list[str]:

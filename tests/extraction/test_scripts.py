@@ -104,10 +104,6 @@ def test_a_window_keeps_global_frames(tmp_path):
     assert cache["key_frames"] == visible_frames([3] * 4, 3, 6, 1) == seen
     present = ~cache["attention_weights"][0]["frame_logits"][0, 0].isnan()
     assert present.nonzero().flatten().tolist() == seen
-    chosen = ["--layer_indices", "3", "--blocks", "1", "3"]
-    early, late = extract(run_extraction, tmp_path / "i.pt", *flags, *chosen)["attention_weights"]
-    assert (early["key_frames"], late["key_frames"]) == (list(range(6)), seen)
-    assert late["attn_weights"].shape[-1] == 6 * 16 and (late["attn_weights"].sum(-1) - 1).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -121,9 +117,11 @@ def test_every_layer_of_one_rollout_is_what_its_own_gives(tmp_path):
 
 @pytest.mark.slow
 def test_a_first_frame_alone_a_long_prompt_and_the_video(tmp_path):
-    with pytest.warns(UserWarning, match="with an independent first frame 21 frames become 19"):
-        cache = extract(run_extraction_each, tmp_path / "i.pt", *MINI, "--independent_first_frame")
-    assert cache["block_sizes"] == [1] + [3] * 6 and cache["num_frames"] == 19
+    with pytest.warns(UserWarning, match="with an independent first frame 9 frames become 7"):
+        cache = extract(
+            run_extraction_each, tmp_path / "i.pt", *MINI, "--num_frames", "9", "--independent_first_frame"
+        )
+    assert cache["block_sizes"] == [1, 3, 3] and cache["num_frames"] == 7
     prompt = " ".join(["a red circle moving right"] * 20) + " zebra"
     with pytest.warns(UserWarning, match=r"the model reads 64; cut: .*zebra"):
         extract(run_extraction_each, tmp_path / "l.pt", *SHORT, "--prompt", prompt, "--save_video")
