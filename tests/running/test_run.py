@@ -15,22 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from helpers import synthetic_caches
 from helpers.forked import forked
 from helpers.stopping import stopping_after
 
 from experiments import (
-    contact_sheet,
     extract_attention_wan,
-    layer_page,
-    layers_from_atlas,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
     run_intervention,
 )
-from experiments.caches import load_cache, save_cache
+from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
@@ -101,18 +97,6 @@ def test_what_a_config_names_is_read_too(tmp_path):
         for script in (run_extraction_all, run_intervention):
             refused(script, [*base, "--output_path", path])
     assert means.read_bytes() == b"means"
-
-
-def test_what_is_converted_is_kept(tmp_path):
-    save_cache(tmp_path / "layer1.pt", synthetic_caches.atlas())
-    (tmp_path / "a.svg").write_text("<svg/>", encoding="utf-8")
-    before = (tmp_path / "layer1.pt").read_bytes()
-    refused(layer_page, [tmp_path / "layer1.pt", "--output_path", tmp_path / "layer1.pt"])
-    refused(layer_page, [tmp_path, "--output_path", tmp_path / "layer1.pt"])
-    refused(layers_from_atlas, [tmp_path / "layer1.pt", "--output_dir", tmp_path])
-    refused(contact_sheet, [tmp_path / "a.svg", f"A={tmp_path / 'a.svg'}"])
-    assert (tmp_path / "layer1.pt").read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == ["a.svg", "layer1.pt"]
 
 
 # --- Where files go, and what is known before the rollout
