@@ -168,14 +168,8 @@ def observer() -> Any:
     return _of_process if _OBSERVER.get() is ... else _OBSERVER.get()
 
 
-def now() -> Pass | None:
-    """Return the forward that runs, as the sampler announced it."""
-    return _PASS.get()
-
-
-def watchers() -> tuple[Watcher, ...]:
-    """Return all that watch in this context, from the outermost in."""
-    return _WATCHERS.get()
+now = _PASS.get  # the forward that runs, as the sampler announced it, or None
+watchers = _WATCHERS.get  # all that watch in this context, from the outermost in
 
 
 def wanted(site: str, layer: int | None) -> bool:
