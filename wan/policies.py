@@ -30,8 +30,6 @@ from wan.errors import ConfigError, check_fields, library_reads, short_repr
 from wan.files import CONFIG_BYTES, MAX_TEXT, Count, Frames, Share, read_json, read_text
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, KeyLayout, RotaryTable, Slot, rotate, send
 
-Pair = tuple[Tensor, Tensor]  # keys and values
-
 
 @dataclass
 class Full(CachePolicy):
@@ -474,7 +472,7 @@ class Participative(WindowedPolicy):
         wide = len(self._wide)
         return range(wide - len(cache.own), wide) if wide and cache.passes < 2 else cache.own
 
-    def written(self, cache: KVCache, layer: int, q: Tensor) -> Pair:
+    def written(self, cache: KVCache, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         n, past = len(cache.newest), self._queries[layer]
         sums = q.unflatten(1, (n, -1)).sum(2, dtype=torch.float32)  # [B, n, H, D]
         if past is not None:  # a later pass takes the place of the one before; the release counts every pass

@@ -149,13 +149,6 @@ def test_what_cannot_be_is_refused(fields, message, tmp_path):
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-def test_labels_may_be_named_by_columns(tmp_path):
-    rows = [["head", "kind", "layer"], *([h, LABELS[n][h], n] for h in range(HEADS) for n in range(LAYERS))]
-    columns = write_labels(tmp_path / "columns.csv", rows)
-    policies = {"far": FULL, "near": WINDOW}
-    assert make_policy("per_head", file=columns, policies=policies).labels == LABELS
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -16,12 +16,6 @@ def pipeline(**kwargs) -> CausalInferencePipeline:
     return CausalInferencePipeline(golden_model(), **kwargs)
 
 
-def test_pass_timesteps():
-    assert pipeline().pass_timesteps == pytest.approx([1000, 937.5, 833.3333, 625, 0])
-    run = pipeline(warp_denoising_step=False, denoising_step_list=[1000, 500], context_noise=20)
-    assert run.pass_timesteps == [1000, 500, 20]
-
-
 def test_a_generator_draws_the_noise_between_steps():
     run = pipeline(denoising_step_list=[1000, 500])
     latents = [
