@@ -7,7 +7,6 @@ Items sleep and write a file: in this process, by two workers, and by two of whi
 
 import os
 import random
-import signal
 import tempfile
 import threading
 import time
@@ -26,7 +25,6 @@ from experiments.extraction.rollout import RunObserver
 from experiments.running.cli import Parser, count, finite_number, main
 from experiments.running.engine import Results, crew_of, work_through
 from experiments.running.progress import Progress
-from wan.files import read_json
 
 PARTS = {  # number of items, seconds of the longest, workers
     "cost here": (500, 0.006, None),
@@ -83,40 +81,35 @@ def made(work: Sleeping, items: dict[str, float], workers: int | None) -> dict[s
     }
 
 
-def killing(work: Sleeping, over: threading.Event, kill_every: float, killed: list[int]) -> None:
+def kill_now_and_then(folder: Path, over: threading.Event, every: float, killed: list[int]) -> None:
     """Kill a worker every so many seconds, once the first item is there."""
-    dice = random.Random(1)
-    while not over.wait(kill_every):
-        if not list((work.folder / "items").glob("*.json")):
-            continue
+    while not over.wait(every):
         with suppress(psutil.Error, IndexError):
             there = [p for p in psutil.Process().children(True) if "spawn_main" in " ".join(p.cmdline())]
-            one = dice.choice(there)
-            one.send_signal(signal.SIGKILL)
-            killed.append(one.pid)
+            if list(folder.glob("*.json")):
+                there[len(killed) % len(there)].kill()
+                killed.append(len(there))
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("--items", type=count, help="in place of each part's own number")
-    flag("--what", nargs="+", choices=PARTS, default=[*PARTS], help="parts; the report keeps others")
+    flag("--what", nargs="+", choices=PARTS, default=[*PARTS])
     flag("--kill_every", type=finite_number, default=20.0, help="seconds between two kills")
     flag("--output_path", type=Path, default=Path("docs/benchmarks/engine.json"))
     args = parser.parse_args(argv)
-    report: dict[str, Any] = read_json(args.output_path) if args.output_path.is_file() else {}
-    report |= {"environment": environment(torch.device("cpu"))}
+    report: dict[str, Any] = {"environment": environment(torch.device("cpu"))}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.what:
             number, longest, workers = PARTS[name]
             work, over, killed = Sleeping(Path(folder) / name), threading.Event(), list[int]()
-            thread = threading.Thread(target=killing, args=(work, over, args.kill_every, killed), daemon=True)
+            told = work.folder / "items", over, args.kill_every, killed
             if name == "killed":
-                thread.start()
+                threading.Thread(target=kill_now_and_then, args=told, daemon=True).start()
             report[name] = made(work, items_of(args.items or number, longest), workers)
             over.set()
-            if name == "killed":
-                report[name] |= {"killed": len(killed), "kill_every_s": args.kill_every}
+            report[name] |= {"killed": len(killed), "kill_every_s": args.kill_every}
             save_report(report, args.output_path)
     print(args.output_path)
 

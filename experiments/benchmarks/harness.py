@@ -26,7 +26,7 @@ from experiments.running.cli import Parser, count, run_parser
 from wan.backends import kernel_name
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
-from wan.config import MODELS, ModelConfig, RunConfig
+from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 
@@ -53,7 +53,18 @@ def finding_parser(description: str, output_path: str) -> Parser:
     flag("--device", default="auto")
     flag("--output_path", type=Path, default=Path(output_path))
     flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
+    flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
+    flag("--judges", type=count, help="processes that judge videos")
     return parser
+
+
+def miniature_config(args: argparse.Namespace) -> RunConfig:
+    """Return the config of --config_path, --device and --ckpt_dir, in float32."""
+    settings = {"device": args.device, "dtype": "float32"}
+    if args.ckpt_dir:
+        weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
+        settings |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": weights}
+    return load_config(args.config_path, settings)
 
 
 def save_finding(

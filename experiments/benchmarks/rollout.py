@@ -49,7 +49,7 @@ from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.kernels.graphs import apply_cuda_graphs
 from wan.policies import read_policy
 from wan.reductions import mass_of_tails
-from wan.sites import SiteCapture, Where, watched
+from wan.sites import SiteCapture, watched
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
 GROUPS = ("maps", "interventions", "sites", "models", "kernels")
@@ -167,13 +167,10 @@ def edits(rollout: Rollout) -> dict[str, Active]:
 
 def sites(rollout: Rollout) -> dict[str, Active]:
     """Return captures of the residual stream."""
-    one_step: dict[str, Any] = {"sites": ("resid_post",), "steps": (0,)}
-    made: dict[str, Callable[[], SiteCapture]] = {
-        "sites: resid_post of all layers, step 0": partial(SiteCapture, **one_step, to=None),
-        "sites: resid_post of all layers, step 0, to the host": partial(SiteCapture, **one_step),
-        "sites: mean resid_post of a frame, all passes": partial(
-            SiteCapture, ("resid_post",), to=None, reduce=mean_of_frames
-        ),
+    asked = partial(SiteCapture, ("resid_post",), steps=(0,))
+    made = {
+        "sites: resid_post of all layers, step 0": partial(asked, to=None),
+        "sites: resid_post of all layers, step 0, to the host": asked,
     }
     return {name: partial(watching, make) for name, make in made.items()}
 
@@ -185,10 +182,6 @@ def watching(make: Callable[[], SiteCapture]) -> Iterator[None]:
     with watched(capture):
         yield
         capture.flush()
-
-
-def mean_of_frames(x: torch.Tensor, where: Where) -> torch.Tensor:
-    return x.unflatten(1, (len(where.frames), -1)).mean(2)
 
 
 def shared_seconds(

@@ -16,7 +16,7 @@ import torch
 
 from experiments.analysis.rope_waves import fit_matrix, predicted_context, temporal_frequencies
 from experiments.analysis.stats import bootstrap, pearson, rounded
-from experiments.benchmarks.harness import finding_parser, save_finding
+from experiments.benchmarks.harness import finding_parser, miniature_config, save_finding
 from experiments.extraction import causal
 from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import count, main
@@ -26,7 +26,6 @@ from experiments.studies.hidden_shapes import QUESTIONS, Design, captions_behind
 from experiments.studies.runs import Runs, distance
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.config import load_config
 from wan.interventions import Band, intervene
 from wan.vae import VAE
 
@@ -38,12 +37,11 @@ SHUFFLES = 200  # of heads, for the null of predicted curves
 def run(argv=None):
     parser = finding_parser(__doc__, "docs/band_edits.json")
     parser.add_argument("--captions", type=count, default=96, help="held-out, of shapes behind a wall")
-    parser.add_argument("--workers", type=count, help="processes that judge videos")
     args = parser.parse_args(argv)
-    config = load_config(args.config_path, {"device": args.device, "dtype": "float32"})
+    config = miniature_config(args)
     numbered, _ = captions_behind_a_wall(Design(args.captions, selection=0))
     scenes = [scene for _, scene in numbered]
-    with EvalPool(workers_of(args.workers)) as judges, Progress() as watch:  # it forks
+    with EvalPool(workers_of(args.judges)) as judges, Progress() as watch:  # it forks
         session = causal.prepare(config, [], [scene.caption for scene in scenes], watch)
         vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
         configs = [replace(config, prompt=scene.caption, seed=number) for number, scene in numbered]

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 from experiments.analysis.effects import budget_panels
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import bootstrap, partial_spearman, rounded, spearman
-from experiments.benchmarks.harness import finding_parser, save_report
-from experiments.benchmarks.reproduce.hidden_shapes import of_miniature
+from experiments.benchmarks.harness import finding_parser, miniature_config, save_report
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves, head_maps, share_bars
@@ -41,7 +40,6 @@ from experiments.studies.hidden_shapes import (
     unnamed_captions,
 )
 from experiments.studies.paired_prompts import pairs_of, trace
-from wan.config import load_config
 from wan.files import read_json
 from wan.vae import VAE
 
@@ -52,14 +50,12 @@ KNOWN = 8  # heads of the ranking of hidden_shapes.py
 def run(argv=None):
     parser = finding_parser(__doc__, "docs/head_memory.json")
     flag = parser.add_argument
-    flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=Sizes.captions, help="behind a wall, that do not name the colour")
     flag("--pairs", type=count, default=160, help="captions tried for pairs; 60 %% do not hide alike")
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
     flag("--draws", type=count, default=Sizes.draws, help="random sets of heads, matched by layer")
     flag("--folds", type=int, choices=(1, 2), default=2, help="halves of the captions that judge budgets")
     flag("--ranking", type=Path, default=Path("docs/hidden_shapes.json"), help="the heads known before")
-    flag("--judges", type=count, help="processes that judge videos")
     flag("--folder", type=Path, default=Path("cache/head_memory"), help="where trials are kept")
     flag("--draw", action="store_true", help="only draw the figures of --output_path again")
     args = parser.parse_args(argv)
@@ -71,7 +67,7 @@ def run(argv=None):
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Make what is not done yet, and return the report. StoppedError after Ctrl-C."""
-    config = load_config(args.config_path, of_miniature(args))
+    config = miniature_config(args)
     _, selection = captions_behind_a_wall(Design())  # on which the known heads were found
     ranked = {scene.caption: scene for _, scene in selection}
     scenes = unnamed_captions(max(args.captions, args.pairs), ranked)

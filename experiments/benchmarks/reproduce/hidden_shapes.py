@@ -21,7 +21,7 @@ from experiments.analysis.effects import (
     knockouts_of,
 )
 from experiments.analysis.stats import bootstrap, rounded
-from experiments.benchmarks.harness import finding_parser, save_finding
+from experiments.benchmarks.harness import finding_parser, miniature_config, save_finding
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
@@ -33,7 +33,6 @@ from experiments.running.ranks import workers_of
 from experiments.studies import causal_atlas, hidden_shapes
 from experiments.studies.hidden_shapes import QUESTIONS, Design, HiddenShapes, Trials
 from experiments.studies.runs import SEED_STEP
-from wan.config import load_config
 from wan.errors import ConfigError
 from wan.files import read_json
 
@@ -45,10 +44,8 @@ SHOWN = 12  # heads of the ranking in the report
 def run(argv=None):
     parser = finding_parser(__doc__, "docs/hidden_shapes.json")
     flag = parser.add_argument
-    flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=96, help="captions behind a wall, on which heads are judged")
     flag("--seeds", type=int, choices=range(1, 10), default=3, help="seeds of each caption")
-    flag("--judges", type=count, help="processes that judge videos; this worker's share of the cores")
     add_engine_flags(parser)
     flag("--folder", type=Path, default=Path("cache/hidden_shapes"), help="where pieces are kept")
     flag("--draw", action="store_true", help="only compute and draw --output_path's curves again")
@@ -60,7 +57,7 @@ def run(argv=None):
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Make what is not done yet; return the report. StoppedError after Ctrl-C."""
-    config = load_config(args.config_path, of_miniature(args))
+    config = miniature_config(args)
     if config.height * SCALE != SIDE:
         raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
     design, judges, args.quiet = Design(args.captions, seeds=args.seeds), workers_of(args.judges), False
@@ -87,15 +84,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "first_frame": first_frame_report(first_frame, range(session.model_config.num_layers)),
             "knockouts": knockouts(shapes),
         }
-
-
-def of_miniature(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of --device and --ckpt_dir, in float32."""
-    settings = {"device": args.device, "dtype": "float32"}
-    if args.ckpt_dir:
-        weights = f"{args.ckpt_dir}/self_forcing_mini.pt"
-        settings |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": weights}
-    return settings
 
 
 def trials_of(scenes, config, session, args: argparse.Namespace, judges: int) -> Trials:
