@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.first_frame import context_cells, first_frame_effect
-from experiments.analysis.measures import sign_rate
+from experiments.analysis.first_frame import context_cells, first_frame_effect, sign_rate
 from experiments.analysis.rope_waves import fit_waves, last_block_context
 from experiments.analysis.stats import mean_without_nan, pearson, rms_difference, spearman
 from experiments.analysis.taxonomy import Thresholds, agreement, kinds

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.first_frame import first_frame_effect
-from experiments.analysis.measures import context_sign_rate, first_frame_mass
+from experiments.analysis.first_frame import context_sign_rate, first_frame_effect
+from experiments.analysis.measures import first_frame_mass
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import DRAWS, Interval, bootstrap, head_correlation, rounded
 from experiments.analysis.taxonomy import ABSENT, KINDS, Thresholds, kinds

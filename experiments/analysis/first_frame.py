@@ -164,6 +164,20 @@ def matrices(view: Profiles) -> np.ndarray:
     return found
 
 
+def sign_rate(values: np.ndarray) -> np.ndarray:
+    """Share of positive logits over the last axis of [..., cells], without NaN."""
+    return mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
+
+
+def context_sign_rate(view: Profiles) -> np.ndarray:
+    """Share of positive mean logits over context cells [N, H]; without matrices of the last block."""
+    if view.quantity != "mean_logit" or not view.context_frames:
+        return np.full((len(view.layers), view.num_heads), np.nan)
+    if (matrix := view.frame_matrices()) is None:
+        return sign_rate(view.profiles()[..., list(view.context_frames)])
+    return sign_rate(matrix[..., context_cells(view.block_sizes)])
+
+
 class FirstFrame(NamedTuple):
     """Every head [layers, heads, ...] of a view with whole matrices, in the view's unit."""
 

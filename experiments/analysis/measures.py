@@ -12,12 +12,13 @@ import numpy as np
 
 from experiments.analysis.first_frame import (
     FirstFrameEffect,
-    context_cells,
+    context_sign_rate,
     equal_distance_excess,
     first_frame_effect,
     matrices,
 )
 from experiments.analysis.panels import (
+    ALL_QUERIES,
     NO_CONTEXT,
     NO_LOGITS,
     NO_MASS,
@@ -112,20 +113,6 @@ def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarr
     A = np.asarray(mass, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return A[..., 0], A[..., 0] / np.nansum(A[..., list(context)], -1)
-
-
-def sign_rate(values: np.ndarray) -> np.ndarray:
-    """Share of positive logits over the last axis of [..., cells], without NaN."""
-    return mean_without_nan(np.where(np.isnan(values), np.nan, values > 0))
-
-
-def context_sign_rate(view: Profiles) -> np.ndarray:
-    """Share of positive mean logits over context cells [N, H]; without matrices of the last block."""
-    if view.quantity != LOGIT or not view.context_frames:
-        return np.full((len(view.layers), view.num_heads), np.nan)
-    if (matrix := view.frame_matrices()) is None:
-        return sign_rate(view.profiles()[..., list(view.context_frames)])
-    return sign_rate(matrix[..., context_cells(view.block_sizes)])
 
 
 def wave(
@@ -224,7 +211,6 @@ MEASURES = (
         lambda view: effect_of(view, np.log).effect),  # unlike s it depends on the spread within a frame
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
-ALL_QUERIES = "all query frames"
 
 
 def open_quantity(cache: Mapping, step: int | None, quantity: str) -> Profiles | None:

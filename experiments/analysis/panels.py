@@ -12,6 +12,7 @@ from experiments.caches.view import Profiles
 NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
 NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
 NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"
+ALL_QUERIES = "all query frames"
 
 
 class HeadPanel(NamedTuple):

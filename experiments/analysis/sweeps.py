@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices
-from experiments.analysis.measures import context_sign_rate, head_statistics
+from experiments.analysis.first_frame import context_cells, context_sign_rate, first_frame_effect, matrices
+from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadMap, LabelMap
 from experiments.analysis.stats import mean_without_nan, spearman
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.analysis.effects import read_study
 from experiments.caches.files import CacheError
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
@@ -201,17 +199,16 @@ def _indices(cache: MapsCache, layer: int, step: int | None, head: int) -> list[
 def heads_to_show(
     cache: Mapping,
     wanted: Sequence[Sequence[int]] | str,
-    causal_atlas: str | Path = "",
+    effects: Mapping[int, np.ndarray] | None = None,
     step: int | None = None,
     query: Sequence[int] | None = None,
     count=4,
 ) -> tuple[list[tuple[int, int]], str]:
-    """Choose heads (layer, head) as given, or of "effect" those of largest effect or most past."""
+    """Choose heads (layer, head) as given, or of "effect" those of largest effect, layer -> [H], or past."""
     if not isinstance(wanted, str):
         return [(int(layer), int(head)) for layer, head in wanted], "heads as asked for"
     there = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
-    if (study := read_study(causal_atlas) if causal_atlas else None) is not None:
-        effects = dict(zip(study.layers, study.effect, strict=True))
+    if effects is not None:
         scores = [float(effects[layer][head]) if layer in effects else -np.inf for layer, head in there]
         said = "heads with the largest direct effect"
     else:

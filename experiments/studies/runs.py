@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.analysis.first_frame import context_cells, first_frame_effect
-from experiments.analysis.measures import sign_rate
+from experiments.analysis.first_frame import context_cells, first_frame_effect, sign_rate
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.causal import LoadedModel, draw_noise
 from experiments.extraction.devices import threads_for

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers import synthetic_caches
 
-from experiments.analysis import measures
+from experiments.analysis import first_frame, measures
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, NO_MATRIX, NOT_IDENTIFIED
 
@@ -23,7 +23,7 @@ def test_absent_frames_are_left_out_of_small_measures():
     mass = np.array([[0.4, 0.1, 0.1, 0.3, 0.1], [0, 0, 0, 0.5, 0.5]])
     np.testing.assert_allclose(measures.first_frame_mass(mass, [0, 1, 2]), [[0.4, 0], [0.4 / 0.6, nan]])
     signs = np.array([[1, -1, 2, nan], [nan] * 4, [-1, -2, 0, 5]])
-    np.testing.assert_allclose(measures.sign_rate(signs), [2 / 3, nan, 0.25])
+    np.testing.assert_allclose(first_frame.sign_rate(signs), [2 / 3, nan, 0.25])
 
 
 def test_waves_against_numpy_least_squares_and_periods_that_are_reliable():
