@@ -15,9 +15,8 @@ class StreamedBlocks(nn.ModuleList):
     """The layers of a model, all of one structure, with room on the device for two of them.
 
     To iterate is to compute in order: each layer has its own weights from when it is yielded until the next
-    one is asked for, and then those of its neighbour. Bits and alignment are those of a resident model, so
-    results are equal bit for bit. Raises ConfigError where another iteration began in between: it took the
-    room.
+    one is asked for. Bits and alignment are those of a resident model, so results are equal bit for bit.
+    Raises ConfigError where another iteration began in between: it took the room.
     """
 
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype, device: torch.device | str):

@@ -8,11 +8,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from experiments.analysis.measures import measure_heads, open_quantity
@@ -28,6 +30,7 @@ from experiments.miniature.training import kept_steps
 from experiments.miniature.vae_training import psnr, receptive_field, vae_quality
 from wan import checkpoint
 from wan.config import RunConfig
+from wan.errors import library_reads
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 from wan.text_encoder import TextEncoder
@@ -39,11 +42,6 @@ DRAWS = 10_000  # of captions, for an interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
 
 Answers = list[dict[str, bool]]
-
-
-def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
-    """Return shares of the seconds of a video [frames, 3, H, W] in 0..1."""
-    return judge_seconds(torch.from_numpy(video), scene).shares(SETTLED)
 
 
 def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
@@ -133,7 +131,7 @@ def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int
         report = {
             "weights": weights,
             "frozen": frozen,
-            "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),
+            "vae": parts.get("vae", lambda: measure_vae(mini.vae.vae, mini.device, counts.clips)),
             "captions": {name: caption_set(mini, name, counts, parts, pool) for name in SETS},
             "past": pasts(mini, counts, parts, pool),
             "long": {name: long_set(mini, name, counts.long_videos, parts, pool) for name in SETS},
@@ -151,29 +149,23 @@ def weight_hashes(config: RunConfig) -> dict[str, str]:
     return {name.as_posix(): checkpoint.file_sha256(path) for path, name in (files | inside).items()}
 
 
-def by_question(answers: Answers) -> dict[str, list[bool]]:
-    """Return what the videos of which it was asked answer, by question."""
-    questions = dict.fromkeys(q for one in answers for q in one)
-    return {q: [one[q] for one in answers if q in one] for q in questions}
-
-
 def shares(answers: Answers) -> dict[str, float]:
     """Return the share of videos that answer yes, of those asked, by question."""
-    return {q: round(sum(said) / len(said), 3) for q, said in by_question(answers).items()}
+    asked = {q: [one[q] for one in answers if q in one] for q in dict.fromkeys(chain(*answers))}
+    return {q: round(sum(said) / len(said), 3) for q, said in asked.items()}
 
 
 def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float]]:
     """Return the 95 % interval of each share, by question, from resampling captions with all their videos."""
     found, number = {}, {caption: n for n, caption in enumerate(dict.fromkeys(captions))}
-    for q in by_question(answers):
+    for q in shares(answers):
         counts = np.zeros((len(number), 2))  # videos of each caption that say yes, and that are asked
         for caption, one in zip(captions, answers, strict=True):
             if q in one:
                 counts[number[caption]] += one[q], 1
         counts = counts[counts[:, 1] > 0]
         drawn = counts[np.random.default_rng(0).integers(len(counts), size=(DRAWS, len(counts)))].sum(1)
-        low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
-        found[q] = [round(float(low), 3), round(float(high), 3)]
+        found[q] = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975)).round(3).tolist()
     return found
 
 
@@ -215,18 +207,15 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
     return rows
 
 
-def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
+def measure_vae(vae: AutoencoderKLWan, device: torch.device, clips: int) -> dict[str, float]:
     """Return PSNR on held-out clips, and how many frames the decoder sees back."""
-    vae = mini.vae.vae
-    return {"clips": clips, "receptive_field": receptive_field(vae.config)} | vae_quality(
-        vae, mini.device, clips
-    )
+    return {"clips": clips, "receptive_field": receptive_field(vae.config)} | vae_quality(vae, device, clips)
 
 
 def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
     """Put a minute of rendered scenes through the VAE -> PSNR, and the tracker's shares before and after."""
-    chosen = held_out_scenes(SETS[name], count)
-    each = parts.get(f"long {name}", lambda: long_videos(mini, chosen, pool))
+    scenes = held_out_scenes(SETS[name], count)
+    each = parts.get(f"long {name}", lambda: long_videos(mini, scenes, pool))
     means = {
         key: {q: round(sum(one[key][q] for one in each) / count, 3) for q in each[0][key]} for key in each[0]
     }
@@ -238,14 +227,19 @@ def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> lis
     videos, rows = rendered(scenes, LONG_SECONDS * FPS + 1), []
     for scene, video, out in zip(scenes, videos, mini.reconstructed(videos), strict=True):
         squared = (out - video).square().mean((1, 2, 3))[None]
-        ends = {"first_second": squared[:, :FPS], "last_second": squared[:, -FPS:]}
-        judged = [pool.submit(long_shares, one.numpy(), scene) for one in (video, out)]
-        rows.append(({end: psnr(errors) for end, errors in ends.items()}, judged))
+        db = {"first_second": psnr(squared[:, :FPS]), "last_second": psnr(squared[:, -FPS:])}
+        rows.append((db, [pool.submit(long_shares, one.numpy(), scene) for one in (video, out)]))
     return [{"psnr": db, "rendered": a.result(), "vae": b.result()} for db, (a, b) in rows]
+
+
+def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
+    """Return shares of the seconds of a video [frames, 3, H, W] in 0..1."""
+    return judge_seconds(torch.from_numpy(video), scene).shares(SETTLED)
 
 
 # -- first-frame effects of the weights that a causal training kept on its way --
 
+QUANTITIES = ("mean_logit", "mass")
 MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
 
 
@@ -274,22 +268,15 @@ def measure(
             atlases.append(cache_builders.atlas_cache(run))
         found: dict[str, Any] = {"step": step}
         for name, index in (("first pass", 0), ("clean pass", len(atlases[0]["pass_timesteps"]) - 1)):
-            quantities = [[open_quantity(a, index, q) for q in ("mean_logit", "mass")] for a in atlases]
-            by_caption = [
-                {m.name: m.values for m in measure_heads(*both) if m.values is not None}
-                for both in quantities
-            ]
-            found[name] = {m: np.mean([one[m] for one in by_caption], 0).round(4).tolist() for m in MEASURES}
+            measured = [measure_heads(*(open_quantity(a, index, q) for q in QUANTITIES)) for a in atlases]
+            values = [{m.name: m.values for m in one} for one in measured]
+            found[name] = {m: np.mean([one[m] for one in values], 0).round(4).tolist() for m in MEASURES}
         yield found, atlases[0]
 
 
 def read_report(path: Path) -> dict:
     """Read what measure_checkpoints.py wrote. Raises CacheError where it is something else."""
-    try:
+    with library_reads(f"{path}, a report of measure_checkpoints.py,", CacheError):
         report = json.loads(path.read_text(encoding="utf-8"))
         steps = report["training_checkpoints"] if "training_checkpoints" in report else report["moments"]
         return {**report, "training_checkpoints": steps}  # `moments` was their name
-    except (ValueError, KeyError, TypeError) as error:
-        raise CacheError(
-            f"{path} was not written by measure_checkpoints.py ({type(error).__name__})"
-        ) from error
