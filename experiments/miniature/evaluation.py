@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from experiments.analysis.measures import measure_heads, open_quantity
@@ -131,7 +130,7 @@ def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int
         report = {
             "weights": weights,
             "frozen": frozen,
-            "vae": parts.get("vae", lambda: measure_vae(mini.vae.vae, mini.device, counts.clips)),
+            "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),
             "captions": {name: caption_set(mini, name, counts, parts, pool) for name in SETS},
             "past": pasts(mini, counts, parts, pool),
             "long": {name: long_set(mini, name, counts.long_videos, parts, pool) for name in SETS},
@@ -207,9 +206,11 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
     return rows
 
 
-def measure_vae(vae: AutoencoderKLWan, device: torch.device, clips: int) -> dict[str, float]:
+def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
     """Return PSNR on held-out clips, and how many frames the decoder sees back."""
-    return {"clips": clips, "receptive_field": receptive_field(vae.config)} | vae_quality(vae, device, clips)
+    vae = mini.vae.vae
+    sizes = {"clips": clips, "receptive_field": receptive_field(vae.config)}
+    return sizes | vae_quality(vae, mini.device, clips)
 
 
 def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from experiments.miniature.moving_shapes import (
-    BACKGROUNDS,
-    COLORS,
     FPS,
     KINDS,
     Mover,
@@ -19,14 +17,10 @@ from experiments.miniature.moving_shapes import (
 )
 from experiments.miniature.tracking import (
     answers,
-    background,
     held_out_scenes,
-    in_sight,
     judge,
     judge_seconds,
-    nearest,
     scene_of,
-    track,
 )
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
@@ -100,16 +94,6 @@ def test_what_comes_back_must_be_what_went():
         assert answers["comes_back"] and not answers[question] and not answers["same"]
     gone = torch.cat([video[:40], video[40:41].expand(41, -1, -1, -1)])
     assert not judge(gone, HIDING)["comes_back"]
-
-
-def test_track_measures_place_area_and_colour():
-    shape = track(video_of(SCENE), in_sight(SCENE, 64))
-    seconds = torch.arange(20) / FPS
-    torch.testing.assert_close(shape.centre[:20, 0], 0.3 + 0.15 * seconds, atol=0.005, rtol=0)
-    torch.testing.assert_close(shape.centre[:20, 1], torch.full((20,), 0.5), atol=0.005, rtol=0)
-    assert shape.area[0] == pytest.approx((2 * 0.82 * 0.18) ** 2, rel=0.05)
-    torch.testing.assert_close(shape.color[0], torch.tensor(COLORS["red"]))
-    assert nearest(background(video_of(SCENE), in_sight(SCENE, 64)), BACKGROUNDS) == "dark blue"
 
 
 # -- long videos --
