@@ -304,6 +304,7 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
     dask.config.set({"distributed.scheduler.allowed-failures": TRIES})
     dask.config.set({"distributed.worker.daemon": False})  # items may start processes
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 h"})  # a busy machine starts them slowly
+    dask.config.set({"distributed.comm.timeouts.connect": "120 s"})
     with ExitStack() as stack:
         target = args.scheduler
         if args.workers:
