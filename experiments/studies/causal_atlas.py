@@ -5,7 +5,6 @@ of the distance between two seeds. An item is one prompt, seed and layer, in ite
 """
 
 import argparse
-import json
 import random
 import time
 import warnings
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from experiments.caches import save_cache
-from experiments.caches.files import replacing
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, reference_means
 from experiments.extraction.edits import check_sources, read_edits, record_of
@@ -234,22 +232,10 @@ class Study:
 
 
 def run(study: Study, batch: int, watch: Progress, crew: Crew | None = None) -> None:
-    """Make the items that are not done, up to batch runs at a time. Raises what work_through raises.
-
-    index.json lists the study, and each item's name, prompt, seed, layer and whether it is done.
-    """
+    """Make the items that are not done, up to batch runs at a time. Raises what work_through raises."""
     light = copy(study)  # with what it is of
     light.configs = study.configs[:1]  # pieces have their own, and it travels with each
-    try:
-        work_through(light, study.pieces(batch), study.folder, watch, crew)
-    finally:
-        rows = [
-            [name, config.prompt, config.seed, layer, study.store.path(name).is_file()]
-            for name, (config, layer) in study.items.items()
-        ]
-        index = {"edit": study.edit.to_dict(), "each": study.each, "identity": study.identity, "items": rows}
-        with replacing(study.folder / "index.json") as file:
-            file.write(json.dumps(index, ensure_ascii=False, indent=1).encode() + b"\n")
+    work_through(light, study.pieces(batch), study.folder, watch, crew)
 
 
 def merged(study: Study) -> dict[str, Tensor]:
@@ -332,7 +318,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
         raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
     check_sources(edits, with_edit)
-    check_outputs(args, with_edit, [folder / ATLAS, folder / "index.json"])
+    check_outputs(args, with_edit, [folder / ATLAS])
     if configs[0].gpus > 1:
         raise ConfigError(f"gpus {configs[0].gpus} is of one rollout; share an atlas by --workers N")
     with (

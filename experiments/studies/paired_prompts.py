@@ -132,12 +132,12 @@ class PairedRuns:
         return (gone[0], back) if gone else (0, 0)
 
 
-def patch(heads: Iterable[Head] | None, frames: EditFrames | None, **when: Any) -> list[Patch]:
-    """Return patches of cached keys and values, one a layer; heads None are all."""
-    if heads is None:
-        return [Patch("kv", OTHER, frames=frames, **when)]
-    of = by_layer(heads).items()
-    return [Patch("kv", OTHER, frames=frames, layers=(layer,), heads=some, **when) for layer, some in of]
+def patch(
+    heads: Iterable[Head] | None, frames: EditFrames | None, what: str = "kv", **when: Any
+) -> list[Patch]:
+    """Return patches of cached keys and values, or of z, one a layer; heads None are all."""
+    of = [{}] if heads is None else [{"layers": (n,), "heads": some} for n, some in by_layer(heads).items()]
+    return [Patch(what, OTHER, frames=frames, **one, **when) for one in of]
 
 
 # --- Path patching: 0 is no change of x0 of the returning block, 1 the other run's x0
@@ -185,20 +185,17 @@ class Tracer:
         return found
 
     def relayed(self) -> RecordedCalls:
-        """Roll out the first run, whose hidden blocks read the other run's visible frames as they write.
-
-        They do so in clean passes: latents stay as they are, and only the keys and values differ.
-        """
-        blocks = tuple(range(self.first_hidden, self.back))
-        return self._rolled_out(patch(None, self.visible, passes="clean", blocks=blocks), self.other)
+        """Roll out the first run, whose hidden blocks read the other run's visible frames as they write."""
+        blocks = range(self.first_hidden, self.back)
+        return self._written(patch(None, self.visible, passes="clean", blocks=blocks), self.other)
 
     def written(self, heads: Sequence[Head]) -> RecordedCalls:
         """Roll out the first run with the other run's z of heads in clean passes of visible blocks."""
-        blocks, of = tuple(range(self.first_hidden)), by_layer(heads).items()
-        edits = [Patch("z", OTHER, layers=(n,), heads=some, passes="clean", blocks=blocks) for n, some in of]
-        return self._rolled_out(edits, self.clean)
+        when = {"passes": "clean", "blocks": range(self.first_hidden)}
+        return self._written(patch(heads, None, "z", **when), self.clean)
 
-    def _rolled_out(self, edits: Sequence[Edit], source: RecordedCalls) -> RecordedCalls:
+    def _written(self, edits: Sequence[Edit], source: RecordedCalls) -> RecordedCalls:
+        """Roll out with edits of clean passes: latents stay as they are, and keys and values differ."""
         record = RecordedCalls(0)
         with intervene(*edits, data=dict.fromkeys(edits, source)):
             self.paths.rollout(0, record)

@@ -81,15 +81,6 @@ def _child(function: Callable[[], Any], pipe: int) -> None:
     os._exit(code)
 
 
-def one_after_another(runs: list[Callable[[], Any]]) -> list[tuple[int, str]]:
-    """The exit code of each function, and what it said on stderr; to be called in a fork."""
-    ended = []
-    for run in runs:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
-            ended.append((exit_code(run)(), said))
-    return [(code, said.getvalue()) for code, said in ended]
-
-
 def exit_code(run: Callable[[], Any]) -> Callable[[], int]:
     """The function's exit code as its value."""
 

@@ -64,12 +64,7 @@ BYTEWISE = (truncated, flipped, overwritten, lengthened)
 def other_tensor(old: torch.Tensor, dice: Random) -> Any:
     """Return what a tensor should not be: of another dtype, shape or layout, or larger than its file."""
     ways = [torch.Tensor.double, torch.Tensor.bfloat16, torch.Tensor.flatten, torch.Tensor.to_sparse]
-    ways += [
-        lambda x: x.to(torch.int8),
-        lambda x: x.to(torch.complex64),
-        lambda x: x[..., :-1],
-        lambda x: x[None],
-    ]
+    ways += [torch.Tensor.char, torch.Tensor.cfloat, lambda x: x[..., :-1], lambda x: x[None]]
     ways += [lambda x: torch.zeros(0), lambda x: torch.zeros(1).expand(10**6, 10**6)]  # one value on disk
     return dice.choice(ways)(old)
 
@@ -80,12 +75,8 @@ def respelled(content: bytes, dice: Random) -> bytes:
         whole = torch.load(io.BytesIO(content), weights_only=True)
     except pickle.UnpicklingError:  # of the oldest caches
         return lying_archive(content, dice)
-    inside = [
-        whole,
-        *(x for x in whole.values() if isinstance(x, dict)),
-        *(whole.get("attention_weights") or ()),
-    ]
-    table = dice.choice([x for x in inside if x])
+    inside = [x for x in whole.values() if isinstance(x, dict)] + (whole.get("attention_weights") or [])
+    table = dice.choice([whole, *(x for x in inside if x)])
     name = dice.choice(list(table))
     how, value = dice.choice(("dropped", "renamed", "type", "tensor", "nested", "code")), table.pop(name)
     if how == "renamed":
@@ -93,9 +84,8 @@ def respelled(content: bytes, dice: Random) -> bytes:
     elif how == "type":
         table[name] = dice.choice(TYPES)
     elif how == "tensor":
-        table[name] = other_tensor(
-            value if isinstance(value, torch.Tensor) and value.dim() else torch.zeros(3), dice
-        )
+        is_one = isinstance(value, torch.Tensor) and value.dim()
+        table[name] = other_tensor(value if is_one else torch.zeros(3), dice)
     elif how == "nested":
         value = [0]
         for _ in range(dice.choice((30, 60, 400))):
@@ -110,10 +100,8 @@ def respelled(content: bytes, dice: Random) -> bytes:
 
 def lying_archive(content: bytes, dice: Random) -> bytes:
     """Return a zip with right checksums whose records are not what its pickle says."""
-    how, file = (
-        dice.choice(("shorter", "longer", "missing", "pickle", "compressed", "declared")),
-        io.BytesIO(),
-    )
+    how = dice.choice(("shorter", "longer", "missing", "pickle", "compressed", "declared"))
+    file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w") as new:
         chosen = dice.choice([name for name in old.namelist() if "/data/" in name])
         for name in old.namelist():

@@ -190,7 +190,7 @@ def command(kind: str, home: Path, out: Path, chosen: Settings, *flags: str) -> 
 
 WEIGHTS: dict[Path, int] = {}
 HOMES: list[Path] = []
-MUTABLE = ("manifest.json", "index.json")  # lists of what there is, and logs: nobody takes a number from them
+MUTABLE = ("manifest.json",)  # lists of what there is, and logs: nobody takes a number from them
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -60,11 +60,11 @@ def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, tiny, confi
     with pytest.raises(StoppedError, match="1 of 2 are done and will not be made again"):
         causal_atlas.run(again, 2, watch)
     first = {path.name: path.read_bytes() for path in (tmp_path / "items").iterdir()}
-    assert len(first) == 2 and '"items"' in (tmp_path / "index.json").read_text()
+    assert len(first) == 2
     (tmp_path / "items" / min(first)).write_text("cut off")  # what cannot be read is made again
     make(again)
-    for path in (*(finished.folder / "items").iterdir(), finished.folder / "index.json"):
-        assert (tmp_path / path.relative_to(finished.folder)).read_bytes() == path.read_bytes()
+    for path in (finished.folder / "items").iterdir():
+        assert (tmp_path / "items" / path.name).read_bytes() == path.read_bytes()
     other = Study(tmp_path, replace(EDIT, frames=("past",)), "head", configs, tiny.session)
     assert not other.items.keys() & again.items.keys()
     with pytest.raises(ConfigError, match="4 of 4 items are missing"):
