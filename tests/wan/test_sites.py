@@ -54,13 +54,10 @@ def unedited() -> dict[str, list]:
     return captured(blocks=[BLOCK], steps=[STEP])
 
 
-def here(site, **more):
+def here(site) -> dict:
     """Where an edit of one site stands: in one layer, of what has layers."""
-    return (
-        {"passes": "denoise", **ONE, **more}
-        if site not in OF_FORWARD
-        else {"passes": "denoise", **{name: ONE[name] for name in ("blocks", "steps")}, **more}
-    )
+    one = {name: value for name, value in ONE.items() if name != "layers" or site not in OF_FORWARD}
+    return {"passes": "denoise", **one}
 
 
 # --- What is seen
@@ -121,22 +118,14 @@ def test_frames_heads_dtype_and_reductions_are_chosen():
         x += 1
         return x.mean(1) + where.block
 
-    whole = captured("q", "resid_post", "mod_gate", layers=[1], steps=[0, 2])
-    some = captured(
-        "q",
-        "resid_post",
-        "mod_gate",
-        layers=[1],
-        steps=[0, 2],
-        frames=[4, 9],
-        heads=[2, 0],
-        dtype=torch.float64,
-    )
+    chosen = {"layers": [1], "steps": [0, 2]}
+    whole = captured("q", "resid_post", "mod_gate", **chosen)
+    some = captured("q", "resid_post", "mod_gate", **chosen, frames=[4, 9], heads=[2, 0], dtype=torch.float64)
     assert [len(values) for values in some.values()] == [2, 2, 2, 6]
     assert torch.equal(some["q"][1], whole["q"][3][:, 5:10, [2, 0]].double())
     assert torch.equal(some["resid_post"][0], whole["resid_post"][2][:, 5:10].double())
     assert torch.equal(some["mod_gate"][1], whole["mod_gate"][3].double())  # of all frames at once
-    reduced = captured("resid_post", layers=[1], steps=[0, 2], reduce=mean)["resid_post"]
+    reduced = captured("resid_post", **chosen, reduce=mean)["resid_post"]
     expected = [(x + 1).mean(1) + n // 2 for n, x in enumerate(whole["resid_post"])]
     assert all(map(torch.equal, reduced, expected))
     where = some["where"][-1]
