@@ -15,8 +15,6 @@ a window, --budget frames on average. Effects and times are in a JSON beside it.
 measured again.
 """
 
-import csv
-import io
 import json
 from pathlib import Path
 
@@ -61,10 +59,9 @@ def run(argv=None):
         work_through(work, items, args.folder, watch, crew)
         found = [work.results.read(name) or {} for name in items]
         effects = np.array([one["effects"] for one in found])
-        rows, text = budget_rows(effects.mean(0), args.budget, args.window, args.sink, frames), io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([["layer", "head", "window", "sink"], *rows])
+        rows = budget_rows(effects.mean(0), args.budget, args.window, args.sink, frames)
         with replacing(out) as file:
-            file.write(text.getvalue().encode())
+            np.savetxt(file, rows, "%d", ",", header="layer,head,window,sink", comments="")
         report = {
             "environment": called(crew, environment, session.device),
             "pairs": [[*pair.texts, pair.seed] for pair in pairs],

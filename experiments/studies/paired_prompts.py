@@ -136,8 +136,10 @@ def patch(
     heads: Iterable[Head] | None, frames: EditFrames | None, what: str = "kv", **when: Any
 ) -> list[Patch]:
     """Return patches of cached keys and values, or of z, one a layer; heads None are all."""
-    of = [{}] if heads is None else [{"layers": (n,), "heads": some} for n, some in by_layer(heads).items()]
-    return [Patch(what, OTHER, frames=frames, **one, **when) for one in of]
+    if heads is None:
+        return [Patch(what, OTHER, frames=frames, **when)]
+    of = by_layer(heads).items()
+    return [Patch(what, OTHER, frames=frames, layers=(layer,), heads=some, **when) for layer, some in of]
 
 
 # --- Path patching: 0 is no change of x0 of the returning block, 1 the other run's x0

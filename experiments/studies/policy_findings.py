@@ -201,7 +201,7 @@ def at_equal_bytes(
 def _paired(gains: Mapping[str, np.ndarray], adjusted: int) -> dict[str, Any]:
     """Return differences with p by sign flips, for the first `adjusted` also by Holm over these."""
     p_values = [sign_flip_p(gain) for gain in gains.values()]
-    holms = [*rounded(holm(p_values[:adjusted]), 5)] if adjusted else []
+    holms: list[float | None] = [*rounded(holm(p_values[:adjusted]), 5)] if adjusted else []
     holms += [None] * (len(gains) - adjusted)
     return {
         label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
