@@ -283,13 +283,3 @@ def band_profile(
     of_head = cache["frame_logits_by_band"][view.layers.index(layer), passes.index(view.step), head]
     values = of_head[list(view.query_frames)].float().mean(0).numpy()
     return values, cache.get("rope_bands", [f"band {i}" for i in range(values.shape[-1])])
-
-
-def band_rows(values: np.ndarray, names: Sequence[str], context: Sequence[int]) -> list[dict[str, Any]]:
-    """Mean and spread of bands [F, bands] over the context frames, the largest spread first."""
-    seen = values[list(context)] if context else np.empty((0, 0))
-    rows = [
-        {"band": name, "mean": np.nanmean(band), "std over context frames": np.nanstd(band)}
-        for name, band in zip(names, seen.T, strict=False)
-    ]
-    return sorted(rows, key=lambda row: -row["std over context frames"])

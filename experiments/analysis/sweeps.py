@@ -109,12 +109,6 @@ def moved(one: Profiles, other: Profiles) -> np.ndarray:
     return np.sqrt(mean_without_nan(difference.reshape(*difference.shape[:2], -1) ** 2))
 
 
-def moved_maps(reference: Profiles, others: Views, name: str) -> list[HeadMap]:
-    """A panel for each model: how far its heads are from the reference's."""
-    found = {other: moved(reference, view) for other, view in others.items()}
-    return [HeadMap(o, f"{o} against {name}", "logits", "sequential", far) for o, far in found.items()]
-
-
 def kind_maps(views: Views, thresholds: Thresholds, reference: str) -> list[LabelMap]:
     """A panel for each model's kinds of heads; marked are those that are another kind in the reference."""
     labels = {name: kinds(context_sign_rate(view), thresholds) for name, view in views.items()}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -42,15 +41,6 @@ def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np
     mass = np.zeros((len(tokens), len(words)), np.float32)
     np.add.at(mass.T, word_of_token, tokens.T)
     return words, mass
-
-
-def word_rows(words: Sequence[str], mass: np.ndarray, count: int = 5) -> list[dict[str, Any]]:
-    """Mass on the whole prompt, and on the words with the most, mean over heads of mass [H, words]."""
-    mean, head = mass.mean(0), mass.argmax(0)
-    rows: list[dict[str, Any]] = [{"word": "the whole prompt", "mass": mass.sum(1).mean()}]
-    for i in np.argsort(-mean, kind="stable")[:count]:
-        rows.append({"word": words[i], "mass": mean[i], "at most": mass[head[i], i], "by head": head[i]})
-    return rows
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from helpers import synthetic_caches
 
 from experiments.analysis import sweeps
 from experiments.analysis.first_frame import effects_of
+from experiments.analysis.panels import HeadMap
 from experiments.analysis.taxonomy import Thresholds
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError
@@ -57,7 +58,8 @@ def test_a_move_is_its_root_mean_square_and_other_kinds_are_marked():
     np.testing.assert_allclose(effects["causal"], -effects["flipped"])
     kinds = sweeps.kind_maps(views, Thresholds(anchor_min=0.6, veil_max=0.4), "causal")
     assert kinds[0].differs is None and kinds[1].differs.any()
-    distances = sweeps.moved_maps(views["causal"], {"flipped": views["flipped"]}, "causal")
+    far = sweeps.moved(views["causal"], views["flipped"])
+    distances = [HeadMap("flipped", "flipped", "logits", "sequential", far)]
     rows = sweeps.model_rows(effects, kinds, distances)
     assert "moved by" not in rows[0] and rows[1]["moved by"] == pytest.approx(distances[0].values.mean())
     assert sum(rows[0][kind] for kind in ("anchor", "wave", "veil")) == rows[0]["heads"] == 9
