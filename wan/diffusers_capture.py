@@ -68,7 +68,7 @@ def capture_diffusers(
     """Capture the calls of a diffusers.WanTransformer3DModel; requests or fields are those of CaptureRequest.
 
     Yields the list of calls. The transformer's own processors come back when the context ends. Raises
-    ConfigError for an image-to-video model, and ValueError for a layer that the model does not have.
+    ConfigError for an image-to-video model, and for a layer that the model does not have.
     """
     requests = requests or (CaptureRequest(**fields),)
     for request in requests:

@@ -324,15 +324,10 @@ class Edit(_Checked, ABC):
         check_indices("denoising step", self.steps, plan.num_steps)
         check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
         check_sites(self.sites, plan)
+        again = self.passes == "clean" and not plan.keeps_clean_keys
         refuse(
-            (
-                self.passes == "clean" and not plan.keeps_clean_keys,
-                "recompute_context computes the keys of clean passes again: take passes denoise or all",
-            ),
-            (
-                not plan.calls(self),
-                f"no call can be edited: {self}; no block has such frames, passes, steps and branch",
-            ),
+            (again, "recompute_context computes the keys of clean passes again: take passes denoise or all"),
+            (not plan.calls(self), f"no call can be edited: {self}; no block has such frames and passes"),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -195,13 +195,13 @@ def token_mass(
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
     if frames == 0:
         sums = [
-            torch.stack([_softmax_(rows).sum(2) for rows in scaled_logits(frame, k, bias)]).sum(0)
+            torch.stack([rows.softmax(-1).sum(2) for rows in scaled_logits(frame, k, bias)]).sum(0)
             for frame in q.split(S, dim=1)
         ]
         return torch.stack(sums, 2) / S
     keys = _keys_last(k)
     means = [
-        _softmax_(_logits(part, keys, bias)).unflatten(2, (-1, S)).mean(3)
+        _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
         for part in q.split(frames * S, dim=1)
     ]
     return means[0] if len(means) == 1 else torch.cat(means, 2)
@@ -277,13 +277,6 @@ def _logits(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
     """Scaled float32 logits [B, H, Lq, Lk] of queries [B, Lq, H, D] and keys [B, H, D, Lk], plus bias."""
     logits = (q.transpose(1, 2).float() * q.shape[-1] ** -0.5) @ keys
     return logits if bias is None else logits + bias[:, None]
-
-
-def _softmax_(logits: Tensor) -> Tensor:
-    """Softmax over the last dim; on a CPU in the place of logits, as new memory takes time there."""
-    if logits.device.type != "cpu" or logits.requires_grad:
-        return logits.softmax(-1)
-    return torch.softmax(logits, -1, out=logits)
 
 
 def with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:
