@@ -1,8 +1,8 @@
 """One rollout over several GPUs by heads (DeepSpeed-Ulysses, arXiv 2309.14509), put on a model from outside.
 
-Norms, products and FFN are done by each process for its share of a call's tokens. Before attention one
-exchange brings whole sequences of its share of the heads together, and another one goes back behind it. The
-KV cache, what is captured and what is edited stay with the heads; gather_calls() joins it at the end.
+Each process does norms, products and FFN for its share of a call's tokens. One exchange before attention
+brings whole sequences of its share of the heads together, another goes back behind it. The KV cache, captures
+and edits stay with the heads; gather_calls() joins what was captured.
 
     model = build_model(...)                       # in each of the processes that torchrun started
     apply_head_parallel(model, join(device))

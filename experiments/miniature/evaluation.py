@@ -270,7 +270,7 @@ def measure(
         found: dict[str, Any] = {"step": step}
         for name, index in (("first pass", 0), ("clean pass", len(atlases[0]["pass_timesteps"]) - 1)):
             measured = [measure_heads(*(open_quantity(a, index, q) for q in QUANTITIES)) for a in atlases]
-            values = [{m.name: m.values for m in one} for one in measured]
+            values: Any = [{m.name: m.values for m in one} for one in measured]
             found[name] = {m: np.mean([one[m] for one in values], 0).round(4).tolist() for m in MEASURES}
         yield found, atlases[0]
 

@@ -134,9 +134,6 @@ def _a(noun: str) -> str:
     return ("an " if noun[0] in "aeiou" else "a ") + noun
 
 
-# -- sampling ----------------------------------------------------------------------------------------------
-
-
 def combinations(held_out: bool) -> list[tuple[str, str, str, str]]:
     """Return (shape, color, direction, background) of one side of the fixed split; a tenth is held out."""
     grid = itertools.product(SHAPES, COLORS, DIRECTIONS, BACKGROUNDS)
@@ -205,9 +202,6 @@ def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
     hidden = hidden_share(scene, 81)
     back = hidden[round(BACK_BY * FPS) :]
     return scene if hidden[0] == 0 and hidden.max() == 1 and back.max() == 0 else None
-
-
-# -- pictures ----------------------------------------------------------------------------------------------
 
 
 def positions(scene: Scene, frames: int) -> Tensor:

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import replacing
@@ -158,7 +158,10 @@ def masked_attention(mask: Tensor, run: StageRun, compiled: bool = False) -> Ten
     """
     if not run.compile:
         return mask
-    blocks = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, *mask.shape, device=run.device)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # takes a second
+
+    queries, keys = mask.shape
+    blocks = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, queries, keys, device=run.device)
     attend = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
     return lambda q, k, v: attend(q, k, v, block_mask=blocks)
 
@@ -335,7 +338,7 @@ class FewStep(TeacherForcing):
         rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
         text = model.text_keys_values(encode_text(self.encoder, self.clips, rows))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
-        cache = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
+        cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
         cache.advance(frames, text)
         model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
         cache.advance(frames, text)  # the same frames again, noisy

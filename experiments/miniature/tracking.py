@@ -172,9 +172,6 @@ def _outline(number: int) -> tuple[float, float]:
     return alpha.mean().item() / radius**2, ((alpha * rows[:, None]).sum() / alpha.sum()).item() / radius
 
 
-# -- judgements --------------------------------------------------------------------------------------------
-
-
 def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     """Judge whether a video shows what the caption of a scene says, by question."""
     if scene.kind == "crossing":
@@ -224,9 +221,6 @@ def _judge_crossing(video: Tensor, scene: Scene) -> dict[str, bool]:
         "direction": all(shape.direction == mover.direction for shape, mover in both),
         "crossing": bool(gap.min() < 0.5 * gap.max()),
     }
-
-
-# -- long videos: shapes bounce for ever, and hide more than once ------------------------------------------
 
 
 class Seconds(NamedTuple):
@@ -282,9 +276,6 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
     return Seconds(*torch.tensor(answers, dtype=torch.bool).T)
 
 
-# -- captions ----------------------------------------------------------------------------------------------
-
-
 def _one_of(name: str, words: Iterable[str]) -> str:
     return f"(?P<{name}>{'|'.join(words)})"
 
@@ -322,9 +313,6 @@ def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
         return {}
     found = [judge(torch.as_tensor(video), scene) for video in videos]
     return {question: [bool(one[question]) for one in found] for question in found[0]}
-
-
-# -- many videos, and what must not change between a training and its evaluation ---------------------------
 
 
 class EvalPool(ProcessPoolExecutor):

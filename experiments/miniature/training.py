@@ -51,7 +51,8 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         for shape, params in by_shape.items():
-            gradients, momenta = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+            gradients: Any = [p.grad for p in params]
+            momenta = [self.state[p]["momentum"] for p in params]
             torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
             nesterov = torch._foreach_lerp(gradients, momenta, MOMENTUM)
             updates = orthogonal(torch.stack([update.flatten(1) for update in nesterov]))
@@ -157,7 +158,7 @@ class Trainer:
     def _backward(self, loss: Callable[[], Tensor]) -> Tensor:
         """Copy the gradients of loss() to the masters -> the loss."""
         value = loss()
-        gradients = [master.grad for master in self.masters]
+        gradients: Any = [master.grad for master in self.masters]
         torch._foreach_copy_(gradients, torch.autograd.grad(value, self.params))
         return value.detach()
 

@@ -10,14 +10,8 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from experiments.miniature.moving_shapes import (
-    FPS,
-    Scene,
-    render_batch,
-    render_table,
-    sample_scenes,
-    scene_table,
-)
+from experiments.miniature import moving_shapes as shapes
+from experiments.miniature.moving_shapes import FPS, Scene, render_batch, sample_scenes
 from experiments.miniature.recipe import FRAMES, HELD_OUT_SEED, LONG_CLIPS, SHORT_CLIPS, SIDE, VAE, StageRun
 from experiments.miniature.training import Trainer
 from wan.vae import channels_last, from_patches, to_patches
@@ -129,13 +123,13 @@ def train_vae(run: StageRun) -> dict:
     print(f"The decoder sees {sees} video frames back; the longest training clips have {max(LONG_CLIPS)}.")
     channels_last(vae)
     scenes = list(itertools.islice(sample_scenes(run.seed, kinds=recipe.kinds), recipe.clips))
-    table = scene_table(scenes).to(device)
+    table = shapes.scene_table(scenes).to(device)
     trainer = Trainer(run, [vae], lambda _, p: recipe.optimizer == "muon" and p.ndim >= 4)
 
     def loss(frames: int) -> Tensor:
         size = (max(1, round(recipe.batch * FRAMES / frames)),)
         chosen = table[torch.randint(len(table), size, device=device)]
-        return vae_loss(vae, render_table(chosen, frames, SIDE))
+        return vae_loss(vae, shapes.render_table(chosen, frames, SIDE))
 
     def save() -> None:
         averaged = trainer.averaged()[0]

@@ -19,7 +19,6 @@ from wan.model import CausalWanModel
 from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
-from wan.rolling_forcing import RollingForcingPipeline
 from wan.sites import SiteCapture, watched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,7 +27,6 @@ FRAMES, TEXT = CaptureRequest(granularity="frame"), CaptureRequest(granularity="
 POLICIES = {
     "full": {"name": "full"},
     "relative": {"name": "relative", "window": 6, "sink": 1},  # its clean pass keeps keys without RoPE
-    "participative": {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent": 3},
     "memory_bank": {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1},
 }
 
@@ -83,20 +81,6 @@ def test_the_same_bits(policy, replays):
     shapes = 4  # two batch sizes, blocks of 1 and of 3 frames
     assert replays[0] == shapes * 2 * len(model.blocks)
     assert replays[1] > replays[0]
-
-
-def test_the_same_bits_of_a_rolling_window(replays):
-    """Timesteps differ between frames, and a cache of another class is written by clean passes alone."""
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    draw = {"generator": generator, "device": DEVICE}
-    noise, renoise = torch.randn(1, 9, 16, 4, 6, **draw), torch.randn(1, 1, 9, 16, 4, 6, **draw)
-    embeds, eager, model = torch.randn(1, 8, 16, **draw), small_model(), small_model()
-    apply_cuda_graphs(model.to(DEVICE))
-    samplers = [RollingForcingPipeline(m.to(DEVICE), denoising_step_list=[1000, 500]) for m in (eager, model)]
-    for _ in range(2):
-        found = [s.inference(noise, prompt_embeds=embeds, renoise=renoise)[1] for s in samplers]
-        assert torch.equal(*found)
-    assert replays[1] > replays[0] > 0
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the kernels and products of a block of the 1.3B are a GPU's")

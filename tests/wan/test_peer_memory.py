@@ -198,7 +198,7 @@ def test_all_decide_alike(monkeypatch):
     assert together(2, decided) == [None] * 2
 
 
-@pytest.mark.parametrize("name", ["are_linked", "allocate", "introduce"])
+@pytest.mark.parametrize("name", ["allocate", "introduce"])
 def test_what_one_cannot_have_none_uses(name, monkeypatch):
     function = getattr(peer_memory, name)
 

@@ -1,11 +1,9 @@
 """FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
 
-flash-attn-4's own function takes 0.07 ms of Python before each launch, more than a short call lasts
-(docs/benchmarks/attention_h200.json). The kernel is the package's, compiled as that function compiles it: the
-same bits, but for the queries whose keys wan/kernels/split_keys.py takes in chunks. For a captured mass it is
-compiled once more, with one addition: where a key frame begins, it stores the row sums that its softmax has
-anyway. Mass by key frame then costs neither a second q kᵀ nor a second softmax, and the output stays the
-same, bit for bit.
+flash-attn-4's own function takes 0.07 ms of Python before each launch, more than a short call lasts. The
+kernel is the package's: the same bits, but for queries whose keys wan/kernels/split_keys.py takes in chunks.
+For a captured mass it is compiled once more: where a key frame begins, it stores the row sums that its
+softmax has anyway. Mass by key frame then costs no second q kᵀ, and the output stays the same, bit for bit.
 
 It takes hold of the package's inside, hence of one version: wan.backends.LAUNCHED.
 """
@@ -91,8 +89,9 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
 
 
 class ForwardWithTails(FlashAttentionForwardSm90):
-    """The forward, which keeps its row sums where a key frame begins. It walks from the last key to the first
-    one. are_chunks: the items of the batch are chunks of one item's keys, and tails [2, 1, H, Fk, Lq] of all.
+    """The forward, from the last key to the first, which keeps its row sums where a key frame begins.
+
+    are_chunks: the items of the batch are chunks of one item's keys, and tails [2, 1, H, Fk, Lq] of all.
     """
 
     def __init__(self, *args: Any, frame_size: int, are_chunks: bool, **options: Any) -> None:

@@ -2,17 +2,12 @@
 
 Letters: P processes, L tokens of a call, of which each process has L/P; H heads, of which each has H/P.
 AllToAll is the plain path, on every device and over any network. PeerMemory writes into the memory of other
-GPUs of one host: torch's symmetric memory, over NVLink. All processes of a group must call the same methods
-of the same exchange in the same order. There are two steps there, send() and receive(), and two back: a CUDA
-graph may end between them, or begin.
+GPUs of one host: torch's symmetric memory, over NVLink. All processes of a group call the same methods of one
+exchange in the same order: send(), receive(), and back. A CUDA graph may end or begin between them.
 
-Barriers of all GPUs, which wait in their streams, keep a reader of peer memory from being overwritten: a
-buffer is written between two of them. Views of a buffer are good for what is launched before its next
-exchange, on the same stream. Who needs them longer copies them: the KV cache, captures that wait for numbers,
-and receive() itself under edits, where the source of a patch exchanges the same layer in between.
-
-A process that fails or is killed leaves others waiting on their GPUs, which keeps no signal from ending them:
-torchrun's agent sends it. One that lives and does not come lets their barriers fail after TIMEOUT.
+A buffer is written between two barriers of all GPUs, which wait in their streams. Its views are good for what
+is launched before its next exchange, on the same stream. Who needs them longer copies them: the KV cache,
+captures that wait for numbers, and receive() under edits, where a patch's source exchanges the same layer.
 """
 
 import ctypes
