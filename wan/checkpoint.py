@@ -205,6 +205,8 @@ def read_torch_file(path: str | Path) -> dict[Any, Any]:
 
 def read_weights_file(path: str | Path) -> dict[Any, Any]:
     """Read a .pt, a .safetensors, or an index of .safetensors shards."""
+    if str(path).endswith(".gguf"):
+        raise CheckpointError(f"{path} is a GGUF; take the model's .safetensors, such as fp8_e4m3fn_scaled")
     is_safe = str(path).endswith((".safetensors", ".safetensors.index.json"))
     return read_safetensors(Path(path)) if is_safe else read_torch_file(path)
 
@@ -468,9 +470,11 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
 def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
     """Return a state dict with a LoRA merged into its weights, float32 where they are changed.
 
-    Raise CheckpointError for a layer that the state dict does not have, or of another shape.
+    Raise CheckpointError for a layer that the state dict does not have, or of another shape, and where it
+    holds the LoRA already: W·D / D·D over all weights W and changes D estimates how many times D is in W. Its
+    standard error is √(Σ mean(W²) D·D) / D·D; where that is large, nothing can be said.
     """
-    merged = dict(state)
+    merged, along, size, noise = dict(state), 0.0, 0.0, 0.0
     for layer, (down, up) in lora.pairs.items():
         name, change = f"{layer}.weight", lora.alpha / lora.rank * (up.float() @ down.float())  # [out, in]
         if name not in state or state[name].shape != change.shape:
@@ -478,7 +482,12 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
             raise CheckpointError(
                 f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {has} there"
             )
-        merged[name] = state[name].float() + change
+        weight, square = state[name].float(), float(change.square().sum())
+        merged[name] = weight + change
+        along, size = along + float((weight * change).sum()), size + square
+        noise += float(weight.square().mean()) * square
+    if size > 0 and along / size > 0.5 and noise**0.5 / size < 0.1:
+        raise CheckpointError(f"{source} holds {lora.file} already; leave lora_path out")
     return merged
 
 

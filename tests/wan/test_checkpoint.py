@@ -18,6 +18,7 @@ from wan.checkpoint import (
     read_checkpoint,
     read_lora,
     read_self_forcing_state,
+    read_weights_file,
     to_diffusers_names,
     to_native_names,
 )
@@ -230,6 +231,15 @@ def test_a_lora_is_merged(tmp_path, native, wrap):
     changed = {f"{layer}.weight" for layer in LAYERS}
     assert all(merged[name] is native[name] for name in native.keys() - changed)
     assert str(found) == "lora.pt merged into 4 layers (rank 4, alpha 8)"
+    with pytest.raises(CheckpointError, match=r"merged.pt holds lora.pt already"):
+        merge_lora(merged, found, "merged.pt")
+    tiny = LoRA("lora.pt", {layer: (a / 500, b / 500) for layer, (a, b) in found.pairs.items()}, 4, 4.0)
+    merge_lora(merge_lora(native, tiny, "base.pt"), tiny, "merged.pt")  # too small to be noticed
+
+
+def test_a_gguf_is_refused_by_name_with_the_remedy(tmp_path):
+    with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
+        read_weights_file(tmp_path / "wan.gguf")
 
 
 def changed(state, half, value, layer=LAYERS[0]):
