@@ -48,7 +48,7 @@ def test_rows_take_turns_and_ratios_are_of_one_round():
 def test_rows_of_the_miniature(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "rows.json"
-    groups = ["mass", "maps", "interventions", "sites"]
+    groups = ["mass", "interventions"]
     flags = ["--num_frames", "6", "--repeats", "1", "--device", "cpu", "--output_path", str(output)]
     rollout.run([*MINI, *flags, "--what", *groups])
     rows = json.loads(output.read_text())["rows"]
