@@ -149,10 +149,6 @@ class Crew:
         self.resources = {"GPU": gpus} if gpus > 1 else None
         self.own: Any = None  # the cluster of this machine, where there is one
 
-    def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Return function(*given) of a worker, whose device and files count."""
-        return self.client.submit(function, *given, pure=False).result()
-
     def make(self, work: Work, items: Mapping[str, Any], folder: Path, watch: Progress) -> Makes:
         """Give items to the workers; Dask gives those of lost workers, and those that fail, away again."""
         from distributed import as_completed
@@ -212,7 +208,7 @@ class Crew:
 
 def called(crew: Crew | None, function: Callable[..., Any], *given: Any) -> Any:
     """Return function(*given), of a worker where there are workers: its device and its files count."""
-    return crew.call(function, *given) if crew else function(*given)
+    return crew.client.submit(function, *given, pure=False).result() if crew else function(*given)
 
 
 def work_through(
