@@ -48,7 +48,7 @@ def run(argv=None):
         svg = NOTEBOOKS[name].sheet
         figures = {f"Layer {layer}": runs.figures(layer) / svg.format(layer) for layer in layers}
         sheet = save_contact_sheet(folder / "contact_sheet.svg", figures, f"{name}, {args.cache.name}")
-        page = save_page(folder / "index.html", args.cache, layers)
+        page = save_page(folder / "index.html", args.cache, layers=layers)
     print(f"{len(layers)} layers:      {folder}/notebooks/layerN.ipynb, {folder}/layerN/*.svg")
     print(f"contact sheet:  {sheet}")
     print(f"page:           {page}")
