@@ -187,9 +187,9 @@ def token_mass(
     once, as many as fit: their means run along memory. Where not one fits it is taken in pieces.
     """
     if lse is not None and kernels_take(q):
-        from wan.kernels.mass import key_token_means  # Triton is there only beside CUDA
+        from wan.kernels.mass import key_token_mass  # Triton is there only beside CUDA
 
-        mass = key_token_means(q, k, lse, num_query_frames)[1]
+        mass = key_token_mass(q, k, lse, num_query_frames)
         return mass if bias is None else _weighted(mass, bias[:, None])
     S = q.shape[1] // num_query_frames
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)

@@ -67,6 +67,7 @@ def main() -> None:
     lse = torch.empty(1, 12, 4680)
     mass_kernel.query_frame_mass(q, k, lse, 6)
     mass_kernel.key_token_means(q, k, lse)
+    mass_kernel.key_token_mass(q, k, lse)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)

@@ -29,7 +29,7 @@ def _whole_tile(tile, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     return tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_frames", "frames_each"])  # else some values compile anew
+@triton.jit(do_not_specialize=["num_frames", "frames_each", "gap_at", "gap"])  # else some values compile anew
 def _mass_kernel(
     q_ptr,
     k_ptr,
@@ -47,6 +47,8 @@ def _mass_kernel(
     num_frames,
     frame_size,
     frames_each,
+    gap_at,
+    gap,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -67,7 +69,8 @@ def _mass_kernel(
 
     begin = tl.program_id(2) * frames_each
     for frame in range(begin, min(begin + frames_each, num_frames)):
-        tile = k_head + (frame * frame_size + columns).to(tl.int64)[None, :] * stride_kl
+        first = frame * frame_size + tl.where(frame < gap_at, 0, gap)
+        tile = k_head + (first + columns).to(tl.int64)[None, :] * stride_kl
         total = tl.zeros([BLOCK_Q], tl.float32)
         for _ in range(0, whole, BLOCK_K):
             total += tl.sum(_tile_mass(q, _whole_tile(tile, dims, HEAD_DIM, DIM_PAD), scale, lse), 1)
@@ -85,21 +88,37 @@ def _tiles(head_dim: int, block_q: int, block_k: int) -> dict[str, int]:
     return dims | {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
 
 
-def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> Tensor:
+def query_frame_mass(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    num_key_frames: int,
+    frames_each: int | None = None,
+    left_out: range = range(0),
+) -> Tensor:
     """Return the mass of every query on every key frame, float32 [B, H, Fk, Lq].
 
-    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq].
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or as many
+    as make KEYS_EACH keys. The keys left_out lie between two frames and are of none.
     """
     batch, len_q, heads, head_dim = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    frame_size = k.shape[1] // num_key_frames
-    frames_each = max(1, KEYS_EACH // frame_size)
+    frame_size = (k.shape[1] - len(left_out)) // num_key_frames
+    frames_each = frames_each or max(1, KEYS_EACH // frame_size)
     mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(num_key_frames, frames_each))
-    scale, strides = head_dim**-0.5 * LOG2_E, (*q.stride()[:3], *k.stride()[:3])
-    sizes = heads, len_q, num_key_frames, frame_size, frames_each
+    scale, frames = head_dim**-0.5 * LOG2_E, (num_key_frames, frame_size, frames_each)
+    sizes = (
+        *q.stride()[:3],
+        *k.stride()[:3],
+        heads,
+        len_q,
+        *frames,
+        left_out.start // frame_size,
+        len(left_out),
+    )
     tiles = _tiles(head_dim, BLOCK_Q, BLOCK_K)
-    _mass_kernel[grid](q, k, lse.float().contiguous(), mass, scale, *strides, *sizes, **tiles)
+    _mass_kernel[grid](q, k, lse.float().contiguous(), mass, scale, *sizes, **tiles)
     return mass
 
 
@@ -111,6 +130,13 @@ COLUMN_BLOCK_Q, COLUMN_BLOCK_K = 64, 128
 def _weights(k, q, scale, lse):
     """Softmax of one tile [BLOCK_K, BLOCK_Q]; scale in units of log 2, lse in natural ones."""
     return tl.math.exp2(tl.dot(k, q) * scale - lse[None, :] * 1.4426950408889634)
+
+
+@triton.jit
+def _mean_logits(k, q_mean_ptr, dims, HEAD_DIM: tl.constexpr):
+    """Products of keys [BLOCK_K, DIM_PAD] with a mean query."""
+    q_mean = tl.load(q_mean_ptr + dims, mask=dims < HEAD_DIM, other=0.0)
+    return tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
 
 
 @triton.jit
@@ -133,7 +159,7 @@ def _column_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program: mass and mean logit of BLOCK_K keys from a frame's queries."""
+    """One program: the mass of BLOCK_K keys from a frame's queries, perhaps the mean logit."""
     batch_head, frame = tl.program_id(1).to(tl.int64), tl.program_id(2)
     of_frame = batch_head * num_frames + frame
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -144,9 +170,9 @@ def _column_kernel(
     k_ptr += batch * stride_kb + head * HEAD_DIM
     inside = (columns[:, None] < len_k) & (dims[None, :] < HEAD_DIM)
     k = tl.load(k_ptr + columns.to(tl.int64)[:, None] * stride + dims[None, :], mask=inside, other=0.0)
-    q_mean = tl.load(q_mean_ptr + of_frame * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-    logits = tl.sum(k.to(tl.float32) * q_mean[None, :], 1)
-    tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
+    if q_mean_ptr is not None:
+        logits = _mean_logits(k, q_mean_ptr + of_frame * HEAD_DIM, dims, HEAD_DIM)
+        tl.store(logits_ptr + of_frame * len_k + columns, logits, mask=columns < len_k)
 
     total = tl.zeros([BLOCK_K], tl.float32)
     tile = q_ptr + batch * stride_qb + head * HEAD_DIM + rows[None, :] * stride + dims[:, None]
@@ -171,14 +197,27 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1
 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq] in natural units.
     """
-    batch, len_q, heads, head_dim = q.shape
     by_frame = q.unflatten(1, (num_query_frames, -1))
-    q_mean = (by_frame.mean(2, dtype=torch.float32) * head_dim**-0.5).transpose(1, 2).contiguous()
+    q_mean = (by_frame.mean(2, dtype=torch.float32) * q.shape[-1] ** -0.5).transpose(1, 2).contiguous()
+    logits = torch.empty(*q_mean.shape[:3], k.shape[1], device=q.device)
+    return logits, _columns(q, k, lse, num_query_frames, q_mean, logits)
+
+
+def key_token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> Tensor:
+    """Return the mass of key_token_means alone, float32 [B, H, F, Lk]."""
+    return _columns(q, k, lse, num_query_frames, None, None)
+
+
+def _columns(
+    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, q_mean: Tensor | None, logits: Tensor | None
+) -> Tensor:
+    """Return the mass of every key token; with q_mean [B, H, F, D] write its mean logit to logits, too."""
+    batch, len_q, heads, head_dim = q.shape
     rows = (heads * head_dim, head_dim, 1)
     q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
-    logits, mass = torch.empty(2, batch, heads, num_query_frames, k.shape[1], device=q.device)
+    mass = torch.empty(batch, heads, num_query_frames, k.shape[1], device=q.device)
     grid = (triton.cdiv(k.shape[1], COLUMN_BLOCK_K), batch * heads, num_query_frames)
     sizes = q.stride(0), k.stride(0), heads, num_query_frames, len_q // num_query_frames, k.shape[1]
     scale, tiles = head_dim**-0.5 * LOG2_E, _tiles(head_dim, COLUMN_BLOCK_Q, COLUMN_BLOCK_K)
     _column_kernel[grid](q, k, lse.float().contiguous(), q_mean, mass, logits, scale, *sizes, **tiles)
-    return logits, mass
+    return mass
