@@ -1,8 +1,9 @@
-"""Fifty small mistakes in wan/ and the caches: are they noticed?
+"""Fifty small mistakes in wan/ and the caches, and a hundred in who goes by fingerprints: are they noticed?
 
 python tests/mutations.py --choose OLDER_TREE                  # mistakes that both trees can have
 python tests/mutations.py --root OLDER_TREE --label before     # makes them there; counts what is noticed
 python tests/mutations.py --label after [--count 2]            # the same here
+python tests/mutations.py --fingerprints [--count 2]           # the hundred; chooses them anew
 
 A mistake is an expression of a function and what takes its place, so it is found again in a tree whose files
 have moved. Each is made in a copy of the tree; the fast tests of its package run there, in a fork of one
@@ -31,6 +32,56 @@ SOURCES = {"wan": "wan/**/*.py", "caches": "experiments/caches/*.py"}
 TESTS = {"wan": ["tests/wan"], "caches": ["tests/caches"]}
 FAST = ["-m", "not slow and not beside"]
 
+# Who makes, stores and compares fingerprints, with the tests of each; an entry of a dict and the call of a
+# check may be left out, too.
+IDENTITY, MACHINE = "extraction/test_provenance.py", "robustness/test_nothing_wrong.py"
+PROMPTS, LONG = "extraction/test_prompts.py", "extraction/test_long_rollout.py"
+MADE = "studies/test_policy_comparison.py::test_what_is_done_is_not_made_again_and_what_is_torn_is"
+USERS = {
+    "experiments/extraction/provenance.py": ("identity fingerprint code_version video_tag", IDENTITY),
+    "experiments/caches/files.py": (
+        "require_same mp4_tag tag_in mp4_boxes",
+        f"caches/test_mp4_files.py {IDENTITY} {LONG}::test_a_torn_video_is_cut_to_its_whole_pieces {MACHINE}",
+    ),
+    "experiments/caches/store.py": ("peek", MACHINE),
+    "experiments/extraction/causal.py": (
+        "require_loaded reference_means _read_means",
+        f"{IDENTITY} running/test_own_code.py::test_what_a_rollout_takes_anew_is_honoured "
+        "studies/test_intervention_runs.py::test_every_ablation_runs_with_what_it_needs",
+    ),
+    "experiments/extraction/prompt_embeds.py": (
+        "needs_encoder is_of states_files",
+        f"{PROMPTS}::test_a_name_for_all_that_the_bits_depend_on {MACHINE} "
+        f"{PROMPTS}::test_the_same_bytes_with_remembered_states_and_without",
+    ),
+    "experiments/extraction/long_rollout.py": (
+        "missing LatentFile.__init__ frames",
+        f"{LONG}::test_files_of_others_are_left_alone {MACHINE}",
+    ),
+    "experiments/extraction/video.py": (
+        "tag_of GrowingVideo.__init__ keep",
+        f"{LONG}::test_files_of_others_are_left_alone {LONG}::test_a_torn_video_is_cut_to_its_whole_pieces "
+        f"{MACHINE}",
+    ),
+    "experiments/running/engine.py": ("Results.read Results.write", MACHINE),
+    "experiments/running/sweep.py": (
+        "Sweep.is_done is_of has_video state_of_cache",
+        f"{MACHINE} running/test_sweep.py",
+    ),
+    "experiments/studies/causal_atlas.py": ("identity name", f"{IDENTITY} {MACHINE}"),
+    "experiments/studies/policy_comparison.py": ("items is_done", f"{IDENTITY} {MADE}"),
+    "experiments/studies/intervention_job.py": (
+        "base_runs",
+        f"{IDENTITY} studies/test_intervention_runs.py::"
+        "test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run",
+    ),
+    "experiments/figures/video_maps.py": ("video_of", "figures/test_page_data.py::test_thumbnails"),
+    "experiments/running/notebooks.py": (
+        "mark is_done",
+        "running/test_run_notebooks.py::test_stopped_and_continued",
+    ),
+}
+FINGERPRINTS = 100
 NOTICED = ("failed", "error", "hung")
 Mistake = tuple[str, str, str, str]  # package, function, expression, what takes its place
 SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)]
@@ -54,11 +105,15 @@ def with_a_mistake(node: ast.expr) -> set[str]:
             found.add(ast.unparse(operand))
         case ast.IfExp(test, body, orelse):
             found.add(ast.unparse(ast.IfExp(test, orelse, body)))
-        case ast.Dict(keys, values):  # without an entry
-            for n in range(len(keys)):
-                found.add(ast.unparse(ast.Dict(keys[:n] + keys[n + 1 :], values[:n] + values[n + 1 :])))
-        case ast.Call(ast.Name("require_same")):
-            found.add("None")
+    if isinstance(node, ast.Dict):
+        for n in range(len(node.keys)):
+            found.add(
+                ast.unparse(
+                    ast.Dict(node.keys[:n] + node.keys[n + 1 :], node.values[:n] + node.values[n + 1 :])
+                )
+            )
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("require_same", "loaded.require_loaded"):
+        found.add("None")
     for number in ast.iter_child_nodes(node):
         if isinstance(number, ast.Constant) and isinstance(number.value, int):
             right = number.value
@@ -88,6 +143,24 @@ def mistakes(root: Path) -> dict[Mistake, tuple[Path, ast.expr]]:
                             key = package, function.name, ast.unparse(node), new
                             places.setdefault(key, []).append((path, node))
     return {key: found[0] for key, found in places.items() if len(found) == 1}
+
+
+def faults(root: Path) -> dict[Mistake, tuple[Path, ast.expr]]:
+    """Return every mistake in the users of fingerprints, each with its file and expression."""
+    found: dict[Mistake, tuple[Path, ast.expr]] = {}
+    for name, (functions, _) in USERS.items():
+        tree = ast.parse((root / name).read_text())
+        classes = [(f"{c.name}.", c) for c in ast.walk(tree) if isinstance(c, ast.ClassDef)]
+        for prefix, owner in [("", tree), *classes]:
+            for function in ast.walk(owner):
+                named = getattr(function, "name", "")
+                if not isinstance(function, ast.FunctionDef) or f"{prefix}{named}" not in functions.split():
+                    continue
+                for node in (part for statement in function.body for part in code(statement)):
+                    for new in with_a_mistake(node) if isinstance(node, ast.expr) else ():
+                        key = name, named, f"{node.lineno}: {ast.unparse(node)}", new
+                        found[key] = root / name, node
+    return found
 
 
 def code(node: ast.AST) -> Iterator[ast.AST]:
@@ -150,9 +223,9 @@ def run_in_fork(root: Path, package: str) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
-        code = int(
-            pytest.main([*FAST, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS[package]])
-        )
+        chosen = [*FAST, *TESTS[package]] if package in TESTS else []
+        chosen = chosen or [f"tests/{name}" for name in USERS[package][1].split()]
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen]))
     finally:
         os._exit(code)
 
@@ -165,7 +238,7 @@ def campaign(root: Path, chosen: list[Mistake], results: list[str]) -> Iterator[
         for name in listed.stdout.splitlines():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
-        there = mistakes(copy)
+        there = mistakes(copy) | faults(copy)
         for package in {mistake[0] for mistake in chosen}:
             assert run_tests(copy, package) == "survived", f"the tests of {package} fail as it is"
         for mistake in chosen[len(results) :]:
@@ -183,35 +256,43 @@ def main() -> None:
     parser.add_argument("--choose", type=Path, help="choose mistakes that an older tree has too")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to make them in")
     parser.add_argument("--label", help="what the result is called in the report")
+    parser.add_argument("--fingerprints", action="store_true", help="make mistakes in who goes by them")
     parser.add_argument("--count", type=int, default=COUNT, help="no more than the first so many")
     parser.add_argument("--report", type=Path, default=REPORT)
     args = parser.parse_args()
     if args.choose:
         chosen = choose([ROOT, args.choose.resolve()])
-        empty = {"seed": SEED, "mistakes": chosen, "campaigns": {}}
-        args.report.write_text(json.dumps(empty, indent=1) + "\n")
+        args.report.write_text(
+            json.dumps({"seed": SEED, "mistakes": chosen, "campaigns": {}}, indent=1) + "\n"
+        )
     report = json.loads(args.report.read_text())
-    if not args.label:
-        return
-    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py, before anything imports Triton
-    import torch
-    import transformers  # noqa: F401  a fork has them for free
-    from diffusers import AutoencoderKLWan, WanTransformer3DModel  # noqa: F401
+    if args.fingerprints:
+        every = sorted(faults(args.root.resolve()))
+        random.Random(SEED).shuffle(every)
+        different = {mistake[:3]: mistake for mistake in every}.values()  # one an expression
+        report["fingerprints"] = list(different)[:FINGERPRINTS]
+        args.label, args.count = args.label or "fingerprints", min(args.count * 2, FINGERPRINTS)
+    if args.label:
+        os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py, before anything imports Triton
+        import torch
+        import transformers  # noqa: F401  a fork has them for free
+        from diffusers import AutoencoderKLWan, WanTransformer3DModel  # noqa: F401
 
-    torch.set_num_threads(1)
-    chosen = [tuple(mistake) for mistake in report["mistakes"][: args.count]]
-    git = ["git", "rev-parse", "HEAD"]
-    commit = subprocess.run(git, cwd=args.root, capture_output=True, text=True).stdout.strip()
-    earlier = report["campaigns"].get(args.label, {})
-    results = earlier.get("results", []) if earlier.get("git") == commit else []
-    for found in campaign(args.root.resolve(), chosen, results):
-        noticed = sum(result in NOTICED for result in found)
-        result = {"git": commit, "noticed": noticed, "of": len(found), "results": found}
-        report["campaigns"][args.label] = result
-        args.report.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"{noticed} of {len(found)} noticed", flush=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print(f"{used.ru_utime + used.ru_stime:.0f} CPU seconds")
+        torch.set_num_threads(1)
+        chosen = report["fingerprints" if args.fingerprints else "mistakes"][: args.count]
+        chosen = [tuple(mistake) for mistake in chosen]
+        git = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(git, cwd=args.root, capture_output=True, text=True).stdout.strip()
+        earlier = report["campaigns"].get(args.label, {})
+        results = earlier.get("results", []) if earlier.get("git") == commit else []
+        for found in campaign(args.root.resolve(), chosen, results):
+            noticed = sum(result in NOTICED for result in found)
+            result = {"git": commit, "noticed": noticed, "of": len(found), "results": found}
+            report["campaigns"][args.label] = result
+            args.report.write_text(json.dumps(report, indent=1) + "\n")
+            print(f"{noticed} of {len(found)} noticed", flush=True)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(f"{used.ru_utime + used.ru_stime:.0f} CPU seconds")
 
 
 if __name__ == "__main__":
