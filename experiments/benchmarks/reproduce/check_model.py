@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from experiments.analysis import published
 from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
@@ -26,7 +27,7 @@ from experiments.running.cli import main
 from wan import keys as rope
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig, load_config
-from wan.model import CausalWanModel
+from wan.model import CausalWanModel, QueryKeyNorm
 
 PROMPTS = (
     "a red circle moving right over a dark blue background",
@@ -90,10 +91,12 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
     frequencies = temporal_frequencies(sizes.head_dim)
     frequencies = frequencies[2 * np.pi / frequencies <= config.num_frames - last]
 
-    def logits(prompt: str, config: RunConfig = config, model: CausalWanModel = right_model) -> np.ndarray:
+    def logits(
+        prompt: str, config: RunConfig = config, model: CausalWanModel = right_model, text_scale: int = 1
+    ) -> np.ndarray:
         """Return mean logits [passes, layers, H, F, F] of one rollout."""
         noise, renoise = causal.draw_noise(config, sizes, model.dtype, loaded.device)
-        text = loaded.texts[prompt][0].to(model.dtype)
+        text = loaded.texts[prompt][0].to(model.dtype) * text_scale
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False) as calls:
             causal.pipeline_of(model, config).inference(noise, prompt_embeds=text, renoise=renoise)
         passes, F = config.num_passes, config.num_frames
@@ -125,11 +128,17 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
         "the same in bfloat16": every(model=model_of(config, torch.bfloat16)),
         "base weights": every(model=model_of(replace(config, checkpoint_path=None))),
         "random weights": every(model=random),
+        "no text": every(text_scale=0),
+        "blocks of 1": every(config=replace(config, num_frame_per_block=1)),
+        "blocks of 7": every(config=replace(config, num_frame_per_block=7)),
         "timestep shift 8": every(config=replace(config, timestep_shift=8.0)),
         "steps not warped": every(config=replace(config, warp_denoising_step=False)),
     }
     for step, name in {1: "pass 1", config.num_passes - 2: "pass 3", -1: "clean pass"}.items():
         found[name] = row(*(beside(prompt, right[prompt][step]) for prompt in PROMPTS))
+    for axis, which in ((1, "heads"), (0, "layers")):
+        shifted = (beside(prompt, np.roll(right[prompt][0], 1, axis)) for prompt in PROMPTS)
+        found[f"{which} shifted by one"] = row(*shifted)
     usual = rope.RotaryTable.freqs_cis
 
     def without(*axes: int) -> Any:
@@ -140,7 +149,13 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
             lambda self, axis, at: usual(self, axis, at) ** int(axis not in axes),
         )
 
+    def without_norm(self: QueryKeyNorm, x: Tensor, tables: Any = None, out: Tensor | None = None) -> Tensor:
+        x = x.unflatten(-1, (self.num_heads, -1))
+        x = x if tables is None else rope.rotate(x, *tables)
+        return x if out is None else out.copy_(x)
+
     for name, wrong in {
+        "no norm of queries and keys": mock.patch.object(QueryKeyNorm, "forward", without_norm),
         "RoPE off": without(0, 1, 2),
         "RoPE off in time": without(0),
         "RoPE of base 5,000": mock.patch.object(rope, "ROPE_THETA", 5e3),
