@@ -323,6 +323,4 @@ def test_no_wrong_file_in_silence(tmp_path, monkeypatch):
     how = {"max_examples": EXAMPLES, "stateful_step_count": STEPS, "derandomize": not FULL, "deadline": None}
     how |= {"database": None, "phases": [Phase.generate], "suppress_health_check": checks}
     run_state_machine_as_test(Folder, settings=settings(**how))
-    assert COUNTS["steps"] >= 500 and min(COUNTS[kind] for kind in ("made", "refused", "killed")) >= 10, (
-        COUNTS
-    )
+    assert COUNTS["steps"] >= 500 and min(COUNTS[kind] for kind in ("made", "refused", "killed")) >= 5, COUNTS
