@@ -111,7 +111,9 @@ class Recorder:
         return attention_by_heads(groups, site, batch)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in SIZES_ALONE])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.beside] * (case in SIZES_ALONE)) for case in CASES]
+)
 def test_run(case, monkeypatch):
     recorder, golden, last = Recorder(monkeypatch), of_case(case), CASES[case]["frames"] // 3 - 1
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", blocks=[last], steps=[0]) as calls:

@@ -1,8 +1,6 @@
-"""Cache policies as public releases run them: runs of eight repositories (tests/golden/README.md).
+"""Cache policies as public releases run them: 25 runs of eight repositories (tests/golden/README.md)."""
 
-The runs there that differ from these in sizes alone are left out.
-"""
-
+import json
 from functools import cache
 
 import numpy as np
@@ -48,6 +46,18 @@ CASES = {
     "dspc_w12_s4_n9_r3": chosen(12, 4, 9, 3),
     "dspc_w9_s3_n7_r3": chosen(9, 3, 7, 3),
 }
+SIZES_ALONE = {  # what differs in sizes from these
+    "sf_w9_s0": of("window", 9),
+    "sf_w9_s3": of("window", 9, 3, released=False),
+    "ds_w21_s10": of("deep_sink", 21, 10, "deep_forcing"),
+    "ll_w12_s3": of("window", 12, 3, "longlive"),
+    "rf_w9_s3_a0.999": of("ema_sink", 9, 3, alpha=0.999),
+    "rs_w21": of("rolling_sink", 21),
+    "mf_w12_s3_bank3_ri3": of("memory_bank", 12, 3, released=False, bank=3, interval=3),
+    "dspc_w12_s4_n9_r3_first_w": chosen(12, 4, 9, 3, first_turn=12),
+    "dspc_w21_s10_n16_r4": chosen(21, 10, 16, 4),
+}
+CASES |= SIZES_ALONE
 SWITCHES = {
     "inf_w6_s1_flush6": "flush",
     "inf_w6_s1_cut6": "cut",
@@ -108,7 +118,13 @@ def run(case: str) -> tuple[torch.Tensor, list]:
     return latents, calls
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_every_golden_case_is_here():
+    assert set(CASES) == set(json.loads((FOLDER / "policies.json").read_text())["cases"])
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.beside] * (case in SIZES_ALONE)) for case in CASES]
+)
 def test_policy(case, monkeypatch):
     recorder = Recorder(monkeypatch)
     latents, calls = run(case)
