@@ -165,3 +165,18 @@ def test_the_estimate_holds_what_a_cache_holds_however_long_the_rollout(policy):
         found.append((cache.nbytes, said))
         assert cache.nbytes <= said <= 1.5 * cache.nbytes  # sums and averages of a policy count, too
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_process_may_be_allowed_a_part_of_its_gpu(name, tmp_path, monkeypatch):
+    """torch asks for a GPU's number where it tells that part, and takes no bare cuda."""
+    allowed = [0.5, 0.25]
+    for function, answer in {
+        "current_device": lambda: 0,
+        "mem_get_info": lambda device: (80 * GB, 80 * GB),
+        "memory_reserved": lambda device: GB,
+        "get_per_process_memory_fraction": lambda index: allowed[int(index)],
+    }.items():
+        monkeypatch.setattr(torch.cuda, function, answer)
+    run = replace((RunConfig()), device=torch.device(name))
+    assert run.free()["GPU"] == (39 * GB if name == "cuda" else 19 * GB)
