@@ -178,5 +178,5 @@ def test_a_process_may_be_allowed_a_part_of_its_gpu(name, tmp_path, monkeypatch)
         "get_per_process_memory_fraction": lambda index: allowed[int(index)],
     }.items():
         monkeypatch.setattr(torch.cuda, function, answer)
-    run = replace((RunConfig()), device=torch.device(name))
+    run = replace(on_gpu(tmp_path), device=torch.device(name))
     assert run.free()["GPU"] == (39 * GB if name == "cuda" else 19 * GB)
