@@ -144,7 +144,8 @@ def _fit(figure: Figure) -> None:
     layout, shown, height = figure.get_layout_engine(), panels_of(figure), figure.get_figheight()
     assert isinstance(layout, ConstrainedLayoutEngine)
     header = (1 - layout.get()["rect"][3]) * height  # inches, of label_figure
-    rows, columns = np.max([axis.get_subplotspec().get_gridspec().get_geometry() for axis in shown], 0)  # type: ignore[union-attr]
+    grids = [axis.get_subplotspec().get_gridspec() for axis in shown]  # type: ignore[union-attr]
+    rows, columns = np.max([grid.get_geometry() for grid in grids], 0)
     cell = figure.get_figwidth() / columns - 0.5
     alone = sum(bool(axis.get_xlabel()) for axis in shown) == 1
     for axis in shown:
