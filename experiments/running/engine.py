@@ -98,28 +98,28 @@ class _ItemLog(Progress):
         return self.run in _stopped
 
 
-def attempt(
-    work: Work, folder: Path, run: str, name: str, item: Any, watch: Progress | None = None
-) -> Exception | None:
-    """Make an item that is not done, here, and keep its log.
+def attempt(work: Work, folder: Path, run: str, name: str, item: Any, watch: Progress | None = None) -> None:
+    """Make an item that is not done, here, in at most TRIES tries, and keep its log.
 
-    Returns what is not to be tried again: a wish to stop, or bad input. Raises other errors.
+    Raises StoppedError where it was stopped, ConfigError for bad input, and what the last try raised.
     """
-    if run in _stopped:
-        return StoppedError("stopped")
-    try:
-        with _ItemLog(quiet=True, log_file=folder / "logs" / f"{name}.jsonl") as log:
-            log.run = run
+    for left in reversed(range(TRIES)):
+        if run in _stopped:
+            raise StoppedError("stopped")
+        try:
+            with _ItemLog(quiet=True, log_file=folder / "logs" / f"{name}.jsonl") as log:
+                log.run = run
+                if watch:
+                    watch.item = log
+                if not work.is_done(name, item):
+                    work.make(name, item, watch or log)
+            return
+        except Exception as error:
+            if not left or isinstance(error, (StoppedError, ConfigError)):
+                raise
+        finally:
             if watch:
-                watch.item = log
-            if not work.is_done(name, item):
-                work.make(name, item, watch or log)
-    except (StoppedError, ConfigError) as error:
-        return error
-    finally:
-        if watch:
-            watch.item = None
-    return None
+                watch.item = None
 
 
 Makes = Iterator[tuple[str, Exception | None]]  # names of items as they end, and what went wrong
@@ -129,13 +129,12 @@ def make_here(work: Work, items: Mapping[str, Any], folder: Path, watch: Progres
     """Make items one by one in this process."""
     for number, (name, item) in enumerate(items.items(), 1):
         watch.print(f"item {number} of {len(items)}: {item}")
-        for again in reversed(range(TRIES)):
-            try:
-                yield name, attempt(work, folder, "", name, item, watch)
-                break
-            except Exception as error:
-                if not again:
-                    yield name, error
+        error: Exception | None = None
+        try:
+            attempt(work, folder, "", name, item, watch)
+        except Exception as problem:
+            error = problem
+        yield name, error
         if watch.stopping:
             return
 
@@ -150,13 +149,13 @@ class Crew:
         self.own: Any = None  # the cluster of this machine, where there is one
 
     def make(self, work: Work, items: Mapping[str, Any], folder: Path, watch: Progress) -> Makes:
-        """Give items to the workers; Dask gives those of lost workers, and those that fail, away again."""
+        """Give items to the workers; Dask gives those of lost workers away again."""
         from distributed import as_completed
 
         run, told = f"{os.getpid()} {time.monotonic()}", False
         make = partial(attempt, work, folder, run)
-        options = {"pure": False, "retries": TRIES - 1, "resources": self.resources}
-        futures = self.client.map(make, list(items), list(items.values()), **options)
+        items_given = list(items), list(items.values())
+        futures = self.client.map(make, *items_given, pure=False, resources=self.resources)
         names = {future.key: name for future, name in zip(futures, items, strict=True)}
         ending = as_completed(futures, loop=self.client.loop)
         del futures  # Dask forgets results whose future is gone
@@ -166,12 +165,11 @@ class Crew:
                 with suppress(Exception):  # workers that are gone have stopped
                     self.client.run(stop_items, run)
             for future in (batch := ending.next_batch(block=False)):
-                error: Exception | None = CancelledError("its scheduler is gone")
-                with suppress(OSError):  # it went just now
-                    if future.status == "finished":
-                        error = future.result()
-                    elif future.status == "error":
-                        error = future.exception().with_traceback(future.traceback())
+                error: Exception | None = None  # a result is not asked for: that takes a message
+                if future.status == "error":
+                    error = future.exception().with_traceback(future.traceback())
+                elif future.status != "finished":
+                    error = CancelledError("its scheduler is gone")
                 yield names[future.key], error
             if not batch:
                 time.sleep(0.02)
@@ -299,6 +297,7 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
         raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     dask.config.set({"distributed.scheduler.allowed-failures": TRIES})
     dask.config.set({"distributed.worker.daemon": False})  # items may start processes
+    dask.config.set({"distributed.worker.profile.enabled": False})
     dask.config.set({"distributed.deploy.lost-worker-timeout": "1 h"})  # a busy machine starts them slowly
     dask.config.set({"distributed.comm.timeouts.connect": "120 s"})
     with ExitStack() as stack:
