@@ -10,6 +10,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,7 @@ DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 VAE_FILE = "Wan2.1_VAE.pth"  # of the original release
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 SHOWN = 5  # names that a message shows
+MOVES_AT_ONCE = 8  # weights on their way to a GPU, which converts them
 
 
 class CheckpointError(ConfigError):
@@ -216,7 +218,7 @@ def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
     for file in shards(Path(path)):
         with file.open("rb") as f:
-            while chunk := f.read(1 << 22):
+            while chunk := f.read(1 << 24):  # Python's lock is asked for twice a chunk
                 digest.update(chunk)
     return digest.hexdigest()
 
@@ -568,8 +570,9 @@ def assign(
     ]
     if found:
         raise CheckpointError(f"{source} does not fit the model: {'; '.join(found)}")
-    moved: dict[int, Tensor] = {}  # by tensor: one of two names is moved once
-    for name, tensor in state.items():
-        moved.setdefault(id(tensor), tensor if name in stays else tensor.to(device, dtype))
-    model.load_state_dict({name: moved[id(tensor)] for name, tensor in state.items()}, assign=True)
+    device = torch.empty(0, device=device).device  # with the number that other threads do not know
+    moving = {id(tensor): tensor for name, tensor in state.items() if name not in stays}  # two names: once
+    with ThreadPoolExecutor(1 if device.type == "cpu" else MOVES_AT_ONCE) as pool:
+        moved = dict(zip(moving, pool.map(lambda x: x.to(device).to(dtype), moving.values()), strict=True))
+    model.load_state_dict({name: moved.get(id(x), x) for name, x in state.items()}, assign=True)
     model.eval().requires_grad_(False)

@@ -103,8 +103,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                     packed = sum(r.file_size for r in records if r.compress_type != ZIP_STORED)
                     if packed > MAPPED_BYTES or archive.comment:
                         raise UnreadableError("its records are not as torch.save writes them")
-                    if damaged := _damaged(path):
-                        raise UnreadableError(f"damaged, its checksums differ: {damaged}")
+                    _compare_checksums(path)
                     if packed:  # write it again as torch.save writes it
                         with ZipFile(Path(folder) / path.name, "w") as stored:
                             for record in records:
@@ -130,17 +129,19 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
         raise UnreadableError(reason_of(error)) from error
 
 
-def _damaged(path: Path) -> str | None:
-    """Name a record of an archive that differs from its checksum; a thread a core reads, 6 GB in 0.6 s."""
-    threads = os.cpu_count() or 1
+def _compare_checksums(path: Path) -> None:
+    """Read every record of an archive by a thread a core. Raises BadZipFile for one that is damaged."""
+    threads = os.cpu_count() or 1  # zlib computes without Python's lock
 
-    def check(share: int) -> str | None:
+    def read(share: int) -> None:
         with ZipFile(path) as archive:  # each thread its own: sharing one is a race before 3.12.4
-            archive.filelist = archive.filelist[share::threads]
-            return archive.testzip()
+            for record in archive.infolist()[share::threads]:
+                with archive.open(record) as file:
+                    while file.read(1 << 24):
+                        pass
 
     with ThreadPoolExecutor(threads) as pool:
-        return next(filter(None, pool.map(check, range(threads))), None)
+        list(pool.map(read, range(threads)))
 
 
 def _values(content: Any, depth: int = 0) -> Iterator[Any]:

@@ -28,7 +28,6 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
-from wan.model import CausalWanModel
 
 MIB = 2**20
 Rows = dict[str, dict[str, Any]]
@@ -233,10 +232,7 @@ class Rollout:
         """Return the model with the config's weights, or with random ones made on its device in its dtype."""
         if not random_weights:
             return causal.load_pipeline(self.config, self.sizes, self.dtype, self.device).model
-        window = {"local_attn_size": self.config.local_attn_size, "sink_size": self.config.sink_size}
-        with torch.device("meta"):
-            model = CausalWanModel(**vars(self.sizes), **window)
-        model = model.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
+        model = causal.blank_model(self.config, self.sizes, self.dtype, self.device)
         for name, parameter in model.named_parameters():
             fill_(parameter, name)
         return model
