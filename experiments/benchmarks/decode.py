@@ -4,15 +4,18 @@
 
 Rows run in turn in one process. Decoding rows say their peak memory and, in dB, how far pictures are from
 diffusers' in float32 (without TF32): of pictures that the random VAE encoded, its last layer scaled so that
-their standard deviation is 0.5 of -1..1. Nothing is encoded to mp4: pictures come to the host.
+their standard deviation is 0.5 of -1..1. With --mp4 the pictures are also encoded, as --save_video does.
 """
 
 import argparse
+import math
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +24,11 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from experiments.benchmarks.harness import (
+    Active,
     Rollout,
     benchmark_parser,
+    capture_requests,
+    capturing,
     in_turn,
     new_report,
     print_rows,
@@ -30,7 +36,7 @@ from experiments.benchmarks.harness import (
     seconds_of,
 )
 from experiments.extraction.devices import choose_device
-from experiments.extraction.video import LiveVideo, stream_of, to_pixels
+from experiments.extraction.video import LiveVideo, stream_of, to_pixels, write_mp4
 from experiments.running.cli import config_from, main
 from wan.config import RunConfig
 from wan.kernels.graphs import apply_cuda_graphs
@@ -43,6 +49,7 @@ SPREAD = 0.5  # standard deviation of the random VAE's pictures, in -1..1
 def run(argv=None):
     parser = benchmark_parser(__doc__)
     parser.add_argument("--what", nargs="+", choices=PARTS, default=list(PARTS), help="which tables")
+    parser.add_argument("--mp4", action="store_true", help="also rows with the mp4; needs ffmpeg")
     parser.add_argument("--float32", action="store_true", help="also diffusers' decode in float32")
     args = parser.parse_args(argv)
     config = config_from(args)
@@ -136,59 +143,84 @@ def measured(call: Callable[[], Tensor], reference: Tensor) -> dict[str, Any]:
 
 # --- While the model runs
 class Pictures(LiveVideo):
-    """A live video whose pictures come to the host, and are not encoded."""
+    """A live video of a VAE that is there, with the seconds when pieces came; without a path to the host."""
 
-    def __init__(self, vae: VAE, device: torch.device):
+    def __init__(self, vae: VAE, path: Path | None):
         self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.vae, self.overlaps, self.frames = Future(), True, 0
         self.vae.set_result(vae)
-        self.pieces, self.video, self.arrived = [], None, list[float]()
-        self.decoder, self.stream = StreamedDecoder(vae), stream_of(device)
+        self.pieces, self.video, self.arrived, self.start = [], None, list[float](), time.perf_counter()
+        self.growing = path
 
     def begin(self, device: torch.device) -> None:
-        self.video = SimpleNamespace(append=lambda pixels, first: self.arrived.append(time.perf_counter()))
+        self.decoder, self.stream = self.vae.result().stream(), stream_of(device)
+        if self.growing:
+            super().begin(device)
+        self.file, self.video = self.video, self
+
+    def append(self, pixels: Tensor, first: int) -> None:
+        if self.file:
+            self.file.append(pixels, first)
+        self.arrived.append(time.perf_counter() - self.start)
 
     def wait(self) -> None:
         for piece in self.pieces:
             piece.result().result()
+        if self.file:
+            self.file.finish()
         self.decoding.shutdown()
         self.encoding.shutdown()
 
 
 def beside(args: argparse.Namespace, config: RunConfig, report: dict[str, Any]) -> None:
-    """Time noise to pictures on the host: rollout, then decoder; and each block decoded beside the next."""
+    """Time noise to pictures on the host, or in an mp4: rollout, then decoder; and blocks decoded beside."""
     rollout = Rollout(config, args.random_weights)
     apply_cuda_graphs(rollout.model)
     vae = random_vae(rollout.device) if args.random_weights else VAE.from_pretrained(config.ckpt_dir)
     vae = VAE(vae.vae.to(rollout.device, torch.bfloat16)).to(rollout.device)
-    firsts: dict[str, list[float]] = {"then": [], "beside": []}
+    mass = capturing(capture_requests(config, rollout.sizes.num_layers)["mass"])
+    mp4 = Path(tempfile.mkdtemp()) / "video.mp4"
+    firsts: dict[str, float] = {}
 
-    def then() -> float:
-        seconds = seconds_of(lambda: to_pixels(vae.decode(rollout.generate())).cpu())
-        firsts["then"].append(seconds)
-        return seconds
+    def then(path: Path | None) -> float:
+        def pictures() -> None:
+            pixels = to_pixels(vae.decode(rollout.generate())).cpu()
+            if path:
+                write_mp4(pixels[0], path)
 
-    def at_once() -> float:
-        start, live = time.perf_counter(), Pictures(vae, rollout.device)
-        rollout.generate(on_block=lambda _, latents: live.add(latents.clone()))
+        return seconds_of(pictures)
+
+    def at_once(name: str, path: Path | None, active: Active = nullcontext) -> float:
+        live = Pictures(vae, path)
+        with active():
+            rollout.generate(on_block=lambda _, latents: live.add(latents.clone()))
         live.wait()
-        firsts["beside"].append(live.arrived[0] - start)
-        return time.perf_counter() - start
+        firsts[name] = min(firsts.get(name, math.inf), round(live.arrived[0], 3))
+        return time.perf_counter() - live.start
 
     rows = {
         "rollout": rollout.seconds,
+        "rollout, atlas": partial(rollout.seconds, mass),
         "decoder": lambda: seconds_of(lambda: to_pixels(vae.decode(rollout.latents)).cpu()),
-        "rollout, then decoder": then,
-        "blocks decoded beside": at_once,
+        "rollout, then decoder": partial(then, None),
     }
-    for row in (*rows.values(), *rows.values()):  # graphs are recorded
+    made = {"decoded": None} | ({"decoded, in an mp4": mp4} if args.mp4 else {})
+    if args.mp4:
+        rows["rollout, then decoder, then mp4"] = partial(then, mp4)
+    for said, path in made.items():
+        for more, active in {"": nullcontext, ", atlas": mass}.items():
+            name = f"blocks {said} beside{more}"
+            rows[name] = partial(at_once, name, path, active)
+    report["first_call_seconds"] = {name: round(row(), 2) for name, row in rows.items()}
+    for row in rows.values():  # graphs are recorded
         row()
+    firsts.clear()
     torch.cuda.reset_peak_memory_stats()
     report["beside"] = in_turn(rows, args.repeats)
     print_rows(report["beside"])
     report["beside_peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
-    report["first_pictures_seconds"] = {name: round(min(values[2:]), 3) for name, values in firsts.items()}
-    print(report["first_pictures_seconds"], report["beside_peak_gib"], flush=True)
+    report["first_pictures_seconds"] = firsts
+    print(firsts, report["beside_peak_gib"], flush=True)
 
 
 PARTS = {"decoding": decoding, "beside": beside}
