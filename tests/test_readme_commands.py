@@ -1,10 +1,12 @@
 """Every command of the README runs as it stands, in a fresh clone and in order, and dirties no git tree."""
 
+import ast
 import re
 import subprocess
 import sys
 from os import environ
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from conftest import ROOT
@@ -29,7 +31,7 @@ SHORTER = {  # thirty layers are drawn like one
 def test_every_command_is_run_or_needs_weights():
     assert len(COMMANDS) > 6 and {*NEED_WEIGHTS, THESE_TESTS, *SHORTER} <= set(COMMANDS)
     assert all(re.search(r"\.(sh|py)\b|activate|papermill", command) for command in COMMANDS)
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 120
 
 
 def test_commands_come_after_the_activation_they_need():
@@ -46,6 +48,47 @@ def test_links_and_scripts_of_a_document_lead_somewhere(path):
     ]
     scripts = re.findall(r"(?:bash|python) ((?:experiments|tests)/\S+\.(?:sh|py))", text)
     assert not links and not [script for script in scripts if not (ROOT / script).exists()]
+
+
+def test_errors_of_the_document_are_those_of_the_code():
+    """In the code a message is an f-string; both are compared by what stands between the names."""
+    trees = [
+        ast.parse(path.read_text()) for room in ("wan", "experiments") for path in (ROOT / room).rglob("*.py")
+    ]
+    strings = [
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.JoinedStr | ast.Constant)
+    ]
+    said = {
+        "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        if isinstance(node, ast.JoinedStr)
+        else str(node.value)
+        for node in strings
+    }
+    rows = re.findall(
+        r"^\| `(.+?)` \| [^|]+ \| [^|]+ \|$", (ROOT / "docs/errors.md").read_text(), re.MULTILINE
+    )
+    patterns = [".*".join(map(re.escape, row.split("…"))) for row in rows]
+    assert len(rows) > 15
+    assert not [p for p in patterns if not any(re.search(p, text, re.DOTALL) for text in said)]
+
+
+@pytest.mark.beside
+def test_the_site_is_built_without_a_warning_and_asks_no_network(tmp_path):
+    pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
+    command = ["mkdocs", "build", "-q", "--strict", "-f", str(ROOT / "docs/mkdocs.yml"), "-d", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+    pages = sorted(tmp_path.rglob("[!4]*.html"))
+    lost, fetched = [], []
+    for page in pages:
+        text = page.read_text()
+        fetched += re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="?(?:https?:)?//[^">]*', text
+        )
+        links = re.findall(r'<(?:a|img)[^>]* (?:href|src)="?([^"#?> ]+)', text)
+        lost += [link for link in links if ":" not in link and not (page.parent / unquote(link)).exists()]
+    assert len(pages) > 40 and not lost and not fetched
+    assert "Knockout" in (tmp_path / "search/search_index.js").read_text()
 
 
 @pytest.fixture
