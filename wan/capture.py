@@ -17,17 +17,7 @@ from wan import reductions
 from wan.attention import Call
 from wan.errors import ConfigError, refuse
 from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send
-from wan.sites import (
-    Pass,
-    Site,
-    asks_for,
-    check_indices,
-    during,
-    now,
-    observe_process,
-    observed,
-    observer,
-)
+from wan.sites import Pass, Site, asks_for, check_indices, during, now, observe_process, observed, observer
 
 Kind = Literal["self", "cross"]
 

@@ -8,13 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from wan.blocks import (
-    block_ranges,
-    block_sizes,
-    latent_frames,
-    rolling_attention_size,
-    steps_of_blocks,
-)
+from wan.blocks import block_ranges, block_sizes, latent_frames, rolling_attention_size, steps_of_blocks
 from wan.errors import ConfigError, check_fields, did_you_mean, reason_of, short_repr
 from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, Count, Frames, read_yaml
 

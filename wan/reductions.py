@@ -128,12 +128,7 @@ def frame_logits_by_band(
 
 
 def frame_mass(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    num_query_frames: int,
-    num_key_frames: int,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key_frames: int, bias: Tensor | None = None
 ) -> Tensor:
     """Softmax mass on each key frame, averaged over the queries of each query frame -> [B, H, Fq, Fk].
 
@@ -232,11 +227,7 @@ def key_names(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:
 
 
 def token_matrix(
-    q: Tensor,
-    k: Tensor,
-    is_logits: bool,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
     """Logits or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
 

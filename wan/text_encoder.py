@@ -180,11 +180,7 @@ class TextEncoder(nn.Module):
                     read = f"the prompt has {len(ids)} tokens, the model reads {self.text_len}"
                     warnings.warn(f"{read}; cut: {short_repr(cut, 300)}", stacklevel=2)
             batch = self.tokenizer(
-                texts,
-                padding="max_length",
-                truncation=True,
-                max_length=self.text_len,
-                return_tensors="pt",
+                texts, padding="max_length", truncation=True, max_length=self.text_len, return_tensors="pt"
             )
             words, known = int(batch.input_ids.max()), self.encoder.config.vocab_size
         if words >= known or int(batch.input_ids.min()) < 0:

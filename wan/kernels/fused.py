@@ -126,13 +126,7 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> 
 
 
 def add_norm(
-    x: Tensor,
-    y: Tensor,
-    gate: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    affine: bool = False,
+    x: Tensor, y: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float, affine: bool = False
 ) -> tuple[Tensor, Tensor]:
     """x + gate * y (gate None: x + y), and the LayerNorm of that * (1 + scale) + shift; affine: * scale.
 

@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.analysis.effects import (
-    BACK,
-    ORDERS,
-    curves_of,
-    first_frame_report,
-    knockouts_of,
-)
+from experiments.analysis.effects import BACK, ORDERS, curves_of, first_frame_report, knockouts_of
 from experiments.analysis.stats import bootstrap, rounded
 from experiments.benchmarks.harness import finding_parser, miniature_config, save_finding
 from experiments.extraction import causal
@@ -61,11 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if config.height * SCALE != SIDE:
         raise ConfigError(f"{args.config_path} is not of the miniature, whose tracker this needs")
     design, judges, args.quiet = Design(args.captions, seeds=args.seeds), workers_of(args.judges), False
-    with (
-        Progress() as watch,
-        stopping_when_asked(watch, "condition"),
-        crew_of(args, config.device) as crew,
-    ):
+    with Progress() as watch, stopping_when_asked(watch, "condition"), crew_of(args, config.device) as crew:
         of_frame_0 = hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
         sets = hidden_shapes.captions_behind_a_wall(design)
         walls = [scene.caption for scenes in sets for _, scene in scenes]
