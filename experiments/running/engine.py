@@ -129,12 +129,11 @@ def make_here(work: Work, items: Mapping[str, Any], folder: Path, watch: Progres
     """Make items one by one in this process."""
     for number, (name, item) in enumerate(items.items(), 1):
         watch.print(f"item {number} of {len(items)}: {item}")
-        error: Exception | None = None
         try:
             attempt(work, folder, "", name, item, watch)
-        except Exception as problem:
-            error = problem
-        yield name, error
+            yield name, None
+        except Exception as error:
+            yield name, error
         if watch.stopping:
             return
 
@@ -153,10 +152,8 @@ class Crew:
         from distributed import as_completed
 
         run, told = f"{os.getpid()} {time.monotonic()}", False
-        make = partial(attempt, work, folder, run)
-        items_given = list(items), list(items.values())
-        futures = self.client.map(make, *items_given, pure=False, resources=self.resources)
-        names = {future.key: name for future, name in zip(futures, items, strict=True)}
+        make, keys = partial(attempt, work, folder, run), [(run, name) for name in items]
+        futures = self.client.map(make, list(items), list(items.values()), key=keys, resources=self.resources)
         ending = as_completed(futures, loop=self.client.loop)
         del futures  # Dask forgets results whose future is gone
         while ending.count():
@@ -170,7 +167,7 @@ class Crew:
                     error = future.exception().with_traceback(future.traceback())
                 elif future.status != "finished":
                     error = CancelledError("its scheduler is gone")
-                yield names[future.key], error
+                yield future.key[1], error
             if not batch:
                 time.sleep(0.02)
             self._revive()

@@ -28,18 +28,10 @@ class Rank:
 
 
 def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank that torchrun gave this process; the only one without. ConfigError for half of one."""
-    if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
+    """Return the rank that torchrun gave this process; the only one without."""
+    if not environment.get("RANK"):
         return Rank()
-    try:
-        number, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local = int(environment["LOCAL_RANK"] if count > 1 else "0")
-        if not 0 <= number < count:
-            raise ValueError
-    except (KeyError, ValueError):
-        said = ", ".join(f"{name}={environment.get(name)}" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        raise ConfigError(f"{said} is no rank: start ranks by torchrun, or unset them") from None
-    return Rank(number, count, local)
+    return Rank(*(int(environment.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:

@@ -176,10 +176,7 @@ def run_sweep(
         observed(args) as watch,
         crew_of(args, config.device, config.gpus) as crew,
     ):
-        own = {
-            path: json.loads(json.dumps(called(crew, identity, one), default=str))
-            for path, one in models.items()
-        }
+        own = {path: called(crew, identity, one) for path, one in models.items()}
         for settings in own.values():
             del settings["prompt"], settings["seed"]
         runs = {}
