@@ -10,7 +10,6 @@ the heads with the most mass on older frames, 0 the others (policy per_head). tr
 model out with its whole past and writes its mean queries as an .npz (policy triattention).
 """
 
-from functools import partial
 from pathlib import Path
 
 from experiments.caches.files import replacing
@@ -50,7 +49,5 @@ def run(argv=None):
     print(f"{output}: {', '.join(f'{n} of class {label}' for label, n in counts)}")
 
 
-command = partial(main, run)
-
 if __name__ == "__main__":
-    command()
+    main(run)

@@ -17,10 +17,7 @@ EACH = ("head", "layer", "frame", "site")
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
-    flag, each = (
-        parser.add_argument,
-        "what is edited, one after the other; site: attn_out, cross_out, mlp_out",
-    )
+    flag, each = parser.add_argument, "what is edited in turn; site: attn_out, cross_out, mlp_out"
     flag("--each", choices=EACH, default="head", help=each)
     flag("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
     flag("--batch", type=count, default=8, help="runs that are made together")

@@ -63,7 +63,5 @@ def run(argv=None):
     make_caches(args, config, requests, {args.output_path: build})
 
 
-command = partial(main, run)
-
 if __name__ == "__main__":
-    command()
+    main(run)

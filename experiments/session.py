@@ -11,12 +11,11 @@ The scripts go the same way: experiments/extraction/causal.py loads and generate
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from types import UnionType
-from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import torch
@@ -78,43 +77,23 @@ def load(
     TAEHV's small decoder, for run.show(); run.video and run.save() stay the VAE's. Weights are read by the
     first video. Raises ConfigError for what is not there or does not fit.
     """
-    given, hints = (
-        {name: value for name, value in settings.items() if value is not None},
-        get_type_hints(RunConfig),
-    )
-    for name, value in given.items():
-        if name not in hints:
-            raise ConfigError(f"{name} is no setting of a run{did_you_mean(name, hints)}")
-        require_type(name, value, hints[name])
+    given = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None}
+    known = [field.name for field in fields(RunConfig)]
+    if wrong := next((name for name in given if name not in known), None):
+        raise ConfigError(f"{wrong} is no setting of a run{did_you_mean(wrong, known)}")
     if cache_policy is not None:
         if isinstance(cache_policy, CachePolicy):
-            cache_policy = settings_of(cache_policy)
+            own = type(cache_policy)
+            if POLICIES.get(cache_policy.name, own).__qualname__ != own.__qualname__:
+                name = cache_policy.name
+                raise ConfigError(f"cache_policy {name} is the name of another policy; give yours another")
+            POLICIES[cache_policy.name] = own  # known from here on; a cell of a notebook may define it again
+            cache_policy = cache_policy.describe()
         elif isinstance(cache_policy, str | Path):
             cache_policy = policy_settings(str(cache_policy), project_files.HOME / FOLDER)
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
     config = project_files.find_config(source, given)
     return Pipe(config, load_vae(config, "auto", str(preview)) if preview else None)
-
-
-def settings_of(policy: CachePolicy) -> dict[str, Any]:
-    """Return the settings that make a policy again, whose class is known by its name from here on."""
-    known = POLICIES.get(policy.name, type(policy))
-    if known.__qualname__ != type(policy).__qualname__:
-        raise ConfigError(f"cache_policy {policy.name} is the name of another policy; give yours another one")
-    POLICIES[policy.name] = type(policy)  # a cell of a notebook may define it again
-    return policy.describe()
-
-
-def require_type(name: str, value: Any, hint: Any) -> None:
-    """Raise ConfigError for a value of another type: True is no number, "21" neither."""
-    is_union = get_origin(hint) in (UnionType, Union)
-    kinds = [get_origin(kind) or kind for kind in (get_args(hint) if is_union else [hint])]
-    if {list, dict, Any} & {*kinds}:
-        return  # what they hold is checked with the config
-    fits = type(value) in kinds or (float in kinds and type(value) is int)
-    if not fits and not (str in kinds and isinstance(value, Path)):
-        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        raise ConfigError(f"{name} must be {names}, not {short_repr(value)}")
 
 
 def as_numbers(name: str, value: Any) -> list[int] | None:
@@ -162,8 +141,6 @@ class Pipe:
         configs = []
         for number in range(count):
             text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]
-            require_type("prompt", text, str | None)
-            require_type("seed", own, int | None)
             if self.config.prompt_embeds:
                 text = with_given_prompt(self.config, text)
             given: dict[str, Any] = {"prompt": text, "seed": own}
@@ -178,9 +155,8 @@ class Pipe:
             with seen.watching(configs) if seen else watching as kept:
                 made = causal.extract_batch(self._session, configs, requests, observer)
         is_reduced = bool(seen and seen.watcher and seen.watcher.reduce)
-        runs = [
-            Run(each, tables(kept, item, count, is_reduced), self.preview) for item, each in enumerate(made)
-        ]
+        captured = [tables(kept, item, count, is_reduced) for item in range(count)]
+        runs = [Run(each, own, self.preview) for each, own in zip(made, captured, strict=True)]
         if seen:
             seen.runs += runs
         return runs if is_batch else runs[0]
@@ -614,7 +590,8 @@ class Lens:
         found = torch.full((len(self.layers), len(self.blocks), len(self.steps)), torch.nan)
         for (layer, block, step), x0 in self.latents.items():
             place = self.layers.index(layer), self.blocks.index(block), self.steps.index(step)
-            found[place] = (x0 - self._final(block)).square().mean().sqrt()
+            final = self.run.latents[:, block_frames(self.run.extraction.config.block_sizes, block)].cpu()
+            found[place] = (x0 - final).square().mean().sqrt()
         return found
 
     def frames(self, layer: int, block: int, step: int) -> Tensor:
@@ -631,7 +608,3 @@ class Lens:
         last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
         images = [[last(layer, step) for step in self.steps] for layer in self.layers]
         return lens_strip(images, self.layers, self.steps, self.distance[:, self.blocks.index(block)].numpy())
-
-    def _final(self, block: int) -> Tensor:
-        frames = block_frames(self.run.extraction.config.block_sizes, block)
-        return self.run.latents[:, frames[0] : frames[-1] + 1].cpu()

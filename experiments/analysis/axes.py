@@ -199,11 +199,8 @@ def query_profile(
     """Return the profile [H, F + averages] of some query frames, None: of the last block, and its caption."""
     (layer,) = view.layers
     if query_frames is None:
-        profile, query_frames, noise = (
-            view.key_profile(layer),
-            axes.shown(view.query_frames),
-            view.noise_frames,
-        )
+        profile, noise = view.key_profile(layer), view.noise_frames
+        query_frames = axes.shown(view.query_frames)
     else:
         if not set(query_frames) <= set(range(len(axes.latent))):
             raise CacheError(f"query frames {query_frames} are not all in 0..{len(axes.latent) - 1}")

@@ -1,6 +1,6 @@
 """Attention at the places of the video: maps of what a query sees, and mass per prompt word."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +83,7 @@ class VideoMap:
 
 def places_of(cache: Mapping) -> list[Place]:
     """List every query of a cache, in its order; one that several blocks have is named once."""
-    return list(dict.fromkeys(place for place, _, _ in _entries(_typed(cache))))
+    return list(_queries(_typed(cache)))
 
 
 def open_map(
@@ -98,7 +98,12 @@ def open_map(
     typed = _typed(cache)
     if quantity not in UNITS:
         raise CacheError(f"quantity {quantity!r} is not one of {', '.join(UNITS)}")
-    place, block, row = _find_query(typed, query)
+    if not (there := _queries(typed)):
+        raise CacheError("this cache has word maps alone")
+    place = next(iter(there)) if query is None else (*query, ANY, ANY)[:3]  # a frame alone is its mean
+    if place not in there:
+        raise CacheError(f"query {place} is not in this cache; it has {str([*there][:8])[1:-1]}")
+    block, row = there[place]
     n, p, h = _indices(typed, layer, step, head)
     assert block.map_mass is not None and block.map_logits is not None
     assert block.key_frame is not None and block.key_token is not None
@@ -155,21 +160,13 @@ def _typed(cache: Mapping) -> MapsCache:
     return MapsCache.from_dict(cache)
 
 
-def _entries(cache: MapsCache) -> Iterator[tuple[Place, BlockMaps, int]]:
-    for block in cache.blocks:
-        for row, (f, r, c) in enumerate([] if block.queries is None else block.queries.tolist()):
-            yield (f, r, c), block, row
-
-
-def _find_query(cache: MapsCache, query: Sequence[int] | None) -> tuple[Place, BlockMaps, int]:
-    """Find a query's block and its row there, a mean's in the last block. A frame alone is its mean."""
-    there = {place: (place, block, row) for place, block, row in _entries(cache)}
-    if not there:
-        raise CacheError("this cache has word maps alone")
-    wanted = next(iter(there)) if query is None else (*query, ANY, ANY)[:3]
-    if wanted not in there:
-        raise CacheError(f"query {tuple(wanted)} is not in this cache; it has {str([*there][:8])[1:-1]}")
-    return there[wanted]
+def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:
+    """Return every query's block and its row there; a mean that several blocks have is the last one's."""
+    return {
+        (frame, row, column): (block, number)
+        for block in cache.blocks
+        for number, (frame, row, column) in enumerate(() if block.queries is None else block.queries.tolist())
+    }
 
 
 def _indices(cache: MapsCache, layer: int, step: int | None, head: int) -> list[int]:

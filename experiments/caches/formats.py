@@ -178,18 +178,12 @@ class Sampling(Fields):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedKeys(Fields):
-    """Since schema_version 2, where keys are not the tokens of key_frames in order: what each key is."""
+class Tokens(Fields):
+    """The token matrix of a call; since schema_version 2 key_* where keys are not those of key_frames."""
 
     key_frame: Annotated[Tensor | None, "i32 [keys]"] = None  # -1 an average, -2 zeros
     key_token: Annotated[Tensor | None, "i32 [keys]"] = None  # index in its frame, row by row
     key_position: Annotated[Tensor | None, "i32 [keys]"] = None  # temporal RoPE index
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens(NamedKeys):
-    """The token matrix of a call."""
-
     layer_idx: int
     is_logits: bool
     attn_logits: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk] | f16/f32 [1, H, Lq, keys]"] = None
@@ -649,10 +643,8 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
         absent[sum(blocks[: cache.done]) :] = True
         require(cells[..., absent].isnan().all(), name, "must be NaN in later blocks, and in those not done")
     for mass in [name for name in ("map_mass", "slot_mass", "frame_mass") if name in there][:1]:
-        rows, unit = (
-            there[mass].float() if mass in small else torch.empty(0, 1),
-            S if mass == "map_mass" else 1,
-        )
+        rows, unit = there[mass] if mass in small else torch.empty(0, 1), S if mass == "map_mass" else 1
+        rows = rows.float()
         off = (rows.nansum(-1) / unit - 1)[~rows.isnan().all(-1)].abs()
         fine = (off <= MASS_TOLERANCE).all() and not (rows < 0).any()
         require(fine, mass, f"must have rows that sum to {unit}")

@@ -445,23 +445,20 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     if stored is not None and matrices is not None and cache.slot_frame is not None:
         slots, count = _in_quantity(cache, "slot", S, quantity, p), most_averages(cache.slot_frame)
 
-    def averages_of(i: int) -> Tensor | None:
-        if slots is None or cache.slot_frame is None or not count:
-            return None
-        found = torch.full((cache.num_heads, cache.num_frames, most_averages(cache.slot_frame[i])), torch.nan)
-        for queries, shown in zip(block_ranges(cache.block_sizes), cache.slot_frame[i], strict=False):
-            found[:, queries] = averages_of_slots(slots[i][:, queries], shown, found.shape[-1])
-        return found
-
     def read(layer: int) -> LayerValues:
-        i, curve = cache.layers.index(layer), None
+        i, curve, gone = cache.layers.index(layer), None, None
+        if slots is not None and cache.slot_frame is not None and count:
+            shown = cache.slot_frame[i]
+            gone = torch.full((cache.num_heads, cache.num_frames, most_averages(shown)), torch.nan)
+            for queries, of_block in zip(block_ranges(cache.block_sizes), shown, strict=False):
+                gone[:, queries] = averages_of_slots(slots[i][:, queries], of_block, gone.shape[-1])
         if by_means and cache.key_curve is not None:
             curve = cache.key_curve[i, p]
             if cache.key_frame is None or cache.key_token is None:
                 curve = curve[:, columns]
             else:
                 curve = frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
-        return LayerValues(profiles[i], None if matrices is None else matrices[i], curve, averages_of(i))
+        return LayerValues(profiles[i], None if matrices is None else matrices[i], curve, gone)
 
     rows = [] if matrices is None else list(range(cache.num_frames))
     return _Pass(cache.layers, last, keys, rows, count, read)

@@ -79,13 +79,6 @@ def source_of(edit: Edit) -> Any:
     return getattr(edit, "source", None)
 
 
-def sources_of(edits: Sequence[Edit]) -> list[str]:
-    """List the files that edits take values from: means, and weights of runs in step, "base" among them."""
-    sources = [source_of(edit) for edit in edits]
-    found = [source.weights if isinstance(source, Source) else source for source in sources]
-    return [str(file) for file in found if file is not None]
-
-
 def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
     """Raise ConfigError, with the remedy, where an edit cannot have the file, prompt or run that it needs."""
     for edit in edits:
@@ -122,6 +115,7 @@ def require_means(path: str | Path) -> None:
 def named_files(config: RunConfig) -> list[str]:
     """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
     classes = (config.cache_policy or {}).get("file")
-    sources = sources_of(edits_of(config.interventions, "config"))
-    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in sources]
+    sources = [source_of(edit) for edit in edits_of(config.interventions, "config")]
+    files = [source.weights if isinstance(source, Source) else source for source in sources]
+    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in files]
     return [str(file) for file in (config.lora_path, classes, *named) if file]

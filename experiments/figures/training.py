@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import experiments.figures.style as st
@@ -74,8 +73,13 @@ def training_checkpoints(
             line.plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
         line.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
         legend |= st.handles(line)
-        _steps_along(line, steps[-1], few_step)
-        line.set(ylabel=unit, title=title)
+        several = few_step is not None and few_step < steps[-1]
+        if several:
+            line.axvline(few_step, color=GREEN, linestyle="--", linewidth=1)
+        line.set(xlabel="Training step" + f" (few-step stages from {few_step} on)" * several)
+        line.set_xscale("symlog", linthresh=100)  # even up to 100, then by size
+        ticks = [0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])]
+        line.set(ylabel=unit, title=title, xlim=(-10, 1.2 * steps[-1]), xticks=ticks)
         chosen = values[[steps.index(step) for step in shown]]
         limit = np.abs(chosen).max()
         low, cmap = (-limit, "RdBu_r") if values.min() < 0 else (0, "viridis")
@@ -86,17 +90,6 @@ def training_checkpoints(
         st.color_bar(figure, image, maps, unit)
     st.label_figure(figure, [], "Preference for the first frame in training", subtitle, legend=legend)
     return figure
-
-
-def _steps_along(axis: Axes, last: int, few_step: int | None = None) -> None:
-    """Show steps from 0 to the last: even up to 100, then by size; a line where few-step stages begin."""
-    several = few_step is not None and few_step < last
-    axis.set_xlabel("Training step" + (f" (few-step stages from {few_step} on)" if several else ""))
-    if few_step is not None and several:
-        axis.axvline(few_step, color=GREEN, linestyle="--", linewidth=1)
-    axis.set_xscale("symlog", linthresh=100)
-    axis.set_xlim(-10, 1.2 * last)
-    axis.set_xticks([0, *(10**n for n in range(2, 5) if 10**n <= last)])
 
 
 @styled

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -108,17 +108,9 @@ def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> Edit
     def edit_of(block: int) -> Edit | None:
         others = [frame for frame in range(ranges[block].start) if frame not in named]
         chosen = random.Random(f"{salt} {block}").sample(others, min(len(others), len(named)))
-        return _with(edit, frames=tuple(chosen)) if chosen else None
+        return replace(edit, **{"frames": tuple(chosen)}) if chosen else None
 
     return edit_of
-
-
-def _with(edit: Edit, **fields: Any) -> Edit:
-    return replace(edit, **fields)
-
-
-def _always(edit: Edit, block: int) -> Edit:
-    return edit
 
 
 # --- The study and its items
@@ -223,8 +215,8 @@ class Study:
                 fields["site"] = ADDED[unit]
             elif self.each != "layer":
                 fields[f"{self.each}s"] = (unit,)
-            edit = _with(self.edit, **fields)
-            yield ("effect", unit), partial(_always, edit)
+            edit = replace(self.edit, **fields)
+            yield ("effect", unit), lambda block, edit=edit: edit
             of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes

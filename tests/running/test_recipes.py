@@ -133,7 +133,7 @@ def test_pipes_in_threads_do_not_see_each_other(pipe):
 REFUSED = {
     "'resid_past' is no site; did you mean resid_post": lambda pipe: capture(pipe, "resid_past").__enter__(),
     "head 12 is not in": lambda pipe: capture(pipe, "z", heads=[12]).__enter__(),
-    "seed must be int or None, not '3'": lambda pipe: pipe.generate(seed="3"),
+    "seed '3' is not int in": lambda pipe: pipe.generate(seed="3"),
     "2 prompts and 3 seeds": lambda pipe: pipe.generate(["a", "b"], seeds=[1, 2, 3]),
     "is the run itself": lambda pipe: edited(pipe, Patch("z", Source(seed=3), passes="all")),
 }
