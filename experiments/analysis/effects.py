@@ -22,11 +22,11 @@ ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads
 ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
 
 
-def random_curve(draws: np.ndarray, resamples: int = DRAWS, seed: int = 0) -> list[list[float]]:
+def random_curve(draws: np.ndarray) -> list[list[float]]:
     """Share, interval over orders and captions, lowest, highest, of draws [draws, counts, captions]."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     (orders, _, captions), drawn = draws.shape, []
-    for _ in range(resamples):
+    for _ in range(DRAWS):
         of_orders = draws[generator.integers(orders, size=orders)].mean(0)
         drawn.append(of_orders[:, generator.integers(captions, size=captions)].mean(1))
     of_draws = draws.mean(2)  # [draws, counts]

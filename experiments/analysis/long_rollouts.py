@@ -67,14 +67,14 @@ class LongRollouts:
             for label, of in self.findings["curves"].items()
         }
 
-    def sink_map(self, policy: str, measure: str = PRIMARY) -> tuple[list[int], list[int], np.ndarray]:
+    def sink_map(self, policy: str) -> tuple[list[int], list[int], np.ndarray]:
         """Windows, sinks, and the measure [windows, sinks] in frames; NaN where there is no such policy."""
         rows = self.findings["sink_map"][policy]
         windows = sorted({row["window"] for row in rows})
         sinks = sorted({row["sink"] for each in self.findings["sink_map"].values() for row in each})
         values = np.full((len(windows), len(sinks)), np.nan)
         for row in rows:
-            values[windows.index(row["window"]), sinks.index(row["sink"])] = row[measure][0]
+            values[windows.index(row["window"]), sinks.index(row["sink"])] = row[PRIMARY][0]
         return windows, sinks, values
 
     def costs(self) -> dict[str, tuple[float, float, float]]:

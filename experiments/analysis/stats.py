@@ -86,15 +86,15 @@ def percentiles(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interva
     return Interval(estimate, *(known or (np.nan, np.nan)))
 
 
-def bootstrap(values: np.ndarray, draws: int = DRAWS, seed: int = 0) -> Interval:
+def bootstrap(values: np.ndarray) -> Interval:
     """Return the mean of values and its interval, from resampling the first axis, the prompts."""
     values = np.asarray(values, np.float64)
-    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)))
-    return percentiles(float(values.mean()), values[chosen].reshape(draws, -1).mean(1))
+    chosen = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
+    return percentiles(float(values.mean()), values[chosen].reshape(DRAWS, -1).mean(1))
 
 
 def head_correlation(
-    effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS, seed=0
+    effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS
 ) -> Interval:
     """Spearman's ρ over heads of effects [prompts, layers, H], averaged over prompts, with a predictor.
 
@@ -108,15 +108,15 @@ def head_correlation(
         x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
         return partial_spearman(x, y, others)
 
-    generator, (prompts, layers) = np.random.default_rng(seed), effects.shape[:2]
+    generator, (prompts, layers) = np.random.default_rng(0), effects.shape[:2]
     drawn = [rho(*(generator.integers(n, size=(n,)) for n in (prompts, layers))) for _ in range(draws)]
     return percentiles(rho(np.arange(prompts), np.arange(layers)), drawn)
 
 
-def sign_flip_p(differences: np.ndarray, draws: int = 10_000, seed: int = 0) -> float:
+def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
     """Return the two-sided p of paired differences [prompts] having mean 0, by flipping signs at random."""
     differences = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(draws, len(differences)))
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(draws, len(differences)))
     as_far = np.abs(signs @ differences) >= abs(differences.sum()) * (1 - 1e-12)
     return float((as_far.sum() + 1) / (draws + 1))
 

@@ -42,9 +42,7 @@ def read_edits(path: str | Path) -> list[Edit]:
     return edits
 
 
-def read_ablated_heads(
-    path: str | Path, num_layers: int, num_heads: int, passes: str, how: str = "zero"
-) -> list[Edit]:
+def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes: str) -> list[Edit]:
     """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
     try:
         lines = csv.reader(read_text(path, MAX_BYTES).splitlines())
@@ -62,7 +60,7 @@ def read_ablated_heads(
             if cell not in ("0", "1"):
                 raise ConfigError(f"{path}: layer {layer}, head {head}: {short_repr(cell)} is not 0 or 1")
         if heads := tuple(head for head, cell in enumerate(row) if cell == "1"):
-            edits.append(Ablate(how, layers=(layer,), heads=heads, passes=passes))
+            edits.append(Ablate("zero", layers=(layer,), heads=heads, passes=passes))
     if not edits:
         raise ConfigError(f"{path} drops no head: every value is 0")
     return edits

@@ -119,7 +119,7 @@ def _range(scale: str, values: np.ndarray) -> tuple[str, float, float]:
 
 @styled
 def placebo_strips(
-    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, subtitle="", *, unit="logits"
+    effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, subtitle=""
 ) -> Figure:
     """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
     columns = np.concatenate([[0], frames])
@@ -130,12 +130,12 @@ def placebo_strips(
     order = np.argsort(-effect, kind="stable")
     image = st.heat_map(strips, values[order], **st.color_scale(values, "mean_logit", 98))
     strips.set(ylabel="Heads, by their effect of frame 0")
-    st.color_bar(figure, image, strips, unit, values)
+    st.color_bar(figure, image, strips, "logits", values)
     mean = _quiet_mean(values)
     means.bar(columns[1:], mean[columns[1:]], color=BLUE, width=0.8, label="placebo: another key frame")
     means.bar([0], mean[:1], color=ORANGE, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
-    means.set(ylabel=f"Mean ({unit})", xticks=range(columns[-1] + 1))
+    means.set(ylabel="Mean (logits)", xticks=range(columns[-1] + 1))
     _mark_absent(means, columns, mean[columns])
     strips.tick_params(labelbottom=False)
     st.label_figure(figure, [means], title, subtitle, legend=st.handles(means))
@@ -143,9 +143,7 @@ def placebo_strips(
 
 
 @styled
-def distances_and_contrasts(
-    excess: np.ndarray, contrasts: np.ndarray, title: str, subtitle="", *, unit="logits"
-) -> Figure:
+def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: str, subtitle="") -> Figure:
     """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
     figure, (left, right) = st.panels(2, 2, (4.5, 2.4))
     there = np.isfinite(excess).any(0)
@@ -153,14 +151,14 @@ def distances_and_contrasts(
     low, high = np.nanquantile(values, [0.25, 0.75], axis=0)
     left.fill_between(distances, low, high, color=BLUE, alpha=0.25, linewidth=0)
     left.plot(distances, np.nanmean(values, 0), color=BLUE, linewidth=1.5)
-    left.set(xlabel="Distance (latent frames)", ylabel=f"Excess of frame 0 ({unit})")
+    left.set(xlabel="Distance (latent frames)", ylabel="Excess of frame 0 (logits)")
     left.set_title("Against other frames at equal distance")
     frames, mean = np.arange(contrasts.shape[1]), _quiet_mean(contrasts)
     right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         right.vlines(frames, *np.nanquantile(contrasts, [0.25, 0.75], axis=0), color="0.3", linewidth=0.9)
     _mark_absent(right, frames, mean)
-    right.set(xlabel="Key frame (latent)", ylabel=f"Contrast c(j) ({unit})", xticks=frames)
+    right.set(xlabel="Key frame (latent)", ylabel="Contrast c(j) (logits)", xticks=frames)
     right.set_title("Key frames against the line through 3–11")
     for axis in (left, right):
         axis.axhline(0, color="0.4", linewidth=0.8)
@@ -170,9 +168,7 @@ def distances_and_contrasts(
 
 
 @styled
-def effect_by_pass(
-    effects: Mapping[str, np.ndarray], title: str, subtitle="", *, unit: str = "logits"
-) -> Figure:
+def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -> Figure:
     """Draw first-frame effects [heads] of every pass, by its name: a line a head, and their mean."""
     values = np.stack([one.ravel() for one in effects.values()])
     figure, (axis,) = st.panels(1, 1, (max(4.0, 0.9 * len(values) + 1.5), 2.6))
@@ -181,15 +177,13 @@ def effect_by_pass(
     axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
     room = 0.9 * (figure.get_figwidth() - 0.5) / max(1, len(values))
     axis.set_xticks(range(len(values)), [st.wrapped(name, st.SMALL, room) for name in effects])
-    axis.set(ylabel=f"First-frame effect s ({unit})", xlim=(-0.4, len(values) - 0.6))
+    axis.set(ylabel="First-frame effect s (logits)", xlim=(-0.4, len(values) - 0.6))
     st.label_figure(figure, [], title, subtitle, legend=st.handles(axis))
     return figure
 
 
 @styled
-def contrasts_by_frame(
-    contrasts: Mapping[str, np.ndarray], title: str, *, block: int, unit="logits"
-) -> Figure:
+def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], title: str, *, block: int) -> Figure:
     """Draw contrasts by key frame, [3, first]: mean over heads, low, high; every other block shaded."""
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
@@ -200,7 +194,7 @@ def contrasts_by_frame(
     for start in range(0, longest, 2 * block):
         axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
     axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set(ylabel=f"Contrast c(j) ({unit})", xlim=(-0.5, longest - 0.5), xticks=range(longest))
+    axis.set(ylabel="Contrast c(j) (logits)", xlim=(-0.5, longest - 0.5), xticks=range(longest))
     st.label_figure(figure, [axis], title, legend=st.handles(axis))
     return figure
 

@@ -24,6 +24,7 @@ from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, R
 ROOM = 8  # points between axes and a title over the strip of averages
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
+SHOWN = 18  # first query frame of the block to point out: the paper's figure shows 18–20 alone
 MIXED = -98  # position of a slot whose tokens stand at several ones
 MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
 DASHED: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
@@ -223,21 +224,16 @@ def layer_statistics(
 
 
 @styled
-def first_by_block(
-    blocks: Mapping[str, BlockPanel], title: str, subtitle="", *, shown: int = 18, of_paper=True
-) -> Figure:
-    """Draw frame 0's excess over the other context frames against the block of queries, a panel a head.
-
-    shown is the first query frame of the block to point out: the paper's figure shows 18–20 alone.
-    """
+def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *, of_paper=True) -> Figure:
+    """Draw frame 0's excess over the other context frames against the block of queries, a panel a head."""
     figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6))
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
-        colors = [ORANGE if start == shown else "0.6" for start in starts]
+        colors = [ORANGE if start == SHOWN else "0.6" for start in starts]
         axis.bar(starts + 1, measured, width=2.2, color=colors, linewidth=0)
         axis.plot(starts + 1, predicted, "o-", color=BLUE, linewidth=1.2, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name, xticks=starts + 1)
-    queries = f"queries {shown}–{shown + 2}" + ", those of the paper" * of_paper
+    queries = f"queries {SHOWN}–{SHOWN + 2}" + ", those of the paper" * of_paper
     legend: dict[str, Artist] = {
         "measured": Patch(color="0.6", label="measured"),
         "shown": Patch(color=ORANGE, label=queries),
@@ -249,9 +245,9 @@ def first_by_block(
 
 
 @styled
-def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="", *, columns: int = 3) -> Figure:
+def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") -> Figure:
     """Draw context curves beside their waves; a line shows what s adds to frame 0, and the rest follows."""
-    figure, axes = st.panels(len(parts), columns=columns, size=(2.9, 1.7))
+    figure, axes = st.panels(len(parts), columns=3, size=(2.9, 1.7))
     values = np.concatenate([[p.waves[0] + p.s, *p.measured, *p.waves, 0] for p in parts.values()])
     for axis, (name, (measured, waves, s)) in zip(axes, parts.items(), strict=True):
         _bars_and_line(axis, measured, waves, [ORANGE, *[GREY] * (len(measured) - 1)])
@@ -277,11 +273,9 @@ class HeadPair(NamedTuple):
 
 
 @styled
-def heads_by_agreement(
-    r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str, *, columns: int = 3
-) -> Figure:
+def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str) -> Figure:
     """Draw the sorted r of all heads, a line for each name, and some heads' curves beside the published."""
-    figure, axes = st.panels(1 + len(worst), columns, (3.0, 2.0))
+    figure, axes = st.panels(1 + len(worst), 3, (3.0, 2.0))
     for color, (name, values) in zip((BLUE, GREEN, PURPLE, ORANGE), r.items(), strict=False):
         ordered = np.sort(values[np.isfinite(values)])
         axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, color=color, linewidth=1.4, label=name)

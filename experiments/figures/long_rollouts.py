@@ -18,16 +18,14 @@ FPS = 16
 
 
 @styled
-def long_strips(
-    strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle="", title="Long rollouts"
-) -> Figure:
+def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle="") -> Figure:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     side = next(iter(strips.values())).shape[0]
     rows = {n: strip.reshape(side, len(seconds), side, 3).swapaxes(0, 1) for n, strip in strips.items()}
     figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds])
     for axis, name in zip(axes[:: len(shown)], strips, strict=True):
         axis.set_ylabel(st.wrapped(name, st.SMALL, 1.1), rotation=0, ha="right", va="center")
-    st.label_figure(figure, [], title, subtitle)
+    st.label_figure(figure, [], "Long rollouts", subtitle)
     return figure
 
 
@@ -132,8 +130,7 @@ def rope_against_distance(
     distances: np.ndarray,
     coherence: np.ndarray,
     reach: Mapping[str, tuple[int, int]],
-    marks: Sequence[tuple[int, float]] = (),
-    subtitle="",
+    marks: Sequence[tuple[int, float]],
 ) -> Figure:
     """Draw Re C(Δ) over Δ in latent frames; below it how far each policy's sink stands from the queries."""
     figure, (ax, below) = st.panels(2, 1, (7.0, 1.5), sharex=True, height_ratios=[1.6, 1])
@@ -146,7 +143,7 @@ def rope_against_distance(
     ax.set_ylabel("Re C(Δ)")
     note = "maxima at Δ = " + ", ".join(str(distance) for distance, _ in marks) if marks else ""
     title, x = "Agreement of RoPE with distance", "Δ, latent frames between query and key"
-    st.label_figure(figure, [below], title, subtitle, x=x, note=note)
+    st.label_figure(figure, [below], title, x=x, note=note)
     return figure
 
 

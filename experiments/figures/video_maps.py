@@ -49,9 +49,7 @@ def bilinear(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
-def scale_of(
-    maps: Sequence[VideoMap], top: float | None = None, frames: Sequence[int] | None = None
-) -> ScalarMappable:
+def scale_of(maps: Sequence[VideoMap], frames: Sequence[int] | None = None) -> ScalarMappable:
     """Make one scale: from 0 for masses, in steps of their square root; around 0 for logits.
 
     It ends at the largest value of earlier blocks in the frames: an own token would leave the past pale.
@@ -59,26 +57,24 @@ def scale_of(
     chosen = frames or range(len(maps[0].values))
     past = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
     some = past if any(np.isfinite(values).any() for values in past) else [seen.values for seen in maps]
-    return _scale(np.concatenate([values.ravel() for values in some]), maps[0].quantity, top)
+    return _scale(np.concatenate([values.ravel() for values in some]), maps[0].quantity)
 
 
-def _scale(values: np.ndarray, quantity: str, top: float | None = None) -> ScalarMappable:
+def _scale(values: np.ndarray, quantity: str) -> ScalarMappable:
     colors = st.color_scale(values, quantity)
-    top = colors["vmax"] if top is None else top
+    top = colors["vmax"]
     norm = Normalize(-top, top) if quantity == "mean_logit" else PowerNorm(0.5, 0, top)
     return ScalarMappable(norm, colors["cmap"])
 
 
 @styled
-def video_map(
-    seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA, columns=7, top: float | None = None
-) -> Figure:
+def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) -> Figure:
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
     there = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
     shown, (height, width) = sorted({*there, *seen.query_frames}), pictures[0].shape[:2]
-    columns = len(st.columns_with_room(columns, 0.62 * max(1.0, width / height)))
+    columns = len(st.columns_with_room(7, 0.62 * max(1.0, width / height)))
     figure, axes = st.panels(len(shown), columns, (1.2, 1.2 * height / width + 0.15), keep=True)
-    scale, queried = scale_of([seen], top), (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
+    scale, queried = scale_of([seen]), (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
     for axis, frame in zip(axes, shown, strict=True):
         st.show_picture(axis, blend(pictures[frame], seen.values[frame], scale, alpha))
         _mark(axis, seen, frame, (height, width))
@@ -94,14 +90,12 @@ def map_strip(
     frames: Sequence[int],
     *,
     alpha=ALPHA,
-    title="",
-    top: float | None = None,
 ) -> Figure:
     """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
     columns = [own, *(frame for frame in frames if frame != own)]
-    scale = scale_of(maps, top, frames=columns)
+    scale = scale_of(maps, columns)
     rows = {
         f"L{one.layer} H{one.head}": [blend(pictures[f], one.values[f], scale, alpha) for f in columns]
         for one in maps
@@ -111,7 +105,7 @@ def map_strip(
     for n, axis in enumerate(axes):
         frame = columns[shown[n % len(shown)]]
         _mark(axis, maps[n // len(shown)], frame, pictures[0].shape[:2])
-    _finish(figure, axes, title or f"Where heads look: {first.unit}", first.about, scale, maps)
+    _finish(figure, axes, f"Where heads look: {first.unit}", first.about, scale, maps)
     return figure
 
 
@@ -138,12 +132,10 @@ def word_strip(
 
 
 @styled
-def video_strips(
-    videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str, title="Video frames"
-) -> Figure:
+def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str) -> Figure:
     """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
     figure, *_ = st.picture_grid({n: video[list(frames)] for n, video in videos.items()}, [*map(str, frames)])
-    st.label_figure(figure, [], title, subtitle)
+    st.label_figure(figure, [], "Video frames", subtitle)
     return figure
 
 
