@@ -13,6 +13,7 @@ warmed process, to the first failure. A campaign that is stopped goes on where i
 import argparse
 import ast
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -27,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "docs/benchmarks/mutations.json"
-SEED, COUNT, SECONDS = 13, 50, 900  # seconds after which a run counts as noticed: the mistake hangs
+SEED, COUNT, SECONDS = 13, 50, 300  # seconds after which a run counts as noticed: the mistake hangs
 SOURCES = {"wan": "wan/**/*.py", "caches": "experiments/caches/*.py"}
 TESTS = {"wan": ["tests/wan"], "caches": ["tests/caches"]}
 FAST = ["-m", "not slow and not beside"]
@@ -82,6 +83,7 @@ USERS = {
     ),
 }
 FINGERPRINTS = 100
+LOG = "mutations.log"  # of the tests, in a copy of the tree
 NOTICED = ("failed", "error", "hung")
 Mistake = tuple[str, str, str, str]  # package, function, expression, what takes its place
 SWAPPED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)]
@@ -218,11 +220,12 @@ def run_in_fork(root: Path, package: str) -> None:
 
         os.chdir(root)
         sys.path[:0] = [str(root)]
-        os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
+        path = os.environ.get("PYTHONPATH", "")  # of the processes that tests start
+        os.environ["PYTHONPATH"] = os.pathsep.join(part for part in (str(root), path) if part)
         sys.dont_write_bytecode = True
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+        log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
         chosen = [*FAST, *TESTS[package]] if package in TESTS else []
         chosen = chosen or [f"tests/{name}" for name in USERS[package][1].split()]
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen]))
@@ -230,25 +233,48 @@ def run_in_fork(root: Path, package: str) -> None:
         os._exit(code)
 
 
-def campaign(root: Path, chosen: list[Mistake], results: list[str]) -> Iterator[list[str]]:
-    """Make the mistakes that have no result yet in a copy of the tree; yield the results after each."""
-    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        for name in listed.stdout.splitlines():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, copy / name)
-        there = mistakes(copy) | faults(copy)
-        for package in {mistake[0] for mistake in chosen}:
-            assert run_tests(copy, package) == "survived", f"the tests of {package} fail as it is"
-        for mistake in chosen[len(results) :]:
-            path, node = there[mistake]
-            right = path.read_bytes()
-            make(path, node, mistake[3])
-            results.append(run_tests(copy, mistake[0]))
-            path.write_bytes(right)
-            print(f"{results[-1]:10s} {mistake[1]}: {mistake[2]} -> {mistake[3]}", flush=True)
+def campaign(root: Path, chosen: list[Mistake], results: list[str], workers: int) -> Iterator[list[str]]:
+    """Make the mistakes without a result, each worker in its copy of the tree; yield all results so far.
+
+    Mistakes in what has failing tests as it is stay without: "not run".
+    """
+    packages = sorted({mistake[0] for mistake in chosen})
+    results += ["not run"] * (len(chosen) - len(results))
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, fork.Pool(workers, copy_tree, (root, Path(folder))) as pool:
+        whole = dict(zip(packages, pool.imap(as_it_is, packages, chunksize=1), strict=True))
+        print(*(f"the tests of {p} fail as it is:\n{log}" for p, log in whole.items() if log), flush=True)
+        left = [n for n, m in enumerate(chosen) if results[n] == "not run" and not whole[m[0]]]
+        for n, found in zip(left, pool.imap(try_mistake, [chosen[n] for n in left]), strict=True):
+            results[n] = found
+            print(f"{found:10s} {chosen[n][1]}: {chosen[n][2]} -> {chosen[n][3]}", flush=True)
             yield results
+
+
+def copy_tree(root: Path, folder: Path) -> None:
+    """Copy what git tracks into this worker's own folder and go there."""
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
+    copy = folder / str(os.getpid())
+    for name in listed.stdout.splitlines():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, copy / name)
+    os.chdir(copy)
+
+
+def as_it_is(package: str) -> str:
+    """Return the end of the log of tests that fail without a mistake, or nothing."""
+    found = run_tests(Path.cwd(), package)
+    return "" if found == "survived" else f"{found}: {Path(LOG).read_text()[-1500:]}"
+
+
+def try_mistake(mistake: Mistake) -> str:
+    copy = Path.cwd()
+    path, node = (mistakes(copy) | faults(copy))[mistake]
+    right = path.read_bytes()
+    make(path, node, mistake[3])
+    found = run_tests(copy, mistake[0])
+    path.write_bytes(right)
+    return found
 
 
 def main() -> None:
@@ -258,6 +284,7 @@ def main() -> None:
     parser.add_argument("--label", help="what the result is called in the report")
     parser.add_argument("--fingerprints", action="store_true", help="make mistakes in who goes by them")
     parser.add_argument("--count", type=int, default=COUNT, help="no more than the first so many")
+    parser.add_argument("--workers", type=int, default=1, help="mistakes at a time, each in its own copy")
     parser.add_argument("--report", type=Path, default=REPORT)
     args = parser.parse_args()
     if args.choose:
@@ -285,12 +312,13 @@ def main() -> None:
         commit = subprocess.run(git, cwd=args.root, capture_output=True, text=True).stdout.strip()
         earlier = report["campaigns"].get(args.label, {})
         results = earlier.get("results", []) if earlier.get("git") == commit else []
-        for found in campaign(args.root.resolve(), chosen, results):
+        for found in campaign(args.root.resolve(), chosen, results, args.workers):
             noticed = sum(result in NOTICED for result in found)
-            result = {"git": commit, "noticed": noticed, "of": len(found), "results": found}
+            of = len(found) - found.count("not run")
+            result = {"git": commit, "noticed": noticed, "of": of, "results": found}
             report["campaigns"][args.label] = result
             args.report.write_text(json.dumps(report, indent=1) + "\n")
-            print(f"{noticed} of {len(found)} noticed", flush=True)
+            print(f"{noticed} of {of} noticed", flush=True)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(f"{used.ru_utime + used.ru_stime:.0f} CPU seconds")
 
