@@ -108,7 +108,6 @@ class KVCache(AnyCache):
 
         self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
         self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
-        self._given: tuple[Tensor, ...] = ()  # the last places()
         self.layouts = [KeyLayout((), self.tokens_per_frame)] * self.num_layers
         self.policy.start(self)
 
@@ -145,25 +144,13 @@ class KVCache(AnyCache):
         self.passes += 1
         self.stores_raw = is_clean and self._raw_rows(self.policy.own_slots(self)).start < self.raw_slots
 
-    def places(self, layer: int, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-        """Return where write() will put keys and values [1, L, H, D] of L tokens, if in one piece.
-
-        shape is that of the tokens, [B, L, dim].
-        """
-        own = self.policy.own_slots(self)
-        if shape[0] != 1 or len(own) * self.tokens_per_frame != shape[1]:
-            return None
-        self._given = self.keys[layer][:, self.tokens(own)], self.values[layer][:, self.tokens(own)]
-        return self._given
-
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         own, S = self.policy.own_slots(self), self.tokens_per_frame
         first = k.shape[1] - len(own) * S  # the first frames may have no slot
-        if not any(k is place for place in self._given):  # else both were computed there
-            self.keys[layer][:, self.tokens(own)] = k[:, first:]
-            self.values[layer][:, self.tokens(own)] = v[:, first:]
+        self.keys[layer][:, self.tokens(own)] = k[:, first:]
+        self.values[layer][:, self.tokens(own)] = v[:, first:]
         if raw_k is not None:
             rows = self._raw_rows(own)
             rows = range(rows.start, min(rows.stop, self.raw_slots))

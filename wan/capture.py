@@ -98,7 +98,7 @@ class CapturedCall(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
-SMALL = 1 << 15  # elements; values up to here are copied together
+SMALL = 1 << 15  # elements; values up to here wait for the end: pinned memory of their own costs more
 
 
 def start_copies(values: dict[str, Tensor]) -> None:
@@ -109,16 +109,12 @@ def start_copies(values: dict[str, Tensor]) -> None:
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
-    """Bring captured tensors to the CPU, small ones in one copy per dtype: each would wait for the device."""
+    """Bring captured tensors to the CPU."""
     if any(value.is_pinned() for call in calls for value in call.values.values()):
         torch.cuda.synchronize()
-    small = [(call.values, name) for call in calls for name, value in call.values.items() if value.is_cuda]
-    for dtype in {values[name].dtype for values, name in small}:
-        group = [(values, name) for values, name in small if values[name].dtype == dtype]
-        flat = torch.cat([values[name].flatten() for values, name in group]).cpu()
-        parts = flat.split([values[name].numel() for values, name in group])
-        for (values, name), part in zip(group, parts, strict=True):
-            values[name] = part.view(values[name].shape).clone()  # a view would be saved with all of flat
+    for call in calls:
+        on_gpu = {name: value for name, value in call.values.items() if value.is_cuda}
+        call.values.update({name: value.contiguous().cpu() for name, value in on_gpu.items()})
 
 
 # --- What is asked for

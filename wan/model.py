@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from wan.attention import MaskedAttention, attention, attention_by_heads
-from wan.cache import AnyCache, CachePolicy, CacheSizes, KVCache
+from wan.cache import AnyCache, CachePolicy, CacheSizes
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
@@ -145,11 +145,9 @@ class _Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
-    def values(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[B, L, dim] -> [B, L, H, D]; written into out [1, L, H, D] where it is given."""
-        if out is None:
-            return self.v(x).unflatten(-1, (self.num_heads, -1))
-        return multiply(self.v, x, out)
+    def values(self, x: Tensor) -> Tensor:
+        """[B, L, dim] -> [B, L, H, D]."""
+        return self.v(x).unflatten(-1, (self.num_heads, -1))
 
 
 class SelfAttention(_Attention):
@@ -167,43 +165,24 @@ class SelfAttention(_Attention):
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout is required where kv_cache is None: it says what the keys are."""
-        in_cache = fused_kernels(x) and not torch.is_grad_enabled()
-        out = self.out_buffers(kv_cache, x.shape) if in_cache else None
-        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw, out)
+        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw)
         return self.merge(self.attend(own, kv_cache, mask, layout))
-
-    def out_buffers(self, kv_cache: Cache, shape: torch.Size) -> tuple[Tensor, Tensor] | None:
-        """Return views of the cache for keys and values of tokens [B, L, dim], or None where it has none."""
-        if watchers():  # who may put others in their place
-            return None
-        return kv_cache.places(self.site.layer, shape) if isinstance(kv_cache, KVCache) else None
 
     # project() and merge() know nothing of the past, nor of who is looking: wan/parallel.py exchanges tokens
     # for heads in between, wan/kernels/graphs.py replays both.
 
-    def project(
-        self, x: Tensor, rope: Rope, with_raw: bool, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, ...]:
-        """Return queries, keys and values [B, L, H, D] of tokens, and with_raw their keys without RoPE.
-
-        Keys and values are written into out where it is given.
-        """
-        k_out, v_out = out or (None, None)
+    def project(self, x: Tensor, rope: Rope, with_raw: bool) -> tuple[Tensor, ...]:
+        """Return queries, keys and values [B, L, H, D] of tokens, and with_raw their keys without RoPE."""
         q, _ = self.turned("q", self.q(x), rope.queries, False)  # a norm finds its product in the GPU's cache
-        k, raw_k = self.turned("k", self.k(x), rope.keys, with_raw, k_out)
-        return q, k, visit("v", self.site.layer, self.values(x, v_out)), *raw_k
+        k, raw_k = self.turned("k", self.k(x), rope.keys, with_raw)
+        return q, k, visit("v", self.site.layer, self.values(x)), *raw_k
 
     def turned(
-        self,
-        name: str,
-        projected: Tensor,
-        rope: tuple[Tensor, Tensor],
-        with_raw: bool,
-        out: Tensor | None = None,
+        self, name: str, projected: Tensor, rope: tuple[Tensor, Tensor], with_raw: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return queries or keys [B, L, H, D] of a product [B, L, dim], and with_raw those without RoPE."""
         norm, layer = getattr(self, f"norm_{name}"), self.site.layer
-        rotated = norm(projected, rope, out)
+        rotated = norm(projected, rope)
         if not with_raw and not wanted(name, layer):
             return visit(f"{name}_rot", layer, rotated), ()
         plain = norm(projected)
@@ -534,16 +513,3 @@ class CausalWanModel(WanModel):
             head_shard=shard,
         )
         return policy.cache_type(sizes, policy)
-
-
-def teacher_forcing_mask(frame_blocks: Sequence[int], tokens_per_frame: int) -> Tensor:
-    """Return the mask [2L, 2L] of clean frames followed by noisy copies, True where a query may look.
-
-    frame_blocks gives the block of each frame. Clean frames see clean blocks up to their own. Noisy frames
-    see the clean blocks before their own, and their own noisy block.
-    """
-    block = torch.as_tensor(frame_blocks).repeat_interleave(tokens_per_frame)
-    query, key = block[:, None], block[None, :]
-    clean_rows = torch.cat([key <= query, torch.zeros_like(key == query)], 1)
-    noisy_rows = torch.cat([key < query, key == query], 1)
-    return torch.cat([clean_rows, noisy_rows])

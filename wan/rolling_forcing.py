@@ -53,9 +53,6 @@ class RollingCache(KVCache):
         self.is_clean = True
         self._announce(self.slots[-self.size :][: -len(frames)], frames, sink=0)
 
-    def places(self, layer: int, shape: torch.Size) -> None:
-        """A window's keys have no place."""
-
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

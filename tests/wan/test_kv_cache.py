@@ -57,21 +57,9 @@ def test_a_rollout_longer_than_announced_is_refused():
         cache.advance(range(3, 6))
 
 
-@pytest.mark.parametrize("shape, fits", [((1, 4), True), ((1, 2), False), ((2, 4), False)])
-def test_places_are_of_whole_blocks_alone(shape, fits):
-    """Not of a share of the tokens, or of several items."""
-    cache = new_cache(6)
-    cache.advance(range(2))
-    places = cache.places(1, torch.Size([*shape, HEADS * DIM]))
-    assert (places is not None) == fits
-    if places:
-        assert places[0].shape == places[1].shape == (1, 4, HEADS, DIM)
-        assert places[0].data_ptr() == cache.keys[1].data_ptr()
-
-
 @pytest.mark.parametrize("batch", [1, 2])
-def test_whoever_asks_for_places_leaves_a_block_its_first_pass(batch):
-    """As LongLive releases it, that pass alone writes the sink; memory that nobody wrote would stay there."""
+def test_the_sink_is_written_by_a_blocks_first_pass_alone(batch):
+    """As LongLive releases it."""
     policy = make_policy("window", window=12, sink=6, released="longlive")
     cache = KVCache(CacheSizes([HEADS] * LAYERS, DIM, 2, 9, batch), policy)
     cache.advance(range(3))
@@ -80,9 +68,5 @@ def test_whoever_asks_for_places_leaves_a_block_its_first_pass(batch):
         cache.begin_pass(is_clean=False)
         for layer in range(LAYERS):
             k, v = torch.randn(2, batch, 6, HEADS, DIM)
-            places = cache.places(layer, torch.Size([batch, 6, HEADS * DIM]))
-            assert (places is not None) == (first and batch == 1)
-            if places:
-                k, v = places[0].copy_(k), places[1].copy_(v)
             keys, values = cache.write(layer, k, k, v)
             assert torch.equal(keys[:, 6:], k) == torch.equal(values[:, 6:], v) == first

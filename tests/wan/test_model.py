@@ -12,7 +12,7 @@ from helpers.behind_attention import LAYER_ERROR, error_behind_attention
 from wan import model as layers
 from wan.config import ModelConfig
 from wan.keys import RotaryTable
-from wan.model import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm, teacher_forcing_mask
+from wan.model import FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm
 
 real_gpu = pytest.mark.real_gpu  # its kernels; test_kernels.py interprets them
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,18 +109,6 @@ def test_feed_forward(fused, dtype, device, monkeypatch):
         monkeypatch.setattr(layers, "fused_kernels", lambda _: True)
     assert ffn(x).shape == x.shape
     assert (ffn(x) - expected).abs().max() <= 2 * (plain - expected).abs().max() + 1e-6
-
-
-def test_teacher_forcing_mask():
-    """Against its sentence, cell by cell: two blocks, [1, 2] frames of two tokens."""
-    blocks, S = [0, 1, 1], 2
-    mask = teacher_forcing_mask(blocks, S)
-    block = [b for b in blocks for _ in range(S)]
-    for q in range(12):
-        for k in range(12):
-            q_clean, k_clean, q_block, k_block = q < 6, k < 6, block[q % 6], block[k % 6]
-            noisy_query = k_block < q_block if k_clean else k_block == q_block
-            assert bool(mask[q, k]) == ((k_clean and k_block <= q_block) if q_clean else noisy_query)
 
 
 # RoPE and its bands.

@@ -4,8 +4,8 @@ A GPU may compute its share of a layer sooner than Python launches its thirty ke
 launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
 whoever looks at them run as without graphs, in between.
 
-Graphs read and write at fixed addresses. On one GPU keys and values are computed between the graphs, so that
-they come to where the cache has them, and so is the product behind attention. On several GPUs the first graph
+Graphs read and write at fixed addresses. On one GPU keys and values are computed between the graphs, which
+keeps them out of these, and so is the product behind attention. On several GPUs the first graph
 ends with the exchange's send(), so all processes record and replay alike.
 
     model = build_model(...)
@@ -111,9 +111,8 @@ class OnOneGPU:
 
     def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
         """Compute what is not recorded: keys, values, attention and the product behind it."""
-        k_out, v_out = attn.out_buffers(kv_cache, self.x.shape) or (None, None)
         raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
-        k, v = attn.norm_k(self.keys, self.rope.keys, k_out), attn.values(self.normed, v_out)
+        k, v = attn.norm_k(self.keys, self.rope.keys), attn.values(self.normed)
         attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
 
     def merged(self, attn: SelfAttention) -> Tensor:

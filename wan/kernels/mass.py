@@ -29,7 +29,7 @@ def _whole_tile(tile, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     return tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_frames", "frames_each", "gap_at", "gap"])  # else some values compile anew
+@triton.jit(do_not_specialize=["num_frames", "frames_each"])  # else some values compile anew
 def _mass_kernel(
     q_ptr,
     k_ptr,
@@ -47,8 +47,6 @@ def _mass_kernel(
     num_frames,
     frame_size,
     frames_each,
-    gap_at,
-    gap,
     HEAD_DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -69,8 +67,7 @@ def _mass_kernel(
 
     begin = tl.program_id(2) * frames_each
     for frame in range(begin, min(begin + frames_each, num_frames)):
-        first = frame * frame_size + tl.where(frame < gap_at, 0, gap)
-        tile = k_head + (first + columns).to(tl.int64)[None, :] * stride_kl
+        tile = k_head + (frame * frame_size + columns).to(tl.int64)[None, :] * stride_kl
         total = tl.zeros([BLOCK_Q], tl.float32)
         for _ in range(0, whole, BLOCK_K):
             total += tl.sum(_tile_mass(q, _whole_tile(tile, dims, HEAD_DIM, DIM_PAD), scale, lse), 1)
@@ -88,35 +85,19 @@ def _tiles(head_dim: int, block_q: int, block_k: int) -> dict[str, int]:
     return dims | {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
 
 
-def query_frame_mass(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    num_key_frames: int,
-    frames_each: int | None = None,
-    left_out: range = range(0),
-) -> Tensor:
+def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> Tensor:
     """Return the mass of every query on every key frame, float32 [B, H, Fk, Lq].
 
-    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes frames_each key frames, or as many
-    as make KEYS_EACH keys. The keys left_out lie between two frames and are of none.
+    q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes KEYS_EACH keys, in whole key frames.
     """
     batch, len_q, heads, head_dim = q.shape
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    frame_size = (k.shape[1] - len(left_out)) // num_key_frames
-    frames_each = frames_each or max(1, KEYS_EACH // frame_size)
+    frame_size = k.shape[1] // num_key_frames
+    frames_each = max(1, KEYS_EACH // frame_size)
     mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(num_key_frames, frames_each))
     scale, frames = head_dim**-0.5 * LOG2_E, (num_key_frames, frame_size, frames_each)
-    sizes = (
-        *q.stride()[:3],
-        *k.stride()[:3],
-        heads,
-        len_q,
-        *frames,
-        left_out.start // frame_size,
-        len(left_out),
-    )
+    sizes = (*q.stride()[:3], *k.stride()[:3], heads, len_q, *frames)
     tiles = _tiles(head_dim, BLOCK_Q, BLOCK_K)
     _mass_kernel[grid](q, k, lse.float().contiguous(), mass, scale, *sizes, **tiles)
     return mass
