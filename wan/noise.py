@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, inf, prod
 
 import numpy as np
@@ -129,15 +130,15 @@ def released_noise(config: RunConfig, channels: int, device: torch.device) -> tu
     https://github.com/TencentARC/RollingForcing pipeline/rolling_forcing_inference.py.
     """
     frame, blocks = (channels, config.height, config.width), block_ranges(config.block_sizes)
-    draw: Callable[[int], Tensor]
     if config.noise in CARDS:
-        card = CardGenerator(config.seed, config.noise)
-        draw = lambda frames: card.randn(frames, *frame).to(device)  # noqa: E731
+        randn: Callable[..., Tensor] = CardGenerator(config.seed, config.noise).randn
     else:
         generator = torch.Generator(device).manual_seed(config.seed)
-        draw = lambda frames: torch.randn(  # noqa: E731
-            frames, *frame, dtype=torch.bfloat16, device=device, generator=generator
-        )
+        randn = partial(torch.randn, generator=generator, dtype=torch.bfloat16, device=device)
+
+    def draw(frames: int) -> Tensor:
+        return randn(frames, *frame).to(device)
+
     noise = draw(config.num_frames)
     steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
     renoise = noise.new_zeros(steps - 1, *noise.shape)

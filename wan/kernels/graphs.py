@@ -17,7 +17,6 @@ Hooks inside a layer are not heard while it is replayed. On a CPU a replay compu
 """
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
@@ -149,21 +148,6 @@ class OnSeveralGPUs(OnOneGPU):
         return attn.merge(self.heads)
 
 
-class TextInputs:
-    """A layer's keys and values of the prompt, at fixed addresses."""
-
-    def __init__(self, text: tuple[Tensor, Tensor]):
-        self.own = torch.empty_like(text[0]), torch.empty_like(text[1])
-        self._taken: Callable[[], Tensor | None] = lambda: None
-
-    def take(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Copy them once a prompt."""
-        if self._taken() is not text[0]:
-            copy_all(self.own, text)
-            self._taken = weakref.ref(text[0])
-        return self.own
-
-
 class ReplayedBlock:
     """The forward of a layer, from graphs and what stands between them."""
 
@@ -171,7 +155,7 @@ class ReplayedBlock:
         self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after
         self.eager = block.forward
         self.graphs: dict[Hashable, Replay] = {}
-        self.texts: dict[Hashable, TextInputs] = {}
+        self.texts: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the prompt's, at fixed addresses
         self.calls: Counter[Hashable] = Counter()  # without graphs
 
     def __call__(
@@ -201,10 +185,11 @@ class ReplayedBlock:
             kind = OnOneGPU if attn.site.shard is None else OnSeveralGPUs
             self.inputs[key] = kind(x, time, rope, attn.num_heads)
         if text[0].shape not in self.texts:
-            self.texts[text[0].shape] = TextInputs(text)
+            self.texts[text[0].shape] = torch.empty_like(text[0]), torch.empty_like(text[1])
         inputs = self.inputs[key]
         inputs.take(x, time, rope)
-        own_text = self.texts[text[0].shape].take(text)
+        own_text = self.texts[text[0].shape]
+        copy_all(own_text, text)
         if ("before", key) not in self.graphs:
             inputs.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
         self._replay(("before", key), lambda: inputs.project(self.block, with_raw))

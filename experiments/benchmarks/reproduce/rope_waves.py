@@ -81,11 +81,10 @@ def name(key: tuple[str, int]) -> str:
 
 
 def interval(values: np.ndarray, statistic=np.median) -> list[float]:
-    """Return a statistic of values [layers, heads] and its 95 % interval; heads are drawn within layers."""
-    generator = np.random.default_rng(0)
-    layers, heads = values.shape
-    drawn = generator.integers(0, heads, (DRAWS, layers, heads))
-    samples = [statistic(np.take_along_axis(values, d, 1)) for d in drawn]
+    """Return a statistic of values [layers, heads, ...] and its 95 % interval; heads are drawn in layers."""
+    layers, heads = values.shape[:2]
+    drawn = np.random.default_rng(0).integers(0, heads, (DRAWS, layers, heads))
+    samples = [statistic(values[np.arange(layers)[:, None], d]) for d in drawn]
     return [round(float(x), 3) for x in (statistic(values), *np.percentile(samples, (2.5, 97.5)))]
 
 
@@ -140,19 +139,10 @@ def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]
         )
         ranks = [int(1 + (row > row[b]).sum()) for b, row in enumerate(crossed)]
         found[run_name] = {
-            "rho by band": [rho_interval(pair) for pair in pairs],
+            "rho by band": [interval(pair, lambda x: spearman(*x.reshape(-1, 2).T)) for pair in pairs],
             "rank of the own band among the temporal ones": ranks,
         }
     return found
-
-
-def rho_interval(pairs: np.ndarray) -> list[float]:
-    """Return Spearman's ρ of pairs [layers, heads, 2], and its interval as above."""
-    layers, heads, _ = pairs.shape
-    drawn = np.random.default_rng(0).integers(0, heads, (DRAWS, layers, heads))
-    samples = [spearman(*np.take_along_axis(pairs, d[..., None], 1).reshape(-1, 2).T) for d in drawn]
-    rho = spearman(*pairs.reshape(-1, 2).T)
-    return [round(float(x), 3) for x in (rho, *np.percentile(samples, (2.5, 97.5)))]
 
 
 def of_matrix(matrix: np.ndarray, block_sizes, fit: MatrixFit) -> dict[str, Any]:
