@@ -23,13 +23,13 @@ from torch import Tensor
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, Place, joined, save_activations
-from experiments.caches.files import CacheError, RunError
+from experiments.caches.files import CacheError, RunError, encode_mp4
 from experiments.caches.formats import AtlasCache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import causal, memory, project_files
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.prompt_embeds import with_given_prompt
-from experiments.extraction.video import decode, encoded, load_vae, save_video, write_mp4
+from experiments.extraction.video import SHORTEST_SIDE, decode, load_vae, save_video, write_mp4
 from experiments.running.cli import FOLDER, policy_settings
 from experiments.running.progress import Progress
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
@@ -211,7 +211,9 @@ class Run:
         from IPython.display import Video
 
         pixels = decode(self.extraction, self.preview) if self.preview else self.video
-        return Video(data=encoded(pixels), embed=True, mimetype="video/mp4")
+        return Video(
+            data=encode_mp4(pixels.numpy(), shortest=SHORTEST_SIDE), embed=True, mimetype="video/mp4"
+        )
 
     def __repr__(self) -> str:
         c, calls = self.extraction.config, len(self.extraction.records)

@@ -41,11 +41,8 @@ def slots_of(atlas: dict, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 def slot_mass(atlas: dict, layer: int, step: int) -> np.ndarray:
     """Return the attention mass of every slot of the last block, mean over its queries: [H, slots]."""
-    frames, _ = slots_of(atlas, layer)
-    there, size = frames[-1][frames[-1] != NO_SLOT], atlas["block_sizes"][-1]
-    if "slot_mass" in atlas:
-        return atlas["slot_mass"][layer, step, :, -size:, : len(there)].mean(1).numpy()
-    return atlas["frame_mass"][layer, step, :, -size:].mean(1).numpy()[:, there]
+    count = int((slots_of(atlas, layer)[0][-1] != NO_SLOT).sum())
+    return _slot_values(atlas, layer, step, "mass")[:, -atlas["block_sizes"][-1] :, :count].mean(1)
 
 
 def survival(atlas: dict) -> np.ndarray:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+FPS = 16  # of Wan's videos
+
+
 class CacheError(UserError, ValueError):
     """A cache or an output that cannot be read or written; one line that says what to do."""
 
@@ -130,21 +133,29 @@ def mp4_boxes(path: str | Path) -> Iterator[tuple[bytes, int, int]]:
 
 
 def encode_mp4(
-    pixels: "np.ndarray", fps: int, multiple: int = 8, options: Sequence[str] = (), tag: str = ""
+    pixels: "np.ndarray",
+    multiple: int = 8,
+    options: Sequence[str] = (),
+    tag: str = "",
+    about: str = "",
+    shortest: int = 1,
 ) -> bytes:
-    """Encode uint8 pixels [frames, height, width, 3]; sides grow to a multiple, options are ffmpeg's.
+    """Encode uint8 pixels [frames, height, width, 3]; sides grow to a multiple, the shorter one to shortest.
 
-    tag says what the video is of, and mp4_tag reads it.
+    options are ffmpeg's. tag says what the video is of, and mp4_tag reads it; about describes it.
     """
     require_ffmpeg()
     import imageio.v3 as iio
 
+    enlarge = -(-shortest // min(pixels.shape[1:3]))
+    pixels = pixels.repeat(enlarge, 1).repeat(enlarge, 2)
+    described = ["-metadata", f"description={about}"] if about else []
     return iio.imwrite(
         "<bytes>",
         pixels,
         extension=".mp4",
-        fps=fps,
+        fps=FPS,
         codec="libx264",
         macro_block_size=multiple,
-        output_params=[*(("-metadata", f"comment={tag}") if tag else ()), *options],
+        output_params=[*(("-metadata", f"comment={tag}") if tag else ()), *described, *options],
     )

@@ -1,13 +1,14 @@
 """Interventions from YAML and CSV files, and the files that they need."""
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wan import checkpoint
 from wan.config import RunConfig
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, reason_of, short_repr
 from wan.files import load_yaml, read_text
 from wan.interventions import Ablate, Edit, Source, edit_from_dict, fingerprint
 
@@ -45,25 +46,18 @@ def read_edits(path: str | Path) -> list[Edit]:
 def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes: str) -> list[Edit]:
     """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
     try:
-        lines = csv.reader(read_text(path, MAX_BYTES).splitlines())
-        rows = [[cell.strip() for cell in row] for row in lines if any(cell.strip() for cell in row)]
-    except csv.Error as error:
-        raise ConfigError(f"{path} is not a CSV of layers x heads: {error}") from None
-    if len(rows) != num_layers or any(len(row) != num_heads for row in rows):
-        widths = " or ".join(map(str, sorted({len(row) for row in rows})[:3])) or "0"
-        raise ConfigError(
-            f"{path} is {len(rows)} x {widths}; this model has {num_layers} layers x {num_heads} heads"
-        )
-    edits: list[Edit] = []
-    for layer, row in enumerate(rows):
-        for head, cell in enumerate(row):
-            if cell not in ("0", "1"):
-                raise ConfigError(f"{path}: layer {layer}, head {head}: {short_repr(cell)} is not 0 or 1")
-        if heads := tuple(head for head, cell in enumerate(row) if cell == "1"):
-            edits.append(Ablate("zero", layers=(layer,), heads=heads, passes=passes))
-    if not edits:
+        lines = [line for line in read_text(path, MAX_BYTES).splitlines() if line.strip()] or ["no line"]
+        drops = np.loadtxt(lines, int, delimiter=",", quotechar='"', ndmin=2)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is not a CSV of layers x heads: {reason_of(error)}") from None
+    if drops.shape != (num_layers, num_heads):
+        raise ConfigError(f"{path} is {drops.shape}; this model has {num_layers} layers x {num_heads} heads")
+    for layer, head in np.argwhere((drops != 0) & (drops != 1)).tolist():
+        raise ConfigError(f"{path}: layer {layer}, head {head}: {drops[layer, head]} is not 0 or 1")
+    if not drops.any():
         raise ConfigError(f"{path} drops no head: every value is 0")
-    return edits
+    heads = {layer: tuple(np.flatnonzero(row).tolist()) for layer, row in enumerate(drops)}
+    return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
 
 
 def record_of(edits: Sequence[Edit]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder
 
-FPS = 16
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
 FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
 TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
@@ -80,20 +79,7 @@ def dtype_of(vae: VAE | Preview) -> str:
 def write_mp4(pixels: Tensor, path: str | Path, shortest=SHORTEST_SIDE, tag="", about="") -> None:
     """Write uint8 pixels [frames, height, width, 3] whole or not at all."""
     with replacing(path) as file:
-        file.write(encoded(pixels, shortest, tag=tag, about=about))
-
-
-def encoded(
-    pixels: Tensor, shortest: int = SHORTEST_SIDE, options: Sequence[str] = (), tag: str = "", about: str = ""
-) -> bytes:
-    """Encode uint8 pixels [frames, height, width, 3] at 16 frames a second, with sides of shortest or more.
-
-    options are ffmpeg's.
-    """
-    enlarge = -(-shortest // min(pixels.shape[1:3]))
-    pixels = pixels.repeat_interleave(enlarge, 1).repeat_interleave(enlarge, 2)
-    described = ["-metadata", f"description={about}"] if about else []
-    return encode_mp4(pixels.numpy(), FPS, options=[*described, *options], tag=tag)
+        file.write(encode_mp4(pixels.numpy(), tag=tag, about=about, shortest=shortest))
 
 
 def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -150,7 +136,8 @@ class GrowingVideo:
     def append(self, pixels: Tensor, first: int) -> None:
         """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
         options = (*FRAGMENTED, "-fragment_index", str(self.pieces + 1))
-        content = bytearray(encoded(pixels, SHORTEST_SIDE, options, self.tag, self.about))
+        said: dict[str, Any] = {"tag": self.tag, "about": self.about, "shortest": SHORTEST_SIDE}
+        content = bytearray(encode_mp4(pixels.numpy(), options=options, **said))
         time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
         content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
         start = content.index(b"moof") - 4 if self.pieces else 0

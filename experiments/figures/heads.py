@@ -53,7 +53,13 @@ def head_curves(
             label = f"no preference: {panel.no_preference:.3g}"
             axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
         if panel.reference is not None and panel.clipped is not None:
-            _draw_reference(axis, panel.reference, panel.clipped)
+            keys, kept = np.arange(F), list(np.flatnonzero(~panel.clipped))
+            line: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "D", "markersize": 3}
+            axis.plot(keys, panel.reference, color=RED, markevery=kept, label="read off the paper", **line)
+            if panel.clipped.any():
+                arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
+                cut = keys[panel.clipped], panel.reference[panel.clipped]
+                axis.plot(*cut, label="cut off by the paper's plot", **arrows)
         if np.isfinite(panel.profile).any():
             k, around = int(np.nanargmax(panel.profile)), max(2, F // 8)
             top = np.nanmax(tops[max(0, k - around) : k + around + 1])
@@ -85,16 +91,6 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> d
     axis.set_ylabel((st.LABELS if panel.curve is None else st.TOKEN_LABELS)[caption.quantity])
     gone = np.empty(0) if panel.averages is None else panel.averages
     return _on_frames(axis, panel.profile, gone, caption, title)
-
-
-def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray) -> None:
-    frames = np.arange(len(reference))
-    style: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "D", "markersize": 3}
-    kept = list(np.flatnonzero(~clipped))
-    axis.plot(frames, reference, color=RED, markevery=kept, label="read off the paper", **style)
-    if clipped.any():
-        arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
-        axis.plot(frames[clipped], reference[clipped], label="cut off by the paper's plot", **arrows)
 
 
 def _on_frames(
@@ -417,9 +413,8 @@ def _label_keys(axis: Axes, labels: Sequence[str]) -> None:
 
 def _keys_label(key_axis: str, labels: Sequence[str]) -> str:
     """Name the columns, for their axis."""
-    if key_axis == "position":
-        return "Temporal position"
-    return "Key frame, μ averages" if labels and labels[-1].startswith("μ") else "Key frame (latent)"
+    frame = "Key frame, μ averages" if labels and labels[-1].startswith("μ") else "Key frame (latent)"
+    return "Temporal position" if key_axis == "position" else frame
 
 
 @styled

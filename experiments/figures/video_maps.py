@@ -24,7 +24,7 @@ LEAST = 0.2  # share of it where a value is neutral
 FADED = 0.65  # share of white in pictures of frames that the query does not see
 NOISE: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
 QUERY: dict[str, Any] = {"fill": False, "edgecolor": RED, "linewidth": 2}
-FPS, LINE, STRIPE = 16, 3, 16  # of the mp4; pixels of the query's frame, and from stripe to stripe
+LINE, STRIPE = 3, 16  # pixels of the query's frame, and from stripe to stripe
 HEIGHT = 60  # pixels of a thumbnail
 COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
 
@@ -193,7 +193,7 @@ def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMa
             edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
             out[edge] = color
         shown.append(out)
-    content = encode_mp4(np.stack(shown), FPS, multiple=2)
+    content = encode_mp4(np.stack(shown), multiple=2)
     with replacing(path) as file:
         file.write(content)
     return Path(path)

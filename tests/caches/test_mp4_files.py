@@ -38,7 +38,7 @@ def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
     with pytest.raises(CacheError, match=r'run: pip install "imageio\[ffmpeg\]"; or draw nothing'):
         require_ffmpeg("draw nothing")
     with pytest.raises(CacheError, match="written by ffmpeg, which is not here"):
-        encode_mp4(np.zeros((3, 16, 16, 3), np.uint8), 16)
+        encode_mp4(np.zeros((3, 16, 16, 3), np.uint8))
 
 
 def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tmp_path, monkeypatch, capsys):
@@ -63,13 +63,13 @@ def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tm
 def test_what_a_video_is_of_is_read_back_from_a_whole_one(tmp_path):
     path, pixels = tmp_path / "a.mp4", np.zeros((9, 16, 16, 3), np.uint8)
     for options in ((), ("-movflags", "+faststart"), ("-metadata", "description=more")):
-        content = encode_mp4(pixels, 16, options=options, tag="run vae")
+        content = encode_mp4(pixels, options=options, tag="run vae")
         path.write_bytes(content)
         assert mp4_tag(path) == "run vae"
         for size in range(0, len(content), 97):
             path.write_bytes(content[:size])
             assert mp4_tag(path) is None
-    path.write_bytes(encode_mp4(pixels, 16))
+    path.write_bytes(encode_mp4(pixels))
     assert mp4_tag(path) is None is mp4_tag(tmp_path / "none.mp4")
 
 

@@ -64,10 +64,11 @@ def test_a_csv_of_heads_to_drop(tmp_path):
         Ablate("zero", layers=[2], heads=[0, 1], passes="denoise"),
     ]
     for message, text in {
-        "is 4 x 2 or 3; this model": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
-        "layer 1, head 2: '2' is not 0 or 1": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
+        r"is \(3, 3\); this model": "0,1,0\n0,0,0\n1,1,0\n",
+        "layer 1, head 2: 2 is not 0 or 1": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
         "drops no head": "0,0,0\n" * 4,
-        "is not a CSV of layers x heads: field larger": "0" * 200_000,
+        "is not a CSV of layers x heads: ": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
+        "x heads: could not convert": "no,0,0\n",
     }.items():
         with pytest.raises(ConfigError, match=message):
             read_ablated_heads(written(tmp_path, text, "heads.csv"), 4, 3, "all")

@@ -77,7 +77,7 @@ def test_the_video_in_a_folder_of_layers_is_known_by_its_run(tmp_path):
     film = np.zeros((33, 64, 96, 3), np.uint8)
     save_cache(tmp_path / "layer2.pt", synthetic_caches.layer(2) | {"fingerprint": "run"})
     for run, count in (("run", 9), ("another", 0)):
-        (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film, 16, tag=f"{run} vae"))
+        (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film, tag=f"{run} vae"))
         shown, note = pictures_for(tmp_path, None, 9)
         assert len(shown or []) == count and ("is of another run" in note) == (not count)
     with pytest.raises(CacheError, match="is of another run"):
@@ -217,7 +217,7 @@ def test_thumbnails(tmp_path):
         video_of(tmp_path / "a.pt", None)
     named = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt", video=tmp_path / "a.mp4"))
     assert len(named["thumbnails"]) == 9
-    (tmp_path / "of a.mp4").write_bytes(encode_mp4(film, 16, tag="run vae"))
+    (tmp_path / "of a.mp4").write_bytes(encode_mp4(film, tag="run vae"))
     for run, count in (("run", 9), ("another", 0)):  # of the cache, whatever it is called and how old it is
         save_cache(tmp_path / "of a.pt", synthetic_caches.atlas() | {"fingerprint": run})
         data = read_page(save_page(tmp_path / "p.html", tmp_path / "of a.pt"))

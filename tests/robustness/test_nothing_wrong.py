@@ -89,7 +89,7 @@ def box(kind: bytes, content: bytes) -> bytes:
     return (8 + len(content)).to_bytes(4, "big") + kind + content
 
 
-def fake_mp4(pixels, fps, multiple=8, options=(), tag="") -> bytes:
+def fake_mp4(pixels, multiple=8, options=(), tag="", about="", shortest=1) -> bytes:
     """An mp4 as far as its boxes go: whole, or a fragment as GrowingVideo asks for."""
     comment = box(b"\xa9cmt", box(b"data", bytes(8) + tag.encode()))
     head, data = box(b"ftyp", bytes(8)), box(b"mdat", sha256(pixels.tobytes()).digest())
