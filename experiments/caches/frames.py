@@ -72,11 +72,6 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
     return curves.unflatten(-1, (-1, S)).mean(-1)
 
 
-def token_matrix_to_frames(tokens: Tensor, S: int) -> Tensor:
-    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk] float32."""
-    return curves_to_frames(query_frame_curves(tokens, S), S)
-
-
 def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
     """Pieces (query_frames, key_frames, values [H, Fq, Fk, ...]) -> [H, F, F, ...] float32, NaN elsewhere."""
     pieces = list(pieces)

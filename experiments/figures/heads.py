@@ -100,7 +100,14 @@ def _on_frames(
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set_title(title, pad=ROOM if len(gone) else None)
     axis.set(xlim=(-0.6, len(profile) - 0.4), xticks=range(len(profile)))
-    legend = st.mark_frames(axis, profile, caption.highlighted_frames)
+    legend: dict[str, Artist] = {}
+    for text, frames in caption.highlighted_frames.items():
+        axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **st.SHADE)
+        legend[text] = Patch(**st.SHADE, label=text)
+    missing = np.flatnonzero(np.isnan(profile))
+    for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []:
+        axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **st.HATCH)
+        legend[st.NOT_ATTENDED] = Patch(**st.HATCH, label=st.NOT_ATTENDED)
     return legend | st.mark_averages(axis, len(profile), len(gone), gone)
 
 

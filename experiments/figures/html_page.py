@@ -80,7 +80,8 @@ def page_of(
     source = Path(source)
     passes = open_passes_of(source, layers)
     view = one_of(passes[0])
-    frames, notes = _thumbnails(source, video, view.num_frames)
+    shown, note = pictures_for(source, video, view.num_frames)
+    frames, notes = list(map(_data_uri, shown or ())), [note] if note else []
     page = _template()
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
@@ -338,15 +339,11 @@ def pooled(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _thumbnails(source: Path, video: str | Path | None, num_frames: int) -> tuple[list[str], list[str]]:
-    """JPEGs of the video as data URIs, one per latent frame, and notes on a bad video beside the cache."""
-    shown, note = pictures_for(source, video, num_frames)
-    found = []
-    for picture in shown or []:
-        file = BytesIO()
-        Image.fromarray(picture).save(file, "JPEG", quality=75)
-        found.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
-    return found, [note] if note else []
+def _data_uri(picture: np.ndarray) -> str:
+    """Code a picture [height, width, 3] uint8 as a JPEG."""
+    file = BytesIO()
+    Image.fromarray(picture).save(file, "JPEG", quality=75)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _template() -> str:

@@ -336,21 +336,6 @@ def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
     axis.xaxis.labelpad = 72 * tall + 6  # points: the label stands below the strip
 
 
-def mark_frames(
-    axis: Axes, profile: np.ndarray, highlighted: Mapping[str, Sequence[int]]
-) -> dict[str, Artist]:
-    """Shade highlighted frames (text -> frames) and hatch NaN frames of a profile [F] -> the legend."""
-    legend: dict[str, Artist] = {}
-    for text, frames in highlighted.items():
-        axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **SHADE)
-        legend[text] = Patch(**SHADE, label=text)
-    missing = np.flatnonzero(np.isnan(profile))
-    for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []:
-        axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **HATCH)
-        legend[NOT_ATTENDED] = Patch(**HATCH, label=NOT_ATTENDED)
-    return legend
-
-
 def mark_averages(axis: Axes, first: int, count: int, values: np.ndarray | None = None) -> dict[str, Artist]:
     """Mark columns as averages of gone frames, with hatched bars of values, when frames have their ticks."""
     if not count:

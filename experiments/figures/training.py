@@ -74,7 +74,7 @@ def training_checkpoints(
         line.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
         legend |= st.handles(line)
         several = few_step is not None and few_step < steps[-1]
-        if several:
+        if few_step is not None and several:
             line.axvline(few_step, color=GREEN, linestyle="--", linewidth=1)
         line.set(xlabel="Training step" + f" (few-step stages from {few_step} on)" * several)
         line.set_xscale("symlog", linthresh=100)  # even up to 100, then by size

@@ -108,7 +108,8 @@ def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> Edit
     def edit_of(block: int) -> Edit | None:
         others = [frame for frame in range(ranges[block].start) if frame not in named]
         chosen = random.Random(f"{salt} {block}").sample(others, min(len(others), len(named)))
-        return replace(edit, **{"frames": tuple(chosen)}) if chosen else None
+        of_others: dict[str, Any] = {"frames": tuple(chosen)}
+        return replace(edit, **of_others) if chosen else None
 
     return edit_of
 
@@ -216,7 +217,11 @@ class Study:
             elif self.each != "layer":
                 fields[f"{self.each}s"] = (unit,)
             edit = replace(self.edit, **fields)
-            yield ("effect", unit), lambda block, edit=edit: edit
+
+            def always(block: int, edit: Edit = edit) -> Edit:
+                return edit
+
+            yield ("effect", unit), always
             of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes

