@@ -254,8 +254,8 @@ class Comparison:
 
     def __repr__(self) -> str:
         names = [f"{run.edits or 'no edit'}, seed {run.extraction.config.seed}" for run in self.runs]
-        low, mean = self.psnr.min().item(), self.psnr.mean().item()
-        return f"Comparison: {names[0]} | {names[1]}: PSNR {mean:.1f} dB, at least {low:.1f}"
+        low, whole = self.psnr.min().item(), -10 * (10 ** (-self.psnr / 10)).mean().log10().item()
+        return f"Comparison: {names[0]} | {names[1]}: PSNR {whole:.1f} dB, at least {low:.1f}"
 
 
 # --- Capture

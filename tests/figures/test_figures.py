@@ -58,6 +58,7 @@ def test_bytes_are_the_same_again_and_absent_frames_are_not_zero(tmp_path):
     first, again = (drawings(1, 2, 12, [3, 4, 9])["grid"]() for _ in range(2))
     one = style.save_svg(first, tmp_path / "a.svg").read_bytes()
     assert one == style.save_svg(again, tmp_path / "b.svg").read_bytes()
+    assert one == style.save_svg(first, tmp_path / "a.svg").read_bytes()  # saving lays nothing out again
     assert b"<dc:date>" not in one and b"Arial" in one and "not attended" in executed.words(one)
     heights = [np.isnan(bar.get_height()) for bar in first.axes[0].containers[0]]
     assert np.flatnonzero(heights).tolist() == [3, 4, 9]
