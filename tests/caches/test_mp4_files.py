@@ -85,6 +85,7 @@ def test_boxes_of_every_size_are_walked_and_torn_ones_left_out(tmp_path):
     assert [kind for kind, _, _ in mp4_boxes(path)] == [b"ftyp", b"free", b"ftyp"]
 
 
+@pytest.mark.slow
 def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(video, "has_room", lambda latents: True)
     config = replace(load_config(ROOT / "configs/wan_mini.yaml"), ckpt_dir=str(ROOT / "checkpoints/wan-mini"))

@@ -134,6 +134,7 @@ def test_codes(cell_bytes, power):
             assert np.nanmax(np.abs(back - row) - step) <= 2e-5  # low and high have six digits
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_so(tmp_path):
     """Profiles of all passes stay, matrices go evenly; without room for profiles it is an error."""
     atlas = synthetic_caches.atlas(layers=list(range(10)), steps=range(5), F=21, H=12, S=1)

@@ -161,6 +161,7 @@ def trained(request, tmp_path, monkeypatch):
     return request.param, tmp_path
 
 
+@pytest.mark.slow
 def test_a_stage_writes_a_lora_that_loads(trained):
     stage, folder = trained
     change = CHANGES[stage]

@@ -19,6 +19,7 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, capsys):
     atlas, figure = tmp_path / "atlas.pt", tmp_path / "check.svg"
     run_extraction_all.run([*MINI, "--num_frames", "12", "--no-mass", "--output_path", str(atlas)])

@@ -107,6 +107,7 @@ def fetched(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "said"), [
     ([], "nothing was downloaded; --yes"),
     (["--yes", "causvid"], "nothing was downloaded; --accept_licence"),  # to which that yes is none
@@ -117,6 +118,7 @@ def test_sizes_and_licence_are_named_and_nothing_is_fetched_without_a_yes(hub, t
     assert not hub.sent and not fetched(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_nothing_is_fetched_twice_and_what_arrived_is_compared(hub, tmp_path):
     here = tmp_path / "here"
     done = download(hub, tmp_path, str(here), answer="y\n")

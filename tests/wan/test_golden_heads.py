@@ -136,6 +136,7 @@ def test_run(case, monkeypatch):
 MANY = ["df_a2_l2_n40_switch18", "fkv_a1_s1_c2_r1_d1_switch18_all", "tri_lph_s1_b154_e3_switch18"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MANY)
 def test_a_second_video_and_one_of_a_batch_are_as_if_alone(case):
     pipeline = pipeline_of(policy_of(case))
@@ -152,6 +153,7 @@ def test_an_edit_reaches_heads_by_their_numbers_and_frames():
         assert not torch.equal(roll_out(case, pipeline), plain)
 
 
+@pytest.mark.slow
 def test_the_released_triattention_compresses_no_next_video_and_the_clean_rule_does():
     """Beyond the last compressed frame alone; LongLive's window is left."""
     case = "tri_lph_s3_b192_e3"

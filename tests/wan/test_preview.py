@@ -97,6 +97,7 @@ def test_other_files_are_refused(weights, tmp_path):
             Preview.from_file(tmp_path / "t.pth", torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_session_shows_it(weights, tmp_path):
     """And keeps the VAE for what is measured; a file that is not there is refused at once."""
     torch.save(weights, tmp_path / "taew2_1.pth")

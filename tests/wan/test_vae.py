@@ -106,6 +106,7 @@ def test_the_kernel_feeds_as_pytorch_does(dtype):
             torch.testing.assert_close(pasts[1], pasts[0], **tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where no GPU is")
 def test_a_decoder_of_kernels(vae, monkeypatch):
     """As on a GPU: biases later, stacks of frames, padded channels."""
