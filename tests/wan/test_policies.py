@@ -295,12 +295,12 @@ def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(config, m
 def test_the_policy_of_the_contributors_page_runs():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names: dict = {}
-    source = re.search(r"```python\n(@dataclass\nclass EveryOther.*?)```", text, re.S)[1]
+    source = re.search(r"```python\n(@dataclass\nclass Earliest.*?)```", text, re.S)[1]
     exec("from wan.policies import *\n" + source, names)
-    pipeline = CausalInferencePipeline(model(), cache_policy=names["EveryOther"](window=8, sink=1))
+    pipeline = CausalInferencePipeline(model(), cache_policy=names["Earliest"](window=8, sink=1))
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame") as calls:
         pipeline.inference(torch.randn(1, 15, 16, 2, 4), prompt_embeds=torch.randn(1, 32, 64))
-    assert calls[-1]["key_frames"] == [0, 4, 6, 8, 10, 12, 13, 14]
+    assert calls[-1]["key_frames"] == [0, 1, 2, 3, 4, 12, 13, 14]
 
 
 def test_the_page_has_every_released_policy():
