@@ -75,7 +75,9 @@ def made(work: Sleeping, items: dict[str, float], **flags: Any) -> dict[str, Any
         start, cpu = time.monotonic(), time.process_time()
         work_through(work, items, work.folder, watch, crew)
         seconds, cpu = time.monotonic() - start, time.process_time() - cpu
-        workers = len(crew.client.nthreads()) if crew else 1
+        workers = given["workers"] or (
+            len(crew.client.nthreads()) if crew else 1
+        )  # one may be killed just now
     found = [Results(work.folder / "items").read(name) for name in items]
     done = [row["seconds"] for row in found if row]
     return {
