@@ -4,8 +4,7 @@
         --output_path outputs/startup.pt --overwrite
 
 Starts the script again and again, each time in a new process, and prints the seconds of its phases. What
-happens in the background, such as reading the VAE and hashing the weights, shows where it is waited for;
-"beside" is what another thread did meanwhile.
+happens in the background, such as reading the VAE and hashing the weights, shows where it is waited for.
 """
 
 import argparse
@@ -16,14 +15,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Any
 
 BEGAN, REPORT = "STARTUP_BEGAN", "STARTUP_REPORT"  # of the process, by environment
 PHASES = {  # name -> its function, where the caller finds it
     "reading the weights": "experiments.extraction.causal:read_weights",
     "the model on its device": "wan.checkpoint:build_model",
-    "warming up": "experiments.extraction.causal:warm_up",
     "the prompt": "experiments.extraction.causal:encode_prompts",
     "waiting for the VAE": "experiments.extraction.video:LiveVideo.ready",
     "rollout": "experiments.extraction.causal:roll_out",
@@ -65,7 +62,7 @@ def inside(script: str, flags: list[str]) -> None:
         time_calls(name, phase, seconds)
     start = time.time()
     script_run(flags)
-    between = time.time() - start - sum(x for name, x in seconds.items() if not name.startswith("beside"))
+    between = time.time() - start - sum(seconds.values())
     found = {"python and imports": imported} | seconds | {"between": between, "total": time.time() - began}
     found["CPU seconds"] = time.process_time()
     Path(os.environ[REPORT]).write_text(json.dumps({name: round(x, 2) for name, x in found.items()}))
@@ -82,8 +79,7 @@ def time_calls(name: str, phase: str, seconds: dict[str, float]) -> None:
         finally:
             if (torch := sys.modules["torch"]).cuda.is_initialized():
                 torch.cuda.synchronize()
-            own = phase if current_thread() is main_thread() else f"beside: {phase}"
-            seconds[own] = seconds.get(own, 0.0) + time.time() - start
+            seconds[phase] = seconds.get(phase, 0.0) + time.time() - start
 
     setattr(pkgutil.resolve_name(owner), attribute, timed)
 

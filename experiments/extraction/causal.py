@@ -6,7 +6,7 @@ The scripts are faces of this file and of cache_builders.py, which turns the res
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from experiments.extraction.edits import check_sources, edits_of, record_of, req
 from experiments.extraction.memory import NEED_A_USER, Memory, check_memory, check_requests
 from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
 from experiments.extraction.provenance import fingerprint, identity, provenance
-from experiments.extraction.rollout import RunObserver, capturing, out_of_memory, roll_out
+from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
 from wan import checkpoint, parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
@@ -58,7 +58,6 @@ from wan.rolling_forcing import RollingForcingPipeline
 from wan.sites import observed, watchers
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
-WARM_BLOCKS = 7  # of 3 frames; the shapes of a longer video are those of its window
 ROOM = 0.93  # of what is free: the allocator held up to 7 % more than was used (docs/benchmarks/cards.json)
 MEANS = Path("cache/reference_means")
 MEANS_SEEDS = (0, 1)
@@ -212,12 +211,7 @@ def prepare(
     states = PromptTexts(prompts, encode)
     states[prompts[0]]  # the first ones before the model is there: the encoder needs as much memory again
     with out_of_memory("loading the model"):
-        if device.type == "cpu" or config.gpus > 1 or load_base:
-            pipeline = (load_base or load_pipeline)(config, sizes, dtype, device)
-        else:
-            reading = run_in_background(load_pipeline, config, sizes, dtype, device)
-            Context().run(warm_up, config, sizes, requests, dtype, device)  # without anybody's edits
-            pipeline = reading.result()
+        pipeline = (load_base or load_pipeline)(config, sizes, dtype, device)
     if replays and config.gpus == 1:  # several replay anyway
         replay_layers(pipeline.model, after=FORWARDS)
     loaded.append(pipeline)
@@ -260,27 +254,6 @@ def load_pipeline(
     pipeline = pipeline_of(model, config)
     pipeline.weights, pipeline.quantised = str(report), report.quantised
     return pipeline
-
-
-def warm_up(
-    config: RunConfig,
-    sizes: ModelConfig,
-    requests: Sequence[CaptureRequest],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Roll out one layer of no weights, so that a GPU's kernels are there when the model is read.
-
-    The thread must be that of the rollout: cuDNN keeps what it planned for each thread.
-    """
-    frames = sum(config.block_sizes[:WARM_BLOCKS])
-    model = blank_model(config, replace(sizes, num_layers=1), dtype, device)
-    noise = torch.zeros(1, frames, sizes.in_dim, config.height, config.width, device=device, dtype=dtype)
-    text = noise.new_zeros(1, sizes.text_len, sizes.text_dim)
-    renoise = noise.expand(_most_steps(config) - 1, *noise.shape)
-    of_frames = [replace(one, layers=None) for one in requests if one.granularity == "frame"]
-    with suppress(Exception), capturing(of_frames):  # what is wrong is said by the rollout itself
-        pipeline_of(model, config).inference(noise, prompt_embeds=text, renoise=renoise)
 
 
 def blank_model(
