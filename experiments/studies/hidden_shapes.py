@@ -274,7 +274,7 @@ class Sizes:
     budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
     narrow: int = 6  # window of the heads that get no more
     sink: int = 3
-    folds: int = HALVES  # halves on which budgets are judged; of 1, routes too
+    folds: int = HALVES  # parts of the captions, each judged by heads chosen on the others; 1: only half is
 
 
 @dataclass(kw_only=True)
@@ -286,12 +286,17 @@ class HeadMemory(Trials):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.scenes) % HALVES:
-            raise ConfigError(f"--captions {len(self.scenes)} cannot be halved; take an even number")
+        parts = max(self.sizes.folds, HALVES)
+        if len(self.scenes) % parts:
+            raise ConfigError(
+                f"--captions {len(self.scenes)} has no {parts} equal parts: take a multiple of {parts}"
+            )
+        self.folds = [self.everyone[number::parts] for number in range(parts)]
+        self.judged = self.folds[: self.sizes.folds]
 
-    def half(self, number: int) -> tuple[int, ...]:
-        """Return the rows of a half of the captions."""
-        return self.everyone[number::HALVES]
+    def others(self, fold: int) -> list[int]:
+        """Return the rows on which heads are chosen for a fold: all but its own."""
+        return [row for row in self.everyone if row not in self.folds[fold]]
 
     def stages(self) -> Iterator[tuple[str, Callable[[], Iterable[Trial]]]]:
         """Yield names and trials in their order; later ones need results of earlier ones."""
@@ -337,7 +342,7 @@ class HeadMemory(Trials):
 
     def routes(self) -> Iterator[Trial]:
         """Yield the known heads, all at once and one by one, without parts of their past, in some passes."""
-        chosen = self.everyone if self.sizes.folds == HALVES else self.half(0)
+        chosen = self.folds[0] if self.sizes.folds == 1 else self.everyone
         for part, dropped in PAST.items():
             for passes in ("all", "denoise", "clean"):
                 yield self.trial(f"known: {part}, {passes}", self.known, dropped, chosen, passes=passes)
@@ -366,20 +371,20 @@ class HeadMemory(Trials):
         return found
 
     def budgets(self, rules: Sequence[str], sink: int, draws: int = 0) -> Iterator[Trial]:
-        """Yield, for each rule and budget, heads with the whole past, chosen on the other half of captions.
+        """Yield, for each rule and budget, heads with the whole past, chosen on the other folds' captions.
 
         The rest have narrow windows with a sink. draws: random heads, matched by layer with the effect's.
         """
-        for half in range(self.sizes.folds):
-            scores = self.scores_of(1 - half)
+        for fold, rows in enumerate(self.judged):
+            scores = self.scores_of(self.others(fold))
             for budget in self.sizes.budgets:
                 whole = {rule: self.chosen(scores[rule], budget) for rule in rules if rule in scores}
                 for draw in range(draws):
                     whole[f"random {draw}"] = self.matched(self.chosen(scores["effect"], budget), draw)
                 for rule, heads in whole.items():
                     rest = [head for head in self.heads if head not in heads]
-                    name = f"{rule}, {budget}, sink {sink}, half {half}"
-                    yield self.trial(name, rest, outside(self.sizes.narrow, sink), self.half(half))
+                    name = f"{rule}, {budget}, sink {sink}, fold {fold}"
+                    yield self.trial(name, rest, outside(self.sizes.narrow, sink), rows)
 
     def chosen(self, scores: np.ndarray, budget: int) -> list[Head]:
         """Return the heads of highest score [layers, H] that can have the whole past within a budget."""
@@ -387,14 +392,13 @@ class HeadMemory(Trials):
         count = int(len(self.heads) * (budget - narrow) / (frames - narrow) + 1e-9)
         return sorted(self.heads, key=lambda head: -scores[head])[:count]
 
-    def scores_of(self, half: int) -> dict[str, np.ndarray]:
-        """Return a score of every head [layers, H] by rule, from a half of the captions: high is kept."""
-        rows = self.half(half)
+    def scores_of(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return a score of every head [layers, H] by rule, from some captions: high is kept."""
         found = self.scores(rows)
-        if (self.folder / "paths.json").is_file():  # without pairs of the other half's captions
+        if (self.folder / "paths.json").is_file():  # without pairs of other captions that are judged
             paths = read_json(self.folder / "paths.json")["paths"]
             numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
-            used = [numbers.get(caption, half) % HALVES == half for caption in paths["captions"]]
+            used = [numbers.get(caption, rows[0]) in rows for caption in paths["captions"]]
             readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)
             found["path patching"] = np.array([shares[used].mean() for shares in readers]).reshape(self.shape)
         if all(samples := [self.read(one) for one in self.sampled()]):

@@ -30,6 +30,7 @@ from experiments.studies.hidden_shapes import (
 from experiments.studies.runs import PAST, Runs, attention_measures, knockouts, measures_of_pass, outside
 from experiments.studies.shape_attention import return_block
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
+from wan.errors import ConfigError
 from wan.interventions import intervene
 
 DESIGN = Design(captions=2, selection=1, seeds=1, draws=1, counts=(1,))
@@ -166,6 +167,23 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
         assert sorted(layer for layer, _ in found) == [1, 3, 3] and not {(3, 1), (3, 2), (1, 0)} & {*found}
 
 
+@pytest.mark.parametrize(("folds", "judged"), [(1, 5), (2, 10), (5, 10)])
+def test_heads_are_chosen_on_captions_of_other_folds(memory, monkeypatch, folds, judged):
+    study = replace(memory, scenes=unnamed_captions(10, {}), sizes=replace(memory.sizes, folds=folds))
+    used = []
+
+    def scores_of(self, rows):
+        used.append({*rows})
+        return {"effect": np.zeros(self.shape)}
+
+    monkeypatch.setattr(HeadMemory, "scores_of", scores_of)
+    rows = list(dict.fromkeys(trial.rows for trial in study.budgets(("effect",), 1)))
+    assert all(one.isdisjoint(row) and len(one) + len(row) == 10 for one, row in zip(used, rows, strict=True))
+    assert len({*sum(rows, ())}) == judged
+    with pytest.raises(ConfigError, match="take a multiple of"):
+        replace(study, scenes=unnamed_captions(9, {}), sizes=replace(memory.sizes, folds=max(folds, 2)))
+
+
 def test_what_heads_attend_to_is_a_share(memory):
     found = attention_measures(memory.runs(memory.everyone))
     assert {values.shape for values in found.values()} == {(2, 2, 2)}
@@ -200,7 +218,7 @@ def test_a_report_of_planted_answers(memory, monkeypatch):
     assert {"known: past, before it returns", "known: frame 0, clean"} <= report["routes"].keys()
     curves = report["budgets"]["same, sink 1"]
     assert {"effect", "interactions", "random", "uniform", "Dummy Forcing"} <= curves.keys()
-    rows = [report["answers"][f"effect, 7, sink 1, half {half}"] for half in range(2)]
+    rows = [report["answers"][f"effect, 7, sink 1, fold {fold}"] for fold in range(2)]
     assert curves["effect"]["7"][0][0] == np.mean([int(row) for row in rows])
     more = curves["effect"]["7"][0][0] - curves["uniform"]["7"][0]
     assert curves["effect"]["7"][1][0] == pytest.approx(more, abs=2e-3)

@@ -54,7 +54,7 @@ def run(argv=None):
     flag("--pairs", type=count, default=160, help="captions tried for pairs; 60 %% do not hide alike")
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
     flag("--draws", type=count, default=Sizes.draws, help="random sets of heads, matched by layer")
-    flag("--folds", type=int, choices=(1, 2), default=2, help="halves of the captions that judge budgets")
+    flag("--folds", type=int, choices=(1, 2, 5), default=2, help="folds of captions that judge budgets")
     flag("--ranking", type=Path, default=Path("docs/hidden_shapes.json"), help="the heads known before")
     flag("--folder", type=Path, default=Path("cache/head_memory"), help="where trials are kept")
     flag("--draw", action="store_true", help="only draw the figures of --output_path again")
@@ -152,24 +152,21 @@ def ceilings_of(study: HeadMemory, vae: VAE, pool: EvalPool) -> dict[str, list[i
 
 
 def budgets_of(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
-    """Return shares by rule and budget, each caption by heads of the other half; beside uniform windows."""
-    rows = [row for half in range(study.sizes.folds) for row in study.half(half)]
+    """Return shares by rule and budget, each caption by heads of the other folds; beside uniform windows."""
+    rows = [row for fold in study.judged for row in fold]
 
     def answers(rule: str, budget: int, sink: int, question: str) -> np.ndarray | None:
-        names = [f"{rule}, {budget}, sink {sink}, half {half}" for half in range(study.sizes.folds)]
+        names = [f"{rule}, {budget}, sink {sink}, fold {fold}" for fold in range(study.sizes.folds)]
         if not all(name in done for name in names):
             return None
         return np.concatenate([done[name][question] for name in names])
-
-    def uniform(budget: int, sink: int, question: str) -> np.ndarray:
-        return np.array(done[f"window {budget}" + (", sink" if sink else "")][question])[rows]
 
     found: dict[str, Any] = {"captions": len(rows), "narrow window": study.sizes.narrow}
     for sink in (0, study.sizes.sink):
         for question in ("same", "same_color", "comes_back", "shape"):
             table: dict[str, dict[str, Any]] = {"uniform": {}}
             for budget in (study.sizes.narrow, *study.sizes.budgets):
-                beside = uniform(budget, sink, question)
+                beside = np.array(done[f"window {budget}" + ", sink" * (sink > 0)][question])[rows]
                 table["uniform"][str(budget)] = share(beside)
                 each = {rule: answers(rule, budget, sink, question) for rule in (*RULES, "interactions")}
                 drawn = (
@@ -187,15 +184,18 @@ def budgets_of(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
     """Return, by rule, Spearman's ρ between scores of the halves, with the effect, and of a chosen twelve."""
-    one, other = (study.scores_of(half) for half in range(HALVES))
+    one, other = (study.scores_of(study.everyone[number::HALVES]) for number in range(HALVES))
+    folds = [study.scores_of(study.others(fold)) for fold in range(len(study.folds))]
     layers = np.broadcast_to(np.arange(len(one["effect"]))[:, None], one["effect"].shape)
     found = {}
     for rule in one:
         chosen = [set(study.chosen(half[rule], study.sizes.budgets[1])) for half in (one, other)]
+        every = set.intersection(*(set(study.chosen(fold[rule], study.sizes.budgets[1])) for fold in folds))
         both, effect = (one[rule] + other[rule]).ravel(), (one["effect"] + other["effect"]).ravel()
         found[rule] = {
             "rho of halves": round(spearman(one[rule].ravel(), other[rule].ravel()), 3),
             "chosen by both": len(chosen[0] & chosen[1]) / len(chosen[0]),
+            "chosen in all folds": len(every) / len(chosen[0]),
             "rho with effect": round(spearman(both, effect), 3),
             "rho with effect given layer": round(partial_spearman(both, effect, [layers.ravel()]), 3),
             "heads of half 0": sorted(map(list, chosen[0])),
