@@ -150,7 +150,7 @@ class Pictures(LiveVideo):
         self.vae, self.overlaps, self.frames = Future(), True, 0
         self.vae.set_result(vae)
         self.pieces, self.video, self.arrived, self.start = [], None, list[float](), time.perf_counter()
-        self.growing = path
+        self.growing = path  # type: ignore[assignment]  # none is kept
 
     def begin(self, device: torch.device) -> None:
         self.decoder, self.stream = self.vae.result().stream(), stream_of(device)
@@ -198,7 +198,7 @@ def beside(args: argparse.Namespace, config: RunConfig, report: dict[str, Any]) 
         firsts[name] = min(firsts.get(name, math.inf), round(live.arrived[0], 3))
         return time.perf_counter() - live.start
 
-    rows = {
+    rows: dict[str, Callable[[], float]] = {
         "rollout": rollout.seconds,
         "rollout, atlas": partial(rollout.seconds, mass),
         "decoder": lambda: seconds_of(lambda: to_pixels(vae.decode(rollout.latents)).cpu()),

@@ -153,7 +153,8 @@ class Crew:
 
         run, told = f"{os.getpid()} {time.monotonic()}", False
         make, keys = partial(attempt, work, folder, run), [(run, name) for name in items]
-        futures = self.client.map(make, list(items), list(items.values()), key=keys, resources=self.resources)
+        more = {"key": keys, "pure": False, "resources": self.resources}  # pure: Dask hashes all it is given
+        futures = self.client.map(make, list(items), list(items.values()), **more)
         ending = as_completed(futures, loop=self.client.loop)
         del futures  # Dask forgets results whose future is gone
         while ending.count():

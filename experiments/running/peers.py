@@ -42,7 +42,7 @@ class Group:
         """Roll out a config of the same model, all together."""
         for other in self.others:
             other.send(config)
-        return causal.extract_next(self.loaded, config, self.requests, observer)
+        return causal.extract_next(self.loaded, on_own_device(config, this_rank()), self.requests, observer)
 
 
 def _load(
@@ -71,6 +71,6 @@ def follow(
     loaded = _load(own, number, config, requests, RunObserver())
     with suppress(EOFError):
         while True:
-            config = pipe.recv()
+            config = on_own_device(pipe.recv(), this_rank())
             with suppress(RunError):  # the first process says it
                 causal.extract_next(loaded, config, requests, RunObserver())

@@ -48,15 +48,20 @@ def forget_cuda_graphs(model: CausalWanModel) -> None:
         if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
             for kept in (replayed.graphs, replayed.texts, replayed.inputs):
                 kept.clear()
+            replayed.recorder.renew()
 
 
 class Recorder:
     """Records calls, which take their memory from one pool: what one is to find there must be kept."""
 
     def __init__(self, device: torch.device):
-        self.device, on_gpu = device, device.type == "cuda"
-        self.pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.renew()
+
+    def renew(self) -> None:
+        """Take another pool: PyTorch refuses one whose graphs are all gone."""
+        self.pool = torch.cuda.graph_pool_handle() if self.stream else None
 
     def record(self, call: Callable[[], None]) -> Replay:
         """Return what launches at once all that call() launches on a GPU; call() computes nothing there."""
