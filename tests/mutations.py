@@ -36,15 +36,21 @@ FAST = ["-m", "not slow and not beside"]
 # Who makes, stores and compares fingerprints, with the tests of each; an entry of a dict and the call of a
 # check may be left out, too.
 IDENTITY, MACHINE = "extraction/test_provenance.py", "robustness/test_nothing_wrong.py"
+TORN = "test_torn_results_and_those_of_others_are_none"
 PROMPTS, LONG = "extraction/test_prompts.py", "extraction/test_long_rollout.py"
+ITEMS = "studies/test_policy_comparison.py::"
+ITEMS += "test_an_item_is_known_by_its_policys_classes_and_the_first_seed_has_the_video"
 MADE = "studies/test_policy_comparison.py::test_what_is_done_is_not_made_again_and_what_is_torn_is"
+BLOCKS = f"{LONG}::test_blocks_are_missing_unless_they_are_this_runs"
+BLOCKS += f" {LONG}::test_a_file_of_latents_is_whole_at_every_block"
+PAGE = "figures/test_page_data.py"
 USERS = {
     "experiments/extraction/provenance.py": ("identity fingerprint code_version video_tag", IDENTITY),
     "experiments/caches/files.py": (
         "require_same mp4_tag tag_in mp4_boxes",
         f"caches/test_mp4_files.py {IDENTITY} {LONG}::test_a_torn_video_is_cut_to_its_whole_pieces {MACHINE}",
     ),
-    "experiments/caches/store.py": ("peek", MACHINE),
+    "experiments/caches/store.py": ("peek", "caches/test_formats.py::test_a_look_at_a_file_never_fails"),
     "experiments/extraction/causal.py": (
         "require_loaded reference_means _read_means",
         f"{IDENTITY} running/test_own_code.py::test_what_a_rollout_takes_anew_is_honoured "
@@ -57,26 +63,32 @@ USERS = {
     ),
     "experiments/extraction/long_rollout.py": (
         "missing LatentFile.__init__ frames",
-        f"{LONG}::test_files_of_others_are_left_alone {MACHINE}",
+        f"{BLOCKS} {LONG}::test_files_of_others_are_left_alone {MACHINE}",
     ),
     "experiments/extraction/video.py": (
         "tag_of GrowingVideo.__init__ keep",
         f"{LONG}::test_files_of_others_are_left_alone {LONG}::test_a_torn_video_is_cut_to_its_whole_pieces "
         f"{MACHINE}",
     ),
-    "experiments/running/engine.py": ("Results.read Results.write", MACHINE),
+    "experiments/running/engine.py": (
+        "Results.read Results.write",
+        f"running/test_engine.py::{TORN} {MACHINE}",
+    ),
     "experiments/running/sweep.py": (
         "Sweep.is_done is_of has_video state_of_cache",
         f"{MACHINE} running/test_sweep.py",
     ),
     "experiments/studies/causal_atlas.py": ("identity name", f"{IDENTITY} {MACHINE}"),
-    "experiments/studies/policy_comparison.py": ("items is_done", f"{IDENTITY} {MADE}"),
+    "experiments/studies/policy_comparison.py": ("items is_done", f"{IDENTITY} {MADE} {ITEMS}"),
     "experiments/studies/intervention_job.py": (
         "base_runs",
         f"{IDENTITY} studies/test_intervention_runs.py::"
         "test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run",
     ),
-    "experiments/figures/video_maps.py": ("video_of", "figures/test_page_data.py::test_thumbnails"),
+    "experiments/figures/video_maps.py": (
+        "video_of",
+        f"{PAGE}::test_thumbnails {PAGE}::test_the_video_in_a_folder_of_layers_is_known_by_its_run",
+    ),
     "experiments/running/notebooks.py": (
         "mark is_done",
         "running/test_run_notebooks.py::test_stopped_and_continued",

@@ -112,11 +112,8 @@ def tag_in(path: str | Path, start: int, end: int) -> str | None:
     with open(path, "rb") as file:
         file.seek(start)
         box = file.read(end - start)
-    at = box.find(b"\xa9cmt")  # its content is a box: size, "data", kind, locale, text
-    if at < 0:
-        return None
-    length = int.from_bytes(box[at + 4 : at + 8], "big")
-    return box[at + 20 : at + 4 + length].decode(errors="replace")
+    _, found, content = box.partition(b"\xa9cmt")  # its content is a box: size, "data", kind, locale, text
+    return content[16 : int.from_bytes(content[:4], "big")].decode(errors="replace") if found else None
 
 
 def mp4_boxes(path: str | Path) -> Iterator[tuple[bytes, int, int]]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import FORMATS, as_cache, check
-from experiments.caches.store import open_layers, select_passes
+from experiments.caches.store import open_layers, peek, select_passes
 from experiments.caches.view import open_profiles
 from wan.blocks import block_frames
 
@@ -242,6 +242,15 @@ def test_passes_are_taken_out_of_an_atlas():
         np.testing.assert_array_equal(ours.profiles(), theirs.profiles())
     with pytest.raises(CacheError, match="pass 77 is not in this cache; it has 0, 2, 4"):
         select_passes(atlas, [77])
+
+
+def test_a_look_at_a_file_never_fails(tmp_path):
+    path = tmp_path / "a.pt"
+    assert peek(path) == {}
+    torch.save([1], path)
+    assert peek(path) == {}
+    save_cache(path, synthetic_caches.atlas() | {"fingerprint": "run"})
+    assert peek(path)["fingerprint"] == "run"
 
 
 def test_a_folder_of_layers_is_of_one_rollout(tmp_path):

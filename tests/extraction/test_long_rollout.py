@@ -213,6 +213,27 @@ def test_files_of_others_are_left_alone(tmp_path):
         read_blocks(tmp_path)
 
 
+def test_a_file_of_latents_is_whole_at_every_block(tmp_path):
+    path, latents = tmp_path / "a.safetensors", torch.randn(6, 16, 2, 2)
+    for first in (0, 3):
+        file = LatentFile(path, (6, 16, 2, 2), torch.float32, "mine")
+        assert file.frames == first
+        file.append(first, latents[first : first + 3])
+    assert torch.equal(load_file(path)["latents"], latents)
+    assert torch.equal(file.read(range(2, 5)), latents[2:5])
+
+
+def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):
+    for name, block in ((0, 0), (1, 0), (2, 2)):  # one under the name of another
+        torch.save({"fingerprint": "mine", "block": block, "step": 0, "band": 0}, path_of(tmp_path, name))
+    assert BlockCapture("all").missing(tmp_path, 4, "mine") == [1, 3]
+    assert BlockCapture("none", step=1).missing(tmp_path, 4, "mine") == []
+    with pytest.raises(CacheError, match="in another pass or with other keys"):
+        BlockCapture("all", step=1).missing(tmp_path, 4, "mine")
+    with pytest.raises(CacheError, match="is of another run"):
+        BlockCapture("all").missing(tmp_path, 4, "another")
+
+
 def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, monkeypatch, session, config, vae):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "a.mp4"

@@ -99,6 +99,10 @@ def test_what_computes_counts(config, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(provenance, what, value)
             names.append(fingerprint(identity(config, "0")))
+    with monkeypatch.context() as patch:  # where the card draws the noise, its name counts
+        patch.setattr(provenance, "device_name", lambda device: "a card")
+        for noise, device in (("seeded", "cpu"), ("released", "a card")):
+            assert identity(changed(config, noise=noise), "0")["device"] == device
     monkeypatch.setattr(torch, "__version__", "0")
     names.append(fingerprint(identity(config, "0")))
     assert len(set(names)) == len(names)

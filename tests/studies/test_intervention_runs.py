@@ -136,9 +136,12 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
     assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
     assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,)
+    seed = tiny.config.seed + intervention_job.ANOTHER_SEED
+    other = tiny.session.rollout(replace(tiny.config, num_frames=6, seed=seed))
     monkeypatch.setattr(causal.LoadedModel, "rollout", lambda *_: pytest.fail("rolled out again"))
     kept = intervention_job.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
-    assert torch.equal(kept[0][0], cache["latents_base"]) and (tmp_path / "base.pt").read_bytes() == base
+    assert torch.equal(kept[1], other) and torch.equal(kept[0][0], cache["latents_base"])
+    assert (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(CacheError, match=r"base.pt is of another run .*; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
 

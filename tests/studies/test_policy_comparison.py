@@ -84,6 +84,18 @@ def test_every_prompt_has_a_file_of_its_own_for_vbench(tiny):
         assert name.startswith(item.config.prompt.replace("/", " ")[: 180 // 3].strip())
 
 
+def test_an_item_is_known_by_its_policys_classes_and_the_first_seed_has_the_video(tiny, tmp_path):
+    heads, runs = tmp_path / "heads.csv", [replace(tiny.config, seed=seed) for seed in (7, 8)]
+    names = []
+    for text in ("0,1\n", "1,0\n"):
+        heads.write_text(text)
+        policy = {"name": "per_head", "file": str(heads)}
+        items = Comparison(tmp_path, {"mine": policy}, runs, {}, videos=1).items
+        names += [item.name for item in items]
+        assert [len(item.mp4s) for item in items] == [1, 0]
+    assert len(set(names)) == 4
+
+
 def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_read(
     tiny, tmp_path, monkeypatch
 ):
