@@ -220,6 +220,7 @@ def test_a_file_of_latents_is_whole_at_every_block(tmp_path):
         assert file.frames == first
         file.append(first, latents[first : first + 3])
     assert torch.equal(load_file(path)["latents"], latents)
+    assert path.read_bytes()[0] % 8 == 0  # the header's length: numbers begin aligned
     assert torch.equal(file.read(range(2, 5)), latents[2:5])
 
 
