@@ -82,6 +82,9 @@ def test_the_video_in_a_folder_of_layers_is_known_by_its_run(tmp_path):
         assert len(shown or []) == count and ("is of another run" in note) == (not count)
     with pytest.raises(CacheError, match="is of another run"):
         pictures_for(tmp_path, tmp_path / "layer2.mp4", 9)
+    (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film))  # says of no run: taken where it is named
+    assert pictures_for(tmp_path, None, 9)[0] is None
+    assert video_of(tmp_path, tmp_path / "layer2.mp4") == tmp_path / "layer2.mp4"
 
 
 def test_a_second_cache_is_compared(tmp_path):

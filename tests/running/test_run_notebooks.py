@@ -20,7 +20,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.figures.folder import save_contact_sheet
 from experiments.running import cli
-from experiments.running.notebooks import LayerCaches
+from experiments.running.notebooks import LayerCaches, NotebookRuns
 
 LAYERS = (0, 3)
 NOTEBOOK = ROOT / "notebooks/extract_all_attention.ipynb"
@@ -73,6 +73,9 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     assert re.findall(r">Layer (\d+)</text>", sheet) == ["0", "3"]
     page = (out / "index.html").read_text()
     assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["layers"] == [0, 3]
+    runs = NotebookRuns(NOTEBOOK, LayerCaches(NOTEBOOK.name, layer_folder, out / "caches"), out)
+    save_cache(layer_folder / "layer0.pt", synthetic_caches.layer(0) | {"prompt": "another"})
+    assert [runs.is_done(N) for N in LAYERS] == [False, True]
 
 
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):

@@ -72,6 +72,14 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch):
     assert [run["state"] for run in json.loads(whole["manifest.json"])["runs"]] == ["done"] * 2
     sweeping(prompts, tmp_path / "whole", seeds=("0",))()
     assert len(loads) == 1  # nothing to do: nothing is loaded
+    cache = tmp_path / "whole" / NAMES[0]
+    when = cache.stat().st_mtime_ns
+    save_cache(
+        cache, load_cache(cache) | {"partial": True}
+    )  # of a run that was stopped, copied with its time
+    os.utime(cache, ns=(when, when))
+    sweeping(prompts, tmp_path / "whole", seeds=("0",))()
+    assert cache.read_bytes() == whole[NAMES[0]] and len(loads) == 2
 
 
 @pytest.mark.slow

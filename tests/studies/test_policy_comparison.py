@@ -90,10 +90,11 @@ def test_an_item_is_known_by_its_policys_classes_and_the_first_seed_has_the_vide
     for text in ("0,1\n", "1,0\n"):
         heads.write_text(text)
         policy = {"name": "per_head", "file": str(heads)}
-        items = Comparison(tmp_path, {"mine": policy}, runs, {}, videos=1).items
+        policies = {"mine": policy, "full": {"name": "full"}, "window": {"name": "window", "window": 3}}
+        items = Comparison(tmp_path, policies, runs, {}, videos=1).items
         names += [item.name for item in items]
-        assert [len(item.mp4s) for item in items] == [1, 0]
-    assert len(set(names)) == 4
+        assert [len(item.mp4s) for item in items] == [1, 0] * 3
+    assert len(set(names)) == 8  # the heads of the first policy alone are other ones
 
 
 def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_read(
