@@ -212,6 +212,8 @@ def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config
     few, session = replace(config, reference_prompts=["a", "b"]), session_of(config)
     causal.reference_means(session, few)
     assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    runs = causal.MeanRuns(session, few, ["z"])
+    assert torch.load(runs.path, weights_only=True)["fingerprint"] == runs.made_of
     causal.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
     assert len(session.asked) == 4  # they are made once
     runs = causal.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each

@@ -246,6 +246,12 @@ def test_an_edit_is_run_and_shown(tmp_path):
     assert "edited: Knockout(layers=3" in drawn["attention.svg"]
 
 
+def test_policies_are_drawn(tmp_path):
+    _, drawn = run("policies", tmp_path, POLICIES=["self_forcing_window"], NUM_FRAMES=6)
+    assert drawn.keys() == {f"self_forcing_window_{name}.svg" for name in ("slots", "attention", "survival")}
+    assert "layer 2" in drawn["self_forcing_window_attention.svg"]
+
+
 @pytest.fixture(scope="module")
 def findings():
     gains = dict.fromkeys(("full", *policy_findings.FAMILY, "frozen", "vae"), 0.1)
