@@ -541,7 +541,7 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
     require_means(path)
     wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
     try:
-        content = dict(load_tensors(path, False))
+        content = dict(load_tensors(path, mmap=False))
         found = content.pop("fingerprint", None)
         for name, values in content.items():
             kind, layer, step, branch = name.split("|")

@@ -86,7 +86,7 @@ def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) 
     made_of = fingerprint(session.identity(config))
     if path and Path(path).exists():
         try:
-            kept = load_tensors(path, False)
+            kept = load_tensors(path, mmap=False)
             found, latents = kept["fingerprint"], (kept["base"], kept["other"])
         except (UnreadableError, OSError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not what --save_base writes: {error}; remove it") from None

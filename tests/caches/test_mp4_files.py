@@ -13,7 +13,7 @@ from conftest import ROOT
 from helpers.forked import exit_code
 
 from experiments import run_intervention
-from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg
+from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg, tag_in
 from experiments.extraction import video
 from experiments.extraction.provenance import video_tag
 from experiments.running.cli import main
@@ -39,6 +39,14 @@ def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
         require_ffmpeg("draw nothing")
     with pytest.raises(CacheError, match="written by ffmpeg, which is not here"):
         encode_mp4(np.zeros((3, 16, 16, 3), np.uint8))
+
+
+def test_a_comment_behind_the_box_is_not_its_own(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(
+        b"12345678moov" + b"\xa9cmt" + (20).to_bytes(4, "big") + b"data" + b"mine" * 4
+    )
+    assert tag_in(tmp_path / "a.mp4", 8, 12) is None
+    assert tag_in(tmp_path / "a.mp4", 8, 40) == "mine"
 
 
 def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tmp_path, monkeypatch, capsys):

@@ -214,9 +214,9 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 
 def test_a_file_of_latents_is_whole_at_every_block(tmp_path):
-    path, latents = tmp_path / "a.safetensors", torch.randn(6, 16, 2, 2)
+    path, latents = tmp_path / "a.safetensors", torch.randn(6, 16, 2, 3)
     for first in (0, 3):
-        file = LatentFile(path, (6, 16, 2, 2), torch.float32, "mine")
+        file = LatentFile(path, (6, 16, 2, 3), torch.float32, "mine")
         assert file.frames == first
         file.append(first, latents[first : first + 3])
     assert torch.equal(load_file(path)["latents"], latents)
