@@ -7,7 +7,7 @@ out ticks without room, and makes the figure higher where panels are too low.
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -104,9 +104,17 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
             plt.close(figure)
         with plt.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
             figure.set_layout_engine(None)  # showing a figure cannot change it, and saving draws it once
+        figure._ipython_display_ = partial(_show, figure)  # type: ignore[attr-defined]
         return figure
 
     return wrapper
+
+
+def _show(figure: Figure) -> None:
+    """Show a figure in a notebook as it is saved; Jupyter's own PNG is cut below the title."""
+    from IPython.display import SVG, display
+
+    display(SVG(drawn(figure, "svg", {"Date": None}).decode()))
 
 
 def save_svg(figure: Figure, path: str | Path, metadata: Mapping[str, str | None] | None = None) -> Path:

@@ -114,6 +114,17 @@ print(plt.isinteractive())
     assert said.stdout.split() == ["True"], said.stderr
 
 
+def test_a_notebook_shows_a_figure_as_it_is_saved(tmp_path, monkeypatch):
+    """With its title, which Jupyter's own PNG leaves out."""
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda svg: shown.append(svg.data))
+    figure = figures.survival_map(open_profiles(synthetic_caches.atlas()).frame_profile(1), "the title")
+    figure._ipython_display_()
+    saved = style.save_svg(figure, tmp_path / "f.svg").read_text()
+    (box,) = re.findall(r'viewBox="[^"]*"', saved)
+    assert "the title" in shown[0] and box in shown[0]
+
+
 def test_a_folder_of_figures_says_what_they_are_of(tmp_path):
     save_cache(tmp_path / "c.pt", synthetic_caches.atlas(F=21))
     view = open_profiles(load_cache(tmp_path / "c.pt"))
