@@ -1,12 +1,8 @@
-"""One row a cache policy, which every test of policies goes through; and a cache fed with random keys."""
+"""One row a cache policy, which every test of policies goes through, and settings that fit any block size."""
 
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
-
-from wan.cache import CacheSizes, KVCache
-from wan.keys import CHOSEN, RotaryTable, rotate
 
 POLICIES: list[dict[str, Any]] = [  # all of them forget within 8 frames, in blocks of two or three
     {"name": "full"},
@@ -46,70 +42,3 @@ def settings_of_any_size(draw, block_size: int, rows: list[dict[str, Any]] = POL
     if name == "two_memories":
         sizes |= {"window": sizes["window"] + 2}
     return row | sizes
-
-
-class Simulation:
-    """A KV cache in float64 that is fed random keys, and everything that it was ever fed."""
-
-    LAYERS, HEADS, DIM, GRID, BATCH = 2, 3, 12, (1, 2), 2
-    S = GRID[0] * GRID[1]
-
-    def __init__(self, policy, sizes):
-        table = RotaryTable(self.DIM)
-        self.rope = lambda positions: table(positions, *self.GRID, torch.device("cpu"))
-        shape = [self.HEADS] * self.LAYERS, self.DIM, self.S, sum(sizes), self.BATCH, max(sizes)
-        self.cache = KVCache(CacheSizes(*shape, self.rope, torch.float64), policy)
-        self.generator = torch.Generator().manual_seed(0)
-        self.text = [(self.draw(5), self.draw(5)) for _ in range(self.LAYERS)]
-        self.fed: list[dict[int, tuple]] = [{} for _ in range(self.LAYERS)]  # raw keys, values [B, S, H, D]
-
-    def draw(self, tokens):
-        shape = self.BATCH, tokens, self.HEADS, self.DIM
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def run(self, frames: range):
-        """Run two passes of the next block, the last one clean; yield after each what every layer sees."""
-        self.cache.advance(frames, self.text)
-        for is_clean in (False, True):
-            self.cache.begin_pass(is_clean)
-            seen = []
-            for layer in range(self.LAYERS):
-                q, raw, v = (self.draw(len(frames) * self.S) for _ in range(3))
-                k = rotate(raw, *self.rope(self.cache.key_positions))
-                for frame, *own in zip(frames, raw.split(self.S, 1), v.split(self.S, 1), strict=True):
-                    self.fed[layer][frame] = tuple(own)
-                seen.append(self.cache.write(layer, q, k, v, raw if self.cache.stores_raw else None))
-            yield seen
-
-    def check(self, seen):
-        """Every slot holds the values of its frame, and its keys rotated to its position."""
-        for layer, (keys, values) in enumerate(seen):
-            layout = self.cache.layouts[layer]
-            assert keys.shape[1] == len(layout.slots) * self.S
-            for index, slot in enumerate(layout.slots):
-                for item in range(self.BATCH):
-                    self._check_slot(layer, item, index, slot, layout, keys, values)
-
-    def _check_slot(self, layer, item, index, slot, layout, keys, values):
-        at = slice(index * self.S, (index + 1) * self.S)
-        position, rows = slot.position, list(range(self.S))
-        if slot.frame == CHOSEN:
-            first = (index - layout.chosen.slots.start) * self.S
-            of = [getattr(layout.chosen, name)[item, first : first + self.S].tolist() for name in TOKENS]
-            frames, rows, positions = of
-            assert positions == [position] * self.S
-        elif slot.frame >= 0:
-            frames = [slot.by_item[item if slot.items else 0]] * self.S
-            position = frames[0] if slot.items else position
-        else:
-            return  # an average, or zeros
-        raw, v = (
-            torch.stack([self.fed[layer][f][kind][item, row] for f, row in zip(frames, rows, strict=True)])
-            for kind in (0, 1)
-        )
-        cos, sin = (table[rows] for table in self.rope([position]))
-        assert (keys[item, at] - rotate(raw[None], cos, sin)[0]).abs().max() < 1e-6
-        assert (values[item, at] - v).abs().max() < 1e-6  # a mean of frames is kept in float32
-
-
-TOKENS = ("frames", "indices", "positions")

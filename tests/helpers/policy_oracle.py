@@ -104,12 +104,17 @@ class LayerOracle:
 
     def softmax(self, q: Tensor, asking: list[Frame], seen: list[Frame]) -> Tensor:
         """Attention of queries that stand where these frames do over all tokens of other ones."""
+        self.tokens = [torch.stack([f.frame, f.position, f.index], -1) for f in seen]
         places = [torch.cat([getattr(f, x) for f in asking], 1) for x in ("position", "index")]
         q = rotated(q, *places, self.width)
         keys = torch.cat([rotated(f.raw, f.position, f.index, self.width) for f in seen], 1)
         values = torch.cat([f.values for f in seen], 1)
         logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
         return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values)
+
+    def seen(self) -> Tensor:
+        """Return frame, position and index in its frame of every key of the last call, [B, Lk, 3]."""
+        return torch.cat(self.tokens, 1)
 
     def placed(self) -> tuple[list[Frame], list[Frame]]:
         past, own, sink = self.past, self.own, self.sink

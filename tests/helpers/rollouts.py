@@ -1,23 +1,20 @@
-"""A tiny causal model with random weights, one short rollout of it, and inputs of the golden model."""
+"""A tiny causal model with random weights, one short rollout of it, and rollouts of the golden model."""
 
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from conftest import GOLDEN, golden_model
 
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import PromptSwitch
 
 MODEL_LAYERS = 4
 TWO_STEPS = {"denoising_step_list": [1000, 500]}  # and the clean pass, where a test is not of steps
-TINY = {
-    "dim": 48,
-    "ffn_dim": 64,
-    "freq_dim": 32,
-    "text_dim": 24,
-    "text_len": 7,
-    "num_heads": 3,
-    "num_layers": MODEL_LAYERS,
-}
+TINY = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 24, "text_len": 7}
+TINY |= {"num_heads": 3, "num_layers": MODEL_LAYERS}
 
 
 def tiny_pipeline(dtype=torch.float32, device="cpu", seed=0, **kwargs) -> CausalInferencePipeline:
@@ -49,3 +46,41 @@ def golden_inputs(
         noise, renoise, embeds = noise[item, None], renoise[:, item, None], embeds[item, None]
     first = {"initial_latent": noise[:, :given]} if given else {}
     return {"noise": noise[:, given:], "renoise": renoise, "prompt_embeds": embeds, **first}
+
+
+# --- Runs of public releases under cache policies (tests/golden/README.md)
+@cache
+def golden_runs(name: str) -> dict[str, np.ndarray]:
+    """The arrays of a file of tests/golden/policies."""
+    with np.load(GOLDEN / "policies" / f"{name}.npz") as file:
+        return {key: file[key] for key in file.files}
+
+
+def golden_run(name: str, case: str) -> tuple[dict[str, np.ndarray], torch.Tensor]:
+    """The arrays of one run, and its latents [F, 16, 8, 12], stored byte by byte of float32."""
+    stored = golden_runs(name)
+    values = np.ascontiguousarray(stored["latents_bytes"].T).view(np.float32)
+    latents = values.reshape(len(stored["cases"]), -1, 16, 8, 12)[stored["cases"].tolist().index(case)]
+    arrays = {key.partition("/")[2]: x for key, x in stored.items() if key.startswith(f"{case}/")}
+    return arrays, torch.from_numpy(latents)
+
+
+@cache
+def shared_golden_model() -> CausalWanModel:
+    """It keeps nothing of a rollout."""
+    return golden_model()
+
+
+def release_rollout(
+    policy, frames, switches=(), how="recache", rows=(0,), steps=(1000, 750, 500, 250), size=(8, 12)
+):
+    """Latents from those runs' noise and prompts; rows: 0 their video, 1 that noise upside down, prompt 2."""
+    given = {key: torch.from_numpy(x).float() for key, x in golden_runs("inputs").items()}
+    first, between = (given[name][..., : size[0], : size[1]] for name in ("noise", "renoise"))
+    noise = torch.cat([first, first.flip(1)])[list(rows), :frames]
+    renoise = torch.stack([between, between.flip(1)], 1)[: len(steps) - 1, list(rows), :frames]
+    texts = given["prompt_embeds"]
+    schedule = [PromptSwitch(f, how=how, prompt_embeds=texts[[1] * len(rows)]) for f in switches]
+    pipeline = CausalInferencePipeline(shared_golden_model(), cache_policy=policy, denoising_step_list=steps)
+    options = {"prompt_embeds": texts[[2 * row for row in rows]], "prompt_schedule": schedule}
+    return pipeline.inference(noise, renoise=renoise, **options)[1]

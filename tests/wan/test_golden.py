@@ -1,18 +1,23 @@
 """Our model and rollout against numbers of the public Self-Forcing / Wan2.1 implementation."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from conftest import golden_arrays, golden_config, golden_model
 
 from wan import keys as rope
 from wan import model as layers
-from wan.capture import ATTENTION_WEIGHT_CAPTURE
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, FlowSchedule
 
 CASES = list(golden_config()["cases"])
 ATOL = 2e-5  # tests/golden/README.md: the smallest real mistake moves the flow by 6e-5
 LOGIT_ATOL = 5e-5
+GRANULARITIES = ("token", "key", "frame")
+close = partial(torch.testing.assert_close, rtol=0)
 
 
 def run_case(case: str, on_flow=None):
@@ -42,63 +47,58 @@ def test_rollout(case):
     flows = []
     latents = run_case(case, flows.append)
     arrays = golden_arrays("causal")
-    torch.testing.assert_close(latents, arrays[f"{case}/latents"], atol=ATOL, rtol=0)
+    close(latents, arrays[f"{case}/latents"], atol=ATOL)
     expected = arrays.get(f"{case}/call_flow")
     if expected is None:
         expected, flows = arrays[f"{case}/call_flow_last_block"], flows[-5:]
     assert len(flows) == len(expected)
     for flow, golden in zip(flows, expected, strict=True):
-        torch.testing.assert_close(flow[0], golden[: flow.shape[1]], atol=ATOL, rtol=0)
+        close(flow[0], golden[: flow.shape[1]], atol=ATOL)
+
+
+def captured(case: str, *requests: CaptureRequest) -> list[list[CapturedCall]]:
+    """The calls of layers 0 and 4 that each request gets, which all look at one rollout."""
+    with ATTENTION_WEIGHT_CAPTURE.capture(
+        *(replace(request, layers=[0, 4]) for request in requests)
+    ) as calls:
+        run_case(case)
+    return [calls[n :: len(requests)] for n in range(len(requests))]
 
 
 @pytest.mark.parametrize("case", ["indep7", "win6_sink1_f12"])
-@pytest.mark.parametrize("granularity", ["token", "key", "frame"])
-def test_captured_frame_logits(case, granularity):
+def test_captured_frame_logits(case):
     """Every call of layers 0 and 4, and the frames a window shows, by global index."""
-    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity=granularity) as calls:
-        run_case(case)
+    by_token, by_key, by_frame = captured(case, *(CaptureRequest(granularity=n) for n in GRANULARITIES))
     golden = golden_arrays("capture")[f"{case}/all_calls_frame_logits"]  # [call, 2, H, q frame, k slot]
-    assert len(calls) == golden.shape[0] * 2
+    assert len(by_token) == len(by_key) == len(by_frame) == golden.shape[0] * 2
     visible = golden_config()["cases"][case].get("visible_key_frames_per_block")
-    for i, call in enumerate(calls):
+    for i, (call, keys, frames) in enumerate(zip(by_token, by_key, by_frame, strict=True)):
         expected = golden[i // 2, i % 2, :, : len(call["query_frames"]), : len(call["key_frames"])]
-        if granularity == "key":  # averaged over all queries of the block
-            expected, values = expected.mean(1), call["key_curve"][0].unflatten(-1, (-1, 24)).mean(-1)
-        else:
-            values = (
-                call["frame_logits"][0] if granularity == "frame" else frame_means(call["attn_weights"][0])
-            )
-        torch.testing.assert_close(values, expected, atol=LOGIT_ATOL, rtol=0)
+        of_keys = keys["key_curve"][0].unflatten(-1, (-1, 24)).mean(-1)  # averaged over all queries
+        close(of_keys, expected.mean(1), atol=LOGIT_ATOL)
+        close(frame_means(call["attn_weights"][0]), expected, atol=LOGIT_ATOL)
+        close(frames["frame_logits"][0], expected, atol=LOGIT_ATOL)
         assert (call["layer"], call["layer_idx"]) == ((0, 4)[i % 2], (0, 8)[i % 2])
         assert call["is_clean_pass"] == (call["step"] == 4) == (call["timestep"] == 0)
+        assert call["key_frames"] == frames["key_frames"]
         if visible:
             assert call["key_frames"] == visible[call["block"]]
 
 
-def frame_means(tokens: torch.Tensor, tokens_per_frame: int = 24) -> torch.Tensor:
-    """The definition, in float64."""
-    heads, len_q, len_k = tokens.shape
-    frames = tokens.double().reshape(
-        heads, len_q // tokens_per_frame, tokens_per_frame, len_k // tokens_per_frame, -1
-    )
-    return frames.mean((2, 4)).float()
+def frame_means(tokens: torch.Tensor) -> torch.Tensor:
+    """The definition, in float64: 24 tokens a frame."""
+    return tokens.double().unflatten(1, (-1, 24)).unflatten(3, (-1, 24)).mean((2, 4)).float()
 
 
-@pytest.mark.parametrize("case", ["blocks9"])
-def test_captured_probabilities_and_mass(case):
+def test_captured_probabilities_and_mass(case="blocks9"):
     """The golden mean_prob, from probabilities and from the mass that needs no matrix."""
     golden = golden_arrays("capture")[f"{case}/all_calls_frame_probs_mean"]
-    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], is_logits=False) as calls:
-        run_case(case)
-    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4], granularity="frame") as frame_calls:
-        run_case(case)
-    for i, (call, frame_call) in enumerate(zip(calls, frame_calls, strict=True)):
+    requests = CaptureRequest(is_logits=False), CaptureRequest(granularity="frame")
+    for i, (call, frames) in enumerate(zip(*captured(case, *requests), strict=True)):
         expected = golden[i // 2, i % 2, :, : len(call["query_frames"]), : len(call["key_frames"])]
-        torch.testing.assert_close(frame_means(call["attn_weights"][0]), expected, atol=1e-7, rtol=0)
-        torch.testing.assert_close(frame_call["frame_mass"][0] / 24, expected, atol=1e-7, rtol=0)
-        torch.testing.assert_close(
-            frame_call["frame_mass"].sum(-1), torch.ones(1, 12, len(call["query_frames"])), atol=1e-5, rtol=0
-        )
+        close(frame_means(call["attn_weights"][0]), expected, atol=1e-7)
+        close(frames["frame_mass"][0] / 24, expected, atol=1e-7)
+        close(frames["frame_mass"].sum(-1), torch.ones(1, 12, len(call["query_frames"])), atol=1e-5)
 
 
 def test_bidirectional_model():
@@ -106,11 +106,9 @@ def test_bidirectional_model():
     model = golden_model(WanModel)
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0, 4]) as calls:
         flow = model(arrays["x"][None], arrays["t"], arrays["context"][None])
-    torch.testing.assert_close(flow[0], arrays["flow"], atol=ATOL, rtol=0)
+    close(flow[0], arrays["flow"], atol=ATOL)
     for call in calls:
-        torch.testing.assert_close(
-            call["attn_weights"][0], arrays[f"logits_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0
-        )
+        close(call["attn_weights"][0], arrays[f"logits_layer{call['layer']}"], atol=LOGIT_ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("head_dim", [16, 128])
@@ -122,21 +120,17 @@ def test_rope_tables_are_exact(head_dim):
     assert torch.equal(turns.real, arrays[f"rope_table_d{head_dim}_real"])
     assert torch.equal(turns.imag, arrays[f"rope_table_d{head_dim}_imag"])
     for start in (0, 6):
-        x, (frames, height, width) = (
-            arrays[f"rope_apply_d{head_dim}_x"],
-            arrays[f"rope_apply_d{head_dim}_grid"].tolist(),
-        )
+        x, grid = (arrays[f"rope_apply_d{head_dim}_{part}"] for part in ("x", "grid"))
+        frames, height, width = grid.tolist()
         turned = rope.rotate(x, *table(range(start, start + frames), height, width, x.device))
-        torch.testing.assert_close(turned, arrays[f"rope_apply_d{head_dim}_start{start}"], atol=5e-7, rtol=0)
+        close(turned, arrays[f"rope_apply_d{head_dim}_start{start}"], atol=5e-7)
 
 
 @pytest.mark.parametrize("dim", [64, 256])
 def test_time_embedding_is_exact(dim):
     arrays = golden_arrays("tables")
     embedding = layers.sinusoidal_embedding(arrays["time_embed_t"], dim)
-    torch.testing.assert_close(
-        embedding, arrays[f"time_embed_dim{dim}"], atol=2.3e-16, rtol=0
-    )  # an ulp of 1: CPUs differ
+    close(embedding, arrays[f"time_embed_dim{dim}"], atol=2.3e-16, rtol=0)  # an ulp of 1: CPUs differ
 
 
 @pytest.mark.parametrize("shift", [5, 8])
