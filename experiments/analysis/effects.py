@@ -89,7 +89,7 @@ def knockouts_of(report: Mapping[str, Any]) -> tuple:
 
 
 def budget_panels(report: Mapping[str, Any]) -> tuple:
-    """Return panels, ceilings and title, for figures.budget_curves."""
+    """Return panels, ceilings and subtitle, for figures.budget_curves."""
     budgets, ceilings = report["budgets"], {name: row[0] for name, row in report["ceilings"].items()}
     panels = {
         f"others: window {budgets['narrow window']}, {name.removeprefix('same, ')}": {
@@ -100,7 +100,7 @@ def budget_panels(report: Mapping[str, Any]) -> tuple:
         if name.startswith("same, ")
     }
     ceilings |= {"whole past": report["base"]["same"][0]}
-    return panels, ceilings, f"Which heads keep the whole past? {budgets['captions']} captions"
+    return panels, ceilings, f"Which heads keep the whole past: {report['model']}, {budgets['captions']} captions"
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:

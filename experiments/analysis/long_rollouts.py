@@ -36,8 +36,8 @@ class LongRollouts:
         beside = [of["window"] for of in findings.get("at_equal_bytes", {}).values()]
         self.family = list(dict.fromkeys(["full", *findings["against_full"], *beside]))
         self.mapped = [policy for policy, rows in findings["sink_map"].items() if rows]  # by window and sink
-        videos = f"{findings['prompts']} held-out prompts x {findings['seeds']} seeds"
-        self.subtitle = f"{findings['num_frames']} latent frames, {videos}"
+        videos = f"{findings['prompts']} held-out prompts × {findings['seeds']} seeds"
+        self.subtitle = f"wan-mini, {findings['num_frames']} latent frames, {videos}"
 
     @classmethod
     def open(cls, path: str | Path) -> "LongRollouts":

@@ -42,7 +42,8 @@ def head_maps(
     drawn = [id(m) for m, _ in shown]
     missing = [(m.title, m.missing_reason or "no head has one") for m in maps if id(m) not in drawn]
     note = st.missing_note(missing)
-    st.label_figure(figure, axes, f"{title}; grey: N/A", subtitle, "Layer", note=note, x="Head")
+    title += "; grey: N/A" * any(np.isnan(values).any() for _, values in shown)
+    st.label_figure(figure, axes, title, subtitle, "Layer", note=note, x="Head")
     return figure
 
 
@@ -314,7 +315,7 @@ def knockout_curves(
 def budget_curves(
     panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
     ceilings: Mapping[str, float],
-    title: str,
+    subtitle: str,
 ) -> Figure:
     """Draw a panel for each name, a line for each rule: budget -> (share, low, high)."""
     figure, axes = st.panels(len(panels), 2, (4.5, 2.8), sharey=True)
@@ -324,13 +325,12 @@ def budget_curves(
         for n, rule in [(rules.index(rule), rule) for rule in panel]:
             budgets = np.array([*panel[rule]]) + 0.05 * (n - len(rules) / 2)
             rows = np.array([row[:3] for row in panel[rule].values()])
-            color = DARK if rule == "uniform" else plt.get_cmap("tab10")(n)
-            _intervals(axis, budgets, rows, rule, n, color=color)
+            _intervals(axis, budgets, rows, rule, n, color=ORDER_COLORS[n % len(ORDER_COLORS)])
         _draw_ceilings(axis, "h", ceilings)
         axis.set(title=name, ylim=(-0.02, 1.02))
         legend |= st.handles(axis)
     x, y = "Cache of the mean head (latent frames)", "Share back in colour and shape"
-    st.label_figure(figure, axes, title, "", y, legend, x)
+    st.label_figure(figure, axes, f"{y}, by rule and cache", subtitle, y, legend, x)
     return figure
 
 

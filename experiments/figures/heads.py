@@ -321,8 +321,9 @@ def frame_maps(
     gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
     heads = range(H) if heads is None else heads
-    which = f"{H} heads" if H > 1 else f"head {heads[0]}"
-    title = f"Layer {layer}, {which}: {st.NAMES[caption.quantity]}, query × key frames"
+    which = f", {H} heads" if H > 1 else f", head {heads[0]}"
+    which *= not isinstance(heads[0], str)
+    title = f"Layer {layer}{which}: {st.NAMES[caption.quantity]}, query × key frames"
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panels(1, 1, size=(7.0, 1.0))
         axis.grid(False)

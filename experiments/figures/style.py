@@ -320,8 +320,9 @@ def picture_grid(
     height, width = next(iter(rows.values()))[0].shape[:2]
     shown = columns_with_room(len(columns), 0.62 * max(1.0, width / height), beside=1.3)
     n = len(shown)
-    figure, axes = panels(n * len(rows), n, (1.2, 1.2 * height / width + 0.05), keep=True)
-    figure.set_layout_engine("constrained", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
+    figure, axes = panels(n * len(rows), n, (1.2, 1.2 * height / width), keep=True)
+    figure.set_layout_engine("compressed", wspace=0.02, hspace=0.02, w_pad=0.02, h_pad=0.02)
+    figure.set_figheight(0.2 + len(rows) * height / width * (figure.get_figwidth() - 0.7) / n)
     for row, (name, pictures) in enumerate(rows.items()):
         for axis, column in zip(axes[row * n :], shown, strict=False):
             show_picture(axis, pictures[column])

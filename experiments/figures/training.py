@@ -45,7 +45,8 @@ def training_curves(
         right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
     right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
     legend = st.handles(left) | st.handles(right)
-    st.label_figure(figure, [], "Training of the miniature", subtitle, legend=legend)
+    note = "dashed: earlier run of a stage; pale: single values"
+    st.label_figure(figure, [], "Training of the miniature", subtitle, legend=legend, note=note)
     return figure
 
 
@@ -72,14 +73,13 @@ def training_checkpoints(
             name = f"L{head // heads}H{head % heads}"
             line.plot(steps, flat[:, head], "o-", markersize=2.5, color=color, label=name)
         line.axhline(neutral, color="black", linestyle=":", linewidth=1, label="no preference")
-        legend |= st.handles(line)
-        several = few_step is not None and few_step < steps[-1]
-        if few_step is not None and several:
-            line.axvline(few_step, color=GREEN, linestyle="--", linewidth=1)
-        line.set(xlabel="Training step" + f" (few-step stages from {few_step} on)" * several)
+        if few_step is not None and few_step < steps[-1]:
+            label = f"few-step stages from step {few_step} on"
+            line.axvline(few_step, color=GREEN, linestyle="--", linewidth=1, label=label)
         line.set_xscale("symlog", linthresh=100)  # even up to 100, then by size
-        ticks = [0, *(10**n for n in range(2, 5) if 10**n <= steps[-1])]
-        line.set(ylabel=unit, title=title, xlim=(-10, 1.2 * steps[-1]), xticks=ticks)
+        line.set_xticks([0, 100, 1000, 10000], ["0", "100", "1k", "10k"])
+        line.set(xlabel="Training step", ylabel=unit, title=title, xlim=(-10, 1.2 * steps[-1]))
+        legend |= st.handles(line)
         chosen = values[[steps.index(step) for step in shown]]
         limit = np.abs(chosen).max()
         low, cmap = (-limit, "RdBu_r") if values.min() < 0 else (0, "viridis")

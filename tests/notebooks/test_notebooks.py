@@ -273,7 +273,7 @@ def test_long_rollouts(tmp_path, findings):
         (tmp_path / name).write_text(json.dumps(content))
     paths = {name: str(tmp_path / name) for name in files}
     printed, drawn = run("long_rollouts", tmp_path, KINDS=["wall", "crossing"], **paths)
-    assert "240 latent frames, 18 held-out prompts x 3 seeds" in printed
+    assert "wan-mini, 240 latent frames, 18 held-out prompts × 3 seeds" in printed
     assert row_of(printed, "window", "9/3")[2].startswith("0.8")
     names = [
         "strips",

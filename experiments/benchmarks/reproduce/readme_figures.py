@@ -115,8 +115,8 @@ def moments() -> Figure:
         for name in ("equal_distance_excess", "first_context_mass")
     )
     values = {
-        "Excess of frame 0 at equal distance\nall queries with context": ("logits", 0, excess),
-        "Mass on frame 0, of the context's\nlast block's queries": ("share", 1 / sum(context), mass),
+        "Excess of frame 0 over\nothers at equal distance": ("logits", 0, excess),
+        "Share of context mass on\nframe 0, last block": ("share", 1 / sum(context), mass),
     }
     subtitle = f"wan-mini in training, pass t = 1000, mean over {len(report['captions'])} captions"
     steps = [checkpoint["step"] for checkpoint in checkpoints]
