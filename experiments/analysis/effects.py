@@ -100,7 +100,8 @@ def budget_panels(report: Mapping[str, Any]) -> tuple:
         if name.startswith("same, ")
     }
     ceilings |= {"whole past": report["base"]["same"][0]}
-    return panels, ceilings, f"Which heads keep the whole past: {report['model']}, {budgets['captions']} captions"
+    about = f"{report['model']}, {budgets['captions']} captions"
+    return panels, ceilings, f"Which heads keep the whole past: {about}"
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
