@@ -1,6 +1,7 @@
 """Roll out one model again and again, time rows in turn, and keep the numbers as JSON."""
 
 import argparse
+import gc
 import hashlib
 import json
 import math
@@ -15,33 +16,23 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
+from torch import Tensor, nn
 
-from experiments.caches.files import replacing, require_writable
+from experiments.caches.files import replacing
 from experiments.extraction import causal
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.figures.style import save_svg
-from experiments.running.cli import Parser, count, run_parser
-from wan.backends import kernel_name
+from experiments.running.cli import Parser, count
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
-from wan.config import MODELS, ModelConfig, RunConfig, load_config
+from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
 
 MIB = 2**20
 Rows = dict[str, dict[str, Any]]
 Timed = dict[str, Callable[[], float]]
 Active = Callable[[], AbstractContextManager]  # makes what is on while a model generates: a capture, an edit
-
-
-def benchmark_parser(description: str) -> Parser:
-    """Return the flags of a run with --random_weights and --repeats."""
-    parser = run_parser(description, None)
-    flag = parser.add_argument
-    flag("--random_weights", action="store_true", help="the shapes of the config's model, without any file")
-    flag("--repeats", type=count, default=5, help="timed rounds, of all rows in turn")
-    return parser
 
 
 def finding_parser(description: str, output_path: str) -> Parser:
@@ -77,29 +68,31 @@ def save_finding(
         print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
-def new_report(config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the head of a report: what is rolled out, and on what. CacheError where it cannot be written."""
-    if args.output_path:
-        require_writable(args.output_path)
-    device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    return {
-        "model": config.model,
-        "random_weights": args.random_weights,
-        "num_frames": config.num_frames,
-        "dtype": str(dtype).removeprefix("torch."),
-        "attention": kernel_name(device, dtype),
-        "graphs": getattr(args, "graphs", False),
-        "environment": environment(device),
-        "rows": {},
-    }
-
-
 def save_report(report: Mapping[str, Any], path: str | Path | None) -> None:
     """Write a report as JSON; do nothing without a path."""
     if path:
         with replacing(Path(path)) as file:
             file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def warmed_up(rows: Timed, more: Callable[[], dict[str, Any]] = dict) -> Rows:
+    """Call every row once -> its seconds, a GPU's peak memory above the start and in all, and more()."""
+    about: Rows = {}
+    for name, row in rows.items():
+        before = 0
+        if torch.cuda.is_initialized():
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        about[name] = {"first_seconds": round(row(), 3)}
+        if torch.cuda.is_initialized():
+            peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            used, reserved = (round(peak / MIB, 1) for peak in peaks)
+            own = round(used - before / MIB, 1)
+            about[name] |= {"gpu_peak_mib": own, "used_mib": used, "reserved_mib": reserved}
+        about[name] |= more()
+    return about
 
 
 def in_turn(
@@ -167,32 +160,22 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 # --- What is timed
-def sizes_of(config: RunConfig, random_weights: bool) -> ModelConfig:
-    """Return the sizes of a config's model; of one with random weights without any file."""
-    if not random_weights:
-        return read_model_config(config.ckpt_dir)
-    if config.model not in MODELS:
-        raise ConfigError(f"--random_weights knows the sizes of {', '.join(MODELS)}, not of {config.model}")
-    return MODELS[config.model]
-
-
-def capture_requests(config: RunConfig, num_layers: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the arguments of `capture` of every row."""
-    last, everything = len(config.block_sizes) - 1, {"granularity": "frame"}
-    half = {"granularity": "token", "token_dtype": torch.float16}
+def capture_requests(config: RunConfig, num_layers: int) -> dict[str, list[CaptureRequest]]:
+    """Return what is asked for in every row."""
+    last, frame = len(config.block_sizes) - 1, CaptureRequest(granularity="frame")
+    tokens = CaptureRequest([num_layers // 2], blocks=[last], steps=[0], granularity="token")
     return {
         "plain": [],
-        "logits": [everything | {"mass": False}],
-        "mass": [everything],
-        "key_curve": [everything, {"granularity": "key", "blocks": [last]}],
-        "tokens": [half | {"layers": [num_layers // 2], "blocks": [last], "steps": [0]}],
+        "logits": [replace(frame, mass=False)],
+        "mass": [frame],
+        "key_curve": [frame, CaptureRequest(granularity="key", blocks=[last])],
+        "tokens": [replace(tokens, token_dtype=torch.float16)],
     }
 
 
-def capturing(requests: list[dict[str, Any]]) -> Active:
+def capturing(requests: Sequence[CaptureRequest]) -> Active:
     """Return what captures these requests; nothing is active without any."""
-    asked = [CaptureRequest(**fields) for fields in requests]
-    return (lambda: ATTENTION_WEIGHT_CAPTURE.capture(*asked)) if asked else nullcontext
+    return (lambda: ATTENTION_WEIGHT_CAPTURE.capture(*requests)) if requests else nullcontext
 
 
 def fill_(values: Tensor, name: str) -> Tensor:
@@ -200,6 +183,14 @@ def fill_(values: Tensor, name: str) -> Tensor:
     generator = torch.Generator(values.device).manual_seed(zlib.crc32(name.encode()))
     values.normal_(0, 0.02, generator=generator)
     return values.add_(1) if "norm" in name and name.endswith("weight") else values
+
+
+def random_state(module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Return a tensor on the CPU for each parameter of a module on meta, drawn in float32 on the device."""
+    return {
+        name: fill_(torch.empty(parameter.shape, device=device), name).to(dtype).cpu()
+        for name, parameter in module.named_parameters()
+    }
 
 
 class Rollout:
@@ -210,9 +201,13 @@ class Rollout:
 
     latents: Tensor
     kept: Any = None
+    on_block: Any = None
 
     def __init__(self, config: RunConfig, random_weights: bool, model: Any = None):
-        self.config, self.sizes = config, sizes_of(config, random_weights)
+        if random_weights and config.model not in MODELS:
+            raise ConfigError(f"--random_weights knows {', '.join(MODELS)}, not {config.model}")
+        self.config = config
+        self.sizes = MODELS[config.model] if random_weights else read_model_config(config.ckpt_dir)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         torch.set_num_threads(1)  # rollouts on a CPU are small ones, and others use its cores
@@ -237,9 +232,9 @@ class Rollout:
             fill_(parameter, name)
         return model
 
-    def generate(self, **more: Any) -> Tensor:
-        more |= {"prompt_embeds": self.text, "renoise": self.renoise, "prompt_schedule": self.switches}
-        return self.pipeline.inference(self.noise, **more)[1]
+    def generate(self, on_block: Any = None) -> Tensor:
+        more = {"renoise": self.renoise, "prompt_schedule": self.switches, "on_block": on_block}
+        return self.pipeline.inference(self.noise, prompt_embeds=self.text, **more)[1]
 
     def seconds(self, active: Active = nullcontext, policy: Any = None) -> float:
         """Generate one video and return the seconds until the device and the host have everything."""
@@ -247,19 +242,9 @@ class Rollout:
 
         def rolled() -> None:
             with active() as self.kept:
-                self.latents = self.generate()
+                self.latents = self.generate(self.on_block)
 
         return seconds_of(rolled)
-
-    def peak_mib(self, row: Callable[[], float]) -> float:
-        """Call a row and return the GPU's peak memory above the start; 0 on a CPU."""
-        if self.device.type != "cuda":
-            row()
-            return 0.0
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        row()
-        return round((torch.cuda.max_memory_allocated(self.device) - before) / MIB, 1)
 
     def digest(self) -> str:
         """Return the SHA-256 of the last latents and of everything that was captured."""

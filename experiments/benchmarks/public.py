@@ -1,14 +1,13 @@
-"""Time Self-Forcing's public transformer and ours in one process: the same weights, noise and passes.
+"""Rows of Self-Forcing's public transformer beside ours: the same weights, noise and passes.
 
-    git clone https://github.com/guandeh17/Self-Forcing ../Self-Forcing
-    python experiments/benchmarks/public.py ../Self-Forcing --random_weights --device cuda
-
-The public transformer is imported from the checkout and called as its own pipeline calls it; prompt states
-are random, nothing is decoded. Rows run in turn; all are compared with ours in float32 at the end. Beyond
-21 frames of 480 x 832 the public code leaves older keys out.
+The public transformer is imported from a checkout (git clone URL ../Self-Forcing) and called as its own
+pipeline calls it; prompt states are random, nothing is decoded. Beyond 21 frames of 480 x 832 the public code
+leaves older keys out.
 """
 
+import argparse
 import sys
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,17 +19,15 @@ from torch import Tensor
 
 from experiments.benchmarks.harness import (
     Rollout,
-    benchmark_parser,
+    Rows,
+    Timed,
     capture_requests,
     capturing,
-    in_turn,
-    new_report,
-    print_rows,
-    save_report,
     seconds_of,
+    warmed_up,
 )
-from experiments.running.cli import config_from, main
 from wan.blocks import block_ranges, block_sizes
+from wan.config import RunConfig
 from wan.errors import ConfigError, reason_of
 from wan.pipeline import add_noise, flow_to_x0
 
@@ -39,43 +36,44 @@ SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_di
 PUBLIC = "public code"
 
 
-def run(argv=None):
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("checkout", type=Path, help="a checkout of Self-Forcing's public repository")
-    args = parser.parse_args(argv)
-    config = config_from(args)
-    report = new_report(config, args)
+def rows(args: argparse.Namespace, config: RunConfig) -> Iterator[tuple[Timed, Rows]]:
+    """Yield the public rollout and ours, each with its latents' difference to ours in float32."""
     if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
         raise ConfigError("the public code has equal blocks that see the whole past: leave the rest out")
-    model_class, attention = import_public(args.checkout)
+    model_class, attention = import_public(args.checkout or Path("../Self-Forcing"))
     rollout = Rollout(config, args.random_weights)
-    public = build_public(model_class, rollout)
+    sizes = {name: getattr(rollout.sizes, name) for name in (*SIZES, "eps")}
+    with torch.device(rollout.device):
+        public = model_class(**sizes)
+    torch.nn.Module.to(public, rollout.dtype).eval().requires_grad_(False)  # diffusers' own warns of nothing
+    try:
+        public.load_state_dict(rollout.model.state_dict())
+    except RuntimeError as error:
+        raise ConfigError(f"the checkout's transformer has other parameters: {reason_of(error)}") from error
+    latents = list[Tensor]()
 
-    def public_seconds() -> float:
-        def rolled() -> None:
-            rollout.latents = roll_out_public(public, rollout)
+    def roll_out() -> None:
+        rollout.latents = roll_out_public(public, rollout)
 
-        return seconds_of(rolled)
+    def more() -> dict[str, Any]:
+        latents.append(rollout.latents.double())
+        return {"public_attention": attention}
 
     requests = capture_requests(config, rollout.sizes.num_layers)
-    rows = {PUBLIC: public_seconds}
+    timed: Timed = {PUBLIC: partial(seconds_of, roll_out)}
     for name in ("plain", "logits", "mass"):
-        rows[f"ours, {name}"] = partial(rollout.seconds, capturing(requests[name]))
-    latents = {}
-    for name, timed in rows.items():  # the round that is not counted
-        timed()
-        latents[name] = rollout.latents.double()
-    found = in_turn(rows, args.repeats)
-    rollout.model.float()  # the same weights and inputs in float32
-    rollout.noise, rollout.renoise, rollout.text = (
-        x.float() for x in (rollout.noise, rollout.renoise, rollout.text)
-    )
+        timed[f"ours, {name}"] = partial(rollout.seconds, capturing(requests[name]))
+    about = warmed_up(timed, more)
+    given = rollout.noise, rollout.renoise, rollout.text
+    rollout.model.float()  # the same weights and inputs, exactly
+    rollout.noise, rollout.renoise, rollout.text = (x.float() for x in given)
     exact = rollout.generate().double()
-    for name, row in found.items():
-        for beside, other in (("difference", latents[PUBLIC]), ("error", exact)):
-            row[beside] = float(f"{((latents[name] - other).norm() / other.norm()).item():.3g}")
-    print_rows(found)
-    save_report(report | {"public_attention": attention, "rows": found}, args.output_path)
+    rollout.model.to(rollout.dtype)
+    rollout.noise, rollout.renoise, rollout.text = given
+    for row, own in zip(about.values(), latents, strict=True):
+        for beside, other in (("difference", latents[0]), ("error", exact)):
+            row[beside] = float(f"{((own - other).norm() / other.norm()).item():.3g}")
+    yield timed, about
 
 
 def import_public(checkout: Path) -> tuple[type, str]:
@@ -128,18 +126,6 @@ def choose_attention(attention: ModuleType, model: ModuleType, causal_model: Mod
     return "PyTorch's scaled_dot_product_attention"
 
 
-def build_public(model_class: type, rollout: Rollout) -> torch.nn.Module:
-    """Return the public transformer with our model's weights. ConfigError where names differ."""
-    with torch.device(rollout.device):
-        model = model_class(**{name: getattr(rollout.sizes, name) for name in SIZES}, eps=rollout.sizes.eps)
-    torch.nn.Module.to(model, rollout.dtype).eval().requires_grad_(False)  # diffusers' own warns of nothing
-    try:
-        model.load_state_dict(rollout.model.state_dict())
-    except RuntimeError as error:
-        raise ConfigError(f"the checkout's transformer has other parameters: {reason_of(error)}") from error
-    return model
-
-
 def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
     """Return latents [B, F, C, h, w] of the public transformer, by the passes, noise and formulas of ours."""
     pipeline, noise, sizes = rollout.pipeline, rollout.noise, rollout.sizes
@@ -171,18 +157,13 @@ def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
         return flow.transpose(1, 2)
 
     finished, sigmas = [], pipeline.sigmas
-    with torch.no_grad():
-        for block, frames in enumerate(block_ranges(block_sizes(num_frames, pipeline.num_frame_per_block))):
-            own, steps = slice(frames.start, frames.stop), rollout.config.passes_of_block(block)[:-1]
-            x = noise[:, own]
-            for number, step in enumerate(steps):
-                x0 = flow_to_x0(predict_flow(x, frames, step), x, sigmas[step])
-                if number + 1 < len(steps):
-                    x = add_noise(x0, rollout.renoise[number][:, own], sigmas[steps[number + 1]])
-            predict_flow(x0, frames, len(pipeline.timesteps))
-            finished.append(x0)
+    for block, frames in enumerate(block_ranges(block_sizes(num_frames, pipeline.num_frame_per_block))):
+        own, steps = slice(frames.start, frames.stop), rollout.config.passes_of_block(block)[:-1]
+        x = noise[:, own]
+        for number, step in enumerate(steps):
+            x0 = flow_to_x0(predict_flow(x, frames, step), x, sigmas[step])
+            if number + 1 < len(steps):
+                x = add_noise(x0, rollout.renoise[number][:, own], sigmas[steps[number + 1]])
+        predict_flow(x0, frames, len(pipeline.timesteps))
+        finished.append(x0)
     return torch.cat(finished, 1)
-
-
-if __name__ == "__main__":
-    main(run)

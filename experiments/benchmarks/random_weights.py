@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.benchmarks.harness import fill_
+from experiments.benchmarks.harness import random_state
 from experiments.extraction.devices import choose_device
 from experiments.running.cli import Parser, main
 from wan import text_encoder as umt5
@@ -39,25 +38,16 @@ def run(argv=None):
     (folder / "config.json").write_text(json.dumps(vars(MODELS[args.model])), encoding="utf-8")
     with torch.device("meta"):
         model = CausalWanModel(**vars(MODELS[args.model]))
-    save_file(random_tensors(model, released, device), folder / "diffusion_pytorch_model.safetensors")
+        encoder = UMT5EncoderModel(UMT5Config(**umt5.UMT5_XXL))
+    save_file(random_state(model, released, device), folder / "diffusion_pytorch_model.safetensors")
     if args.text_encoder:
-        with torch.device("meta"):
-            encoder = UMT5EncoderModel(UMT5Config(**umt5.UMT5_XXL))
-        state = random_tensors(encoder, torch.bfloat16, device)
+        state = random_state(encoder, torch.bfloat16, device)
         torch.save({native_umt5_name(name): x for name, x in state.items()}, folder / umt5.UMT5_FILE)
         shutil.copytree(TOKENIZER, folder / umt5.TOKENIZER_DIR, dirs_exist_ok=True)
     if args.checkpoint:
-        tensors = random_tensors(model, torch.float32, device)
+        tensors = random_state(model, torch.float32, device)
         ema = {f"model.{name}": tensor for name, tensor in tensors.items()}
         torch.save({"generator_ema": ema}, folder / "self_forcing_dmd.pt")
-
-
-def random_tensors(module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Return a tensor on the CPU for each parameter of a module on meta, drawn in float32 on the device."""
-    return {
-        name: fill_(torch.empty(parameter.shape, device=device), name).to(dtype).cpu()
-        for name, parameter in module.named_parameters()
-    }
 
 
 def native_umt5_name(name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments.benchmarks import public
+from experiments.benchmarks import public, rows
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 
@@ -86,17 +86,17 @@ def test_the_same_weights_noise_and_passes(checkout, tmp_path):
     output = tmp_path / "public.json"
     flags = ["--num_frames", "6", "--repeats", "1", "--output_path", str(output)]
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "wan"}
-    public.run([str(checkout), *MINI, *flags])
+    rows.run(["--what", "public", "--checkout", str(checkout), *MINI, *flags])
     assert before.items() <= sys.modules.items()  # our own package is there again
     report = json.loads(output.read_text())
-    assert report["public_attention"] == "PyTorch's scaled_dot_product_attention"
-    rows = report["rows"]
-    assert list(rows) == ["public code", "ours, plain", "ours, logits", "ours, mass"]
-    assert all(row["difference"] == row["error"] == 0 for row in rows.values())
+    found = report["rows"]
+    assert list(found) == ["public code", "ours, plain", "ours, logits", "ours, mass"]
+    assert found["public code"]["public_attention"] == "PyTorch's scaled_dot_product_attention"
+    assert all(row["difference"] == row["error"] == 0 for row in found.values())
 
 
 def test_what_the_public_code_cannot_do_is_refused(checkout):
     with pytest.raises(ConfigError, match="run: git clone"):
         public.import_public(checkout / "wan")
     with pytest.raises(ConfigError, match="equal blocks that see the whole past"):
-        public.run([str(checkout), *MINI, "--cache_policy", "self_forcing_window"])
+        rows.run(["--what", "public", *MINI, "--cache_policy", "self_forcing_window"])

@@ -42,8 +42,6 @@ def scripts() -> list[str]:
     for folder, prefix in (("experiments", ""), ("experiments/benchmarks", "benchmarks.")):
         for path in sorted((ROOT / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
-            # startup.py times imports, so its parser is argparse's
-            own = "arser(" in text and "ArgumentParser(" not in text
-            if "__main__" in text and (own or not prefix):
+            if "__main__" in text:
                 found.append(prefix + path.stem)
     return found

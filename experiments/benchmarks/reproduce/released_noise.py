@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from experiments.benchmarks.harness import save_report
-from experiments.benchmarks.rollout import released
+from experiments.benchmarks.rows import released
 from experiments.extraction.devices import choose_device
 from experiments.extraction.provenance import environment
 from experiments.running.cli import Parser, main
