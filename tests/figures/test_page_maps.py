@@ -70,6 +70,8 @@ def test_a_click_on_a_patch_shows_what_it_sees(page, files):
         values = browser.js(f"seenBy({patch})")
         assert np.allclose(np.array(values).reshape(F, 2, 3), seen.values, atol=0.02 * seen.values.max())
         assert text_of(browser, "tip").startswith(f"frame 18, row {row}, column {column}: ")
+    browser.key("ArrowRight")  # the click has focused the drawing
+    assert browser.js("[state.patch, state.head]") == [0, 2]
     assert "noise" not in text_of(browser, "onvideo-note")
     browser.key("[")
     assert "Hatched: noise in this pass." in text_of(browser, "onvideo-note")

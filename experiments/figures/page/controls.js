@@ -88,11 +88,14 @@ const KEYS = {
   p: togglePin,
 };
 const ON_DRAWINGS = { ArrowUp: () => moveLayer(-1), ArrowDown: () => moveLayer(1) };
+const movePatch = (d) => choose({ patch: wrap(state.patch + d, maps.queries.length) });
+const ON_VIDEO = { ArrowLeft: () => movePatch(-1), ArrowRight: () => movePatch(1) };
 
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;
   if (event.target.closest?.("select, input, textarea, .scroll")) return;
-  const move = KEYS[event.key] ?? (event.target.closest?.("svg") ? ON_DRAWINGS[event.key] : undefined);
+  const patch = event.target.closest?.("#onvideo") ? ON_VIDEO[event.key] : undefined;
+  const move = patch ?? KEYS[event.key] ?? (event.target.closest?.("svg") ? ON_DRAWINGS[event.key] : undefined);
   if (!move) return;
   move();
   event.preventDefault();

@@ -122,7 +122,8 @@ function drawOnVideo() {
   const top = Math.max(...(earlier.length ? earlier : values.filter(there)), 1e-9),
     shape = maps.grid[0] / maps.grid[1];
   const queryFrame = own < 0 ? F - 1 : own,
-    side = Math.min(g.query, width / 3),
+    narrow = width < 480, // the frames lie below the query
+    side = Math.min(g.query, narrow ? width - 8 : width / 3),
     most = Array.from({ length: F }, (_, f) => f);
   let out = mapFrame(values, queryFrame, 4, g.top, side, side * shape, top, noise);
   const patches = maps.queries.filter(([f, r]) => f === queryFrame && r >= 0);
@@ -130,25 +131,24 @@ function drawOnVideo() {
     out += `<circle cx="${round(4 + ((c + 0.5) / maps.grid[1]) * side)}" cy="${round(g.top + ((r + 0.5) / maps.grid[0]) * side * shape)}" r="2.5" class="spot"/>`;
   const who = row < 0 ? (own < 0 ? "mean over the block" : `frame ${own}`) : `row ${row}, column ${column} of frame ${own}`;
   out += text(4, g.top - 8, `query: ${who}`, "strong");
-  const left = side + 22,
+  const left = narrow ? 4 : side + 22,
+    below = g.top + side * shape + 76,
+    start = narrow ? below : g.top - 16,
     columns = Math.max(1, Math.floor((width - left) / (g.width + g.gap))),
     high = g.width * shape;
   most.forEach((f, k) => {
     const x = left + (k % columns) * (g.width + g.gap),
-      y = g.top - 16 + Math.floor(k / columns) * (high + g.label + g.gap);
+      y = start + Math.floor(k / columns) * (high + g.label + g.gap);
     out += text(x + g.width / 2, y + 11, f === own ? `${f} (query)` : f, "middle small");
     out += mapFrame(values, f, x, y + g.label, g.width, high, top, noise);
   });
   const scale = { low: 0, high: top, shades: VIRIDIS.map((_, s) => VIRIDIS[Math.round(Math.sqrt(s / (SHADES - 1)) * (SHADES - 1))]) };
-  const bottom = Math.max(
-    g.top + side * shape + 76,
-    g.top + Math.ceil(F / columns) * (high + g.label + g.gap),
-  );
+  const bottom = Math.max(below, start + 16 + Math.ceil(F / columns) * (high + g.label + g.gap));
   out += colorBar(4, g.top + side * shape + 26, side, scale, maps.unit);
   put("onvideo", width, bottom, out);
   const pooled = maps.rows < maps.grid[0] || maps.columns < maps.grid[1] ? " Patches are pooled to fit in the page." : "";
   $("onvideo-note").textContent =
-    `Click a patch of a frame that has dots to ask what it sees. The colours end at the largest value of earlier blocks. Pale: not seen.${noise.length ? " Hatched: noise in this pass." : ""}${pooled}`;
+    `Click a patch of a frame that has dots to ask what it sees, or press ← → here. The colours end at the largest value of earlier blocks. Pale: not seen.${noise.length ? " Hatched: noise in this pass." : ""}${pooled}`;
 }
 
 // What lies at a point of the drawing: a frame, its patch, and the captured query nearest to it
