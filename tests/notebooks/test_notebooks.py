@@ -318,7 +318,7 @@ def maps(tmp_path_factory):
 
 
 def test_on_the_video(maps, tmp_path):
-    said, drawn = run("on_the_video", tmp_path, CACHE_PATH=str(maps), CAPTIONS=0)
+    said, drawn = run("on_the_video", tmp_path, CACHE_PATH=str(maps), CAPTIONS=0, CAUSAL_ATLAS="none.pt")
     assert drawn.keys() == {"video_map.svg", "video_map_other.svg", "strip.svg", "words.svg"}
     assert all(b"data:image/png" in svg for svg in executed.figures(tmp_path).values())
     assert "no causal atlas is there" in said and "patch (1, 2) of frame 7" in drawn["strip.svg"]
