@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -130,16 +131,23 @@ _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
 _OBSERVER: ContextVar[Any] = ContextVar("observer", default=...)  # ...: that of the process
 _of_process: Any = None
+_open = 0  # contexts of any thread in which somebody looks; torch.compile can read it, and no ContextVar
+_lock = Lock()
 
 
 @contextmanager
 def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+    global _open
     before = variable.get()
     variable.set(value)
+    with _lock:
+        _open += variable is not _PASS
     try:
         yield
     finally:
         variable.set(before)
+        with _lock:
+            _open -= variable is not _PASS
 
 
 def watched(*watchers: Watcher) -> AbstractContextManager[None]:
@@ -165,21 +173,25 @@ def observe_process(by: Any) -> None:
 
 def observer() -> Any:
     """Return who takes attention calls in this context, or None."""
-    return _of_process if _OBSERVER.get() is ... else _OBSERVER.get()
+    return _of_process if not _open or _OBSERVER.get() is ... else _OBSERVER.get()
 
 
 now = _PASS.get  # the forward that runs, as the sampler announced it, or None
-watchers = _WATCHERS.get  # all that watch in this context, from the outermost in
+
+
+def watchers() -> tuple[Watcher, ...]:
+    """Return all that watch in this context, from the outermost in."""
+    return _WATCHERS.get() if _open else ()
 
 
 def wanted(site: str, layer: int | None) -> bool:
     """Return whether somebody looks at a site in this pass."""
-    return any(watcher.wants(site, layer, _PASS.get()) for watcher in _WATCHERS.get())
+    return any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
 
 
 def visit(site: str, layer: int | None, x: Any, shard: HeadShard | None = None, of_heads: Any = None) -> Any:
     """Show an activation to all watchers -> x, or what takes its place."""
-    for watcher in _WATCHERS.get():
+    for watcher in watchers():
         if (at := _PASS.get()) is None:
             raise ConfigError(
                 "whoever watches or edits needs to know the pass of each call: run the model through the "
@@ -192,12 +204,12 @@ def visit(site: str, layer: int | None, x: Any, shard: HeadShard | None = None, 
 
 def is_hidden(layer: int) -> bool:
     """Return whether CUDA graphs would hide a layer from somebody in this pass."""
-    return any(watcher.hides(layer, _PASS.get()) for watcher in _WATCHERS.get())
+    return any(watcher.hides(layer, _PASS.get()) for watcher in watchers())
 
 
 def check_watchers(plan: Callable[[], Any]) -> None:
     """Raise ConfigError where somebody does not fit the rollout (RolloutPlan) that is about to run."""
-    if watching := [one for one in (observer(), *_WATCHERS.get()) if one is not None]:
+    if watching := [one for one in (observer(), *watchers()) if one is not None]:
         planned = plan()
         for one in watching:
             one.check(planned)
