@@ -1,9 +1,10 @@
-"""A tiny causal model with random weights, one short rollout of it, and rollouts of the golden model."""
+"""Random numbers, a tiny causal model, one short rollout of it, and rollouts of the golden model."""
 
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from conftest import GOLDEN, golden_model
 
@@ -15,6 +16,15 @@ MODEL_LAYERS = 4
 TWO_STEPS = {"denoising_step_list": [1000, 500]}  # and the clean pass, where a test is not of steps
 TINY = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 24, "text_len": 7}
 TINY |= {"num_heads": 3, "num_layers": MODEL_LAYERS}
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def require_triton() -> None:
+    """Skip a module where kernels cannot run: 3.6 interprets no loop over an argument, with NumPy 2.4."""
+    pytest.importorskip("triton", "3.7", reason="no Triton here: bash tests/run.sh --full installs it")
 
 
 def tiny_pipeline(dtype=torch.float32, device="cpu", seed=0, **kwargs) -> CausalInferencePipeline:

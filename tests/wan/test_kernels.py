@@ -10,16 +10,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from conftest import ROOT
-from helpers.behind_attention import LAYER_ERROR, error_behind_attention
-from helpers.kernels import drawn, require_triton
-from torch.utils._pytree import tree_map
+from helpers.rollouts import drawn, require_triton
 
 from wan import cache as caches
-from wan import model as layers
 from wan import reductions
-from wan.config import ModelConfig
 from wan.keys import RotaryTable, rotate
-from wan.model import GatedAdd, ModulatedNorm, QueryKeyNorm
 
 require_triton()
 from wan.kernels import fused, mass, split_keys  # noqa: E402
@@ -30,12 +25,12 @@ pytestmark = pytest.mark.skipif(
 BFLOAT16 = 2**-7  # relative: the interpreter cuts off where a GPU rounds
 
 
-@pytest.fixture(params=[(3, 16, 33, 70), (2, 24, 130, 135)], ids=str)
+@pytest.fixture(params=[(2, 2, 16, 33, 70), (1, 1, 24, 130, 135)], ids=str)
 def call(request, monkeypatch):
     """q and k that lie in larger buffers, as a cache's do, with their log-sum-exp and logits in float64."""
-    heads, dim, len_q, len_k = request.param
-    q = drawn(2, len_q + 3, heads + 1, dim)[:, 2:-1, 1:] * 2
-    k = (drawn(2, len_k + 5, heads + 1, dim) + 0.5)[:, 5:, :-1]
+    batch, heads, dim, len_q, len_k = request.param
+    q = drawn(batch, len_q + 3, heads + 1, dim)[:, 2:-1, 1:] * 2
+    k = (drawn(batch, len_k + 5, heads + 1, dim) + 0.5)[:, 5:, :-1]
     logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * dim**-0.5
     monkeypatch.setattr(reductions, "kernels_take", lambda q: True)
     return q, k, logits.logsumexp(-1).float(), logits
@@ -77,61 +72,6 @@ def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
         rtol = BFLOAT16 if dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(target, expected, atol=1e-6, rtol=rtol)
     assert len(called) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "head_dim", "rows"), [(12, 16, 1), (5, 24, 3)])
-@torch.no_grad()
-def test_what_stands_between_the_products(heads, head_dim, rows, dtype, monkeypatch):
-    """Each module with its kernel against itself in float64 without it."""
-    dim, length = heads * head_dim, 15
-    x, y = ((drawn(2, length, dim) * 3 + shift).to(dtype) for shift in (2, 0))
-    scale, shift, gate = drawn(2, rows, 4, dim).unbind(2)[1:]  # strided, as in a layer
-    turned = QueryKeyNorm(ModelConfig(dim=dim, ffn_dim=8, num_heads=heads, num_layers=1))
-    turned.weight.copy_(drawn(dim))
-    rope = RotaryTable(head_dim)(range(1030, 1033), 1, length // 3, torch.device("cpu"))
-    calls = [
-        (ModulatedNorm(dim, 1e-6), (x, scale, shift)),
-        (GatedAdd(), (x, y, gate)),
-        (turned, (x,)),
-        (turned, (x, rope)),
-    ]
-    for module, given in calls:
-        expected = module.double()(*tree_map(torch.Tensor.double, given))
-        with monkeypatch.context() as patch:
-            patch.setattr(layers, "fused_kernels", lambda _: fused)
-            found = module.float()(*given)
-        assert found.dtype == dtype
-        atol, rtol = 3e-6 * expected.abs().max().item(), BFLOAT16 if dtype == torch.bfloat16 else 0
-        torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_layer_behind_attention(rows, dtype, monkeypatch):
-    """By the kernels that add and norm at once, where the module is in half or in whole precision."""
-    called, kernel = [], fused.add_norm
-    monkeypatch.setattr(fused, "add_norm", lambda *given, **more: called.append(1) or kernel(*given, **more))
-    monkeypatch.setattr(layers, "fused_kernels", lambda x: None if x.dtype == torch.float64 else fused)
-    monkeypatch.setattr(layers.FeedForward, "forward", torch.nn.Sequential.forward)  # cuBLAS's is CUDA's
-    cut_off = 2 if dtype == torch.bfloat16 else 1  # where a GPU rounds
-    assert error_behind_attention(rows, dtype) <= cut_off * LAYER_ERROR[dtype] and len(called) == 2
-
-
-@torch.no_grad()
-def test_results_are_written_into_out(monkeypatch, dtype=torch.bfloat16):
-    """The same bits, also over what was read, and nothing around them."""
-    monkeypatch.setattr(layers, "fused_kernels", lambda _: fused)
-    (x, y), rows = drawn(2, 2, 15, 48).to(dtype), drawn(2, 3, 4, 48).unbind(2)
-    norm, add, out = ModulatedNorm(48, 1e-6), GatedAdd(), torch.empty_like(x)
-    assert norm(x, *rows[:2], out) is out and torch.equal(out, norm(x, *rows[:2]))
-    added = add(x, y, rows[2])
-    assert add(x, y, rows[2], x) is x and torch.equal(x, added)
-    turned = QueryKeyNorm(ModelConfig(dim=48, ffn_dim=8, num_heads=3, num_layers=1))
-    tables, cache = RotaryTable(16)(range(3), 1, 5, torch.device("cpu")), drawn(1, 25, 3, 16).to(dtype)
-    expected, before = turned(x[:1], tables), cache.clone()
-    assert turned(x[:1], tables, out := cache[:, 5:20]) is out and torch.equal(out, expected)
-    assert torch.equal(cache[:, :5], before[:, :5]) and torch.equal(cache[:, 20:], before[:, 20:])
 
 
 @pytest.mark.beside

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from helpers.kernels import drawn
+from helpers.rollouts import drawn
 
 from experiments import load
 from experiments.caches.files import encode_mp4
