@@ -1,16 +1,19 @@
-"""Weights from files: every sibling's layout, strictness, LoRAs, and one clear line for what does not fit."""
+"""Weights from files: every sibling's layout, strictness, LoRAs, streamed layers, one line for what is wrong."""
 
 import json
 import re
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
 from conftest import GOLDEN, golden_arrays, golden_config, golden_model
 from helpers.checkpoints import GOLDEN_MODEL, diffusers_model, native_config, write_transformer
+from helpers.rollouts import TWO_STEPS, drawn, golden_inputs
 from safetensors.torch import save_file
 
-from wan import checkpoint
+from wan import checkpoint, offload
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.checkpoint import (
     CheckpointError,
     LoRA,
@@ -23,7 +26,9 @@ from wan.checkpoint import (
     to_native_names,
 )
 from wan.config import MODELS
+from wan.files import MAPPED_BYTES, UnreadableError, load_tensors
 from wan.model import CausalWanModel, WanModel
+from wan.pipeline import CausalInferencePipeline
 
 DIM = GOLDEN_MODEL.dim
 
@@ -60,9 +65,7 @@ def test_diffusers_computes_the_same_flow(native):
     assert equal(to_native_names(renamed), native)
     theirs = diffusers_model()
     theirs.load_state_dict({name: value.float() for name, value in renamed.items()}, strict=True)
-    generator = torch.Generator().manual_seed(0)
-    x, text = torch.randn(2, 16, 4, 6, 10, generator=generator), torch.randn(2, 32, 64, generator=generator)
-    t = torch.tensor([999.0, 140.0])
+    x, text, t = drawn(2, 16, 4, 6, 10), drawn(2, 32, 64), torch.tensor([999.0, 140.0])
     with torch.no_grad():
         expected = theirs(x, t, text, return_dict=False)[0]
         found = golden_model(WanModel)(x, t, text)
@@ -188,13 +191,12 @@ def test_other_files_are_refused(tmp_path, native, said):
 LAYERS = ("blocks.0.self_attn.q", "blocks.0.ffn.0", "blocks.3.cross_attn.o", "blocks.4.ffn.2")
 
 
-def lora(native, rank=4, lead="base_model.model.", names=("lora_A", "lora_B"), scale=0.05):
-    generator = torch.Generator().manual_seed(3)
+def lora(native, lead="base_model.model.", names=("lora_A", "lora_B")):
     made = {}
-    for layer in LAYERS:
+    for n, layer in enumerate(LAYERS, 4):
         out, size = native[f"{layer}.weight"].shape
-        made[f"{lead}{layer}.{names[0]}.weight"] = scale * torch.randn(rank, size, generator=generator)
-        made[f"{lead}{layer}.{names[1]}.weight"] = scale * torch.randn(out, rank, generator=generator)
+        made[f"{lead}{layer}.{names[0]}.weight"] = 0.05 * drawn(n, size)[:4]
+        made[f"{lead}{layer}.{names[1]}.weight"] = 0.05 * drawn(out, n)[:, :4]
     return made
 
 
@@ -203,28 +205,23 @@ def to_kohya(name: str) -> str:
     return f"lora_unet_{layer.replace('.', '_')}.{'lora_down' if half == 'A' else 'lora_up'}.weight"
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda n: {"generator_lora": lora(n)},
-        lambda n: lora(n, lead="diffusion_model.", names=("lora_down", "lora_up")),
-        lambda n: lora(
-            n, lead="model.base_model.model._fsdp_wrapped_module.", names=("lora_A.default", "lora_B.default")
-        ),
-        lambda n: lora(n) | {f"{layer}.alpha": torch.tensor(8.0) for layer in LAYERS},
-        lambda n: {to_kohya(name): value for name, value in lora(n).items()},
-    ],
-    ids=["longlive", "comfy", "wrapped", "with alpha", "kohya"],
-)
-def test_a_lora_is_merged(tmp_path, native, wrap):
-    path = tmp_path / "lora.pt"
-    torch.save(wrap(native), path)
-    found, state = read_lora(path, 4, 8), lora(native)
+DEFAULT = ("lora_A.default", "lora_B.default")
+LORAS = {
+    "longlive": lambda n: {"generator_lora": lora(n)},
+    "comfy": lambda n: lora(n, lead="diffusion_model.", names=("lora_down", "lora_up")),
+    "wrapped": lambda n: lora(n, lead="model.base_model.model._fsdp_wrapped_module.", names=DEFAULT),
+    "with alpha": lambda n: lora(n) | {f"{layer}.alpha": torch.tensor(8.0) for layer in LAYERS},
+    "kohya": lambda n: {to_kohya(name): value for name, value in lora(n).items()},
+}
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_a_lora_is_merged(tmp_path, native, name):
+    torch.save(LORAS[name](native), tmp_path / "lora.pt")
+    found, state = read_lora(tmp_path / "lora.pt", 4, 8), lora(native)
     merged = merge_lora(native, found, "base.pt")
     for layer in LAYERS:
-        down, up = (
-            state[f"base_model.model.{layer}.{half}.weight"].double() for half in ("lora_A", "lora_B")
-        )
+        down, up = (state[f"base_model.model.{layer}.lora_{half}.weight"].double() for half in "AB")
         expected = native[f"{layer}.weight"].double() + 2 * up @ down
         assert merged[f"{layer}.weight"].dtype == torch.float32
         torch.testing.assert_close(merged[f"{layer}.weight"].double(), expected, atol=1e-7, rtol=1e-6)
@@ -310,15 +307,69 @@ def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
     assert torch.equal(state[name], product.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda s, n: s | {n.removesuffix(".weight") + ".scale_weight": torch.ones(3)}, "has a scale"),
-    (lambda s, n: s | {n.removesuffix(".weight") + ".scale_weight": torch.tensor(torch.nan)}, "has a scale"),
-])  # fmt: skip
-def test_scales_that_do_not_fit_are_refused(tmp_path, native, change, message):
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.tensor(torch.nan)], ids=str)
+def test_scales_that_do_not_fit_are_refused(tmp_path, native, scale):
     state = comfy(native, "")
-    name = next(
-        name for name, tensor in state.items() if tensor.dtype == torch.float8_e4m3fn and tensor.ndim == 2
-    )
-    save_file(change(state, name), tmp_path / "fp8.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    name = next(name for name, x in state.items() if x.dtype == torch.float8_e4m3fn and x.ndim == 2)
+    save_file(state | {f"{name.removesuffix('.weight')}.scale_weight": scale}, tmp_path / "fp8.safetensors")
+    with pytest.raises(CheckpointError, match="has a scale"):
         read_checkpoint(tmp_path / "fp8.safetensors")
+
+
+# --- Layers streamed from the host
+
+
+def streamed_or_not(device, dtype, **kwargs):
+    state = dict(golden_arrays("weights"))
+    return checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "golden", dtype, device, **kwargs)
+
+
+@pytest.mark.real_gpu  # its streams of copies
+def test_streamed_layers_compute_the_same_bits(device, dtype=torch.bfloat16):
+    inputs = {name: x.to(device, dtype) for name, x in golden_inputs(6).items()}
+
+    def run(model):
+        with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", kinds=("self", "cross")) as calls:
+            latents = CausalInferencePipeline(model, **TWO_STEPS).inference(**inputs)[1]
+        return [latents, *(value for call in calls for value in call.values.values())]
+
+    streamed = streamed_or_not(device, dtype, offload=True)
+    resident = run(streamed_or_not(device, dtype))
+    assert len(resident) > GOLDEN_MODEL.num_layers * 2 * 3 * 3
+    for found in (run(streamed), run(streamed)):
+        assert len(found) == len(resident) and all(map(torch.equal, found, resident))
+
+
+@pytest.mark.real_gpu
+def test_each_layer_has_its_own_weights_while_it_computes(device):
+    weights = golden_arrays("weights")
+    streamed = streamed_or_not(device, torch.float32, offload=True)
+    for _ in range(2):
+        for layer, block in enumerate(streamed.blocks):
+            for name, value in block.named_parameters():
+                assert torch.equal(value.cpu(), weights[f"blocks.{layer}.{name}"].float()), (layer, name)
+                assert value.data_ptr() % (offload.ALIGNMENT if value.is_cuda else 1) == 0
+    assert len(streamed.blocks) == GOLDEN_MODEL.num_layers
+    assert len({value.untyped_storage().data_ptr() for value in streamed.blocks.parameters()}) == 2
+
+
+# --- Archives of tensors
+
+
+def test_a_compressed_file_is_read_as_any_other(tmp_path):
+    """The published caches are deflated: as torch.save writes them they take four times the room."""
+    content = {"values": torch.arange(6.0).reshape(2, 3), "name": "x"}
+    stored, packed, large = (tmp_path / f"{name}.pt" for name in ("stored", "packed", "large"))
+    torch.save(content, stored)
+    with ZipFile(stored) as archive, ZipFile(packed, "w", ZIP_DEFLATED) as smaller:
+        for record in archive.infolist():
+            smaller.writestr(record.filename, archive.read(record))
+    found = load_tensors(packed)
+    assert torch.equal(found["values"], content["values"]) and found["name"] == "x"
+    packed.write_bytes(packed.read_bytes()[:-40] + bytes(40))
+    with pytest.raises(UnreadableError):
+        load_tensors(packed)
+    with ZipFile(large, "w", ZIP_DEFLATED) as bomb:
+        bomb.writestr("large/data.pkl", bytes(MAPPED_BYTES + 1))
+    with pytest.raises(UnreadableError, match="not as torch"):
+        load_tensors(large)

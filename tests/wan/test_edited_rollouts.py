@@ -12,7 +12,6 @@ from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeline
 
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.errors import ConfigError
 from wan.interventions import (
     Ablate,
     Edits,
@@ -38,49 +37,27 @@ FRAMES = 9  # three blocks of 3; 4 + 1 passes each
 SEED_2 = Source(seed=2)
 
 
-def watched(pipeline, *edits, frames=FRAMES, data=None, **capture):
-    """Latents and captured calls of a rollout under edits, and its keys and values per layer at the end."""
-    caches, make = [], pipeline.model.new_kv_cache
-    pipeline.model.new_kv_cache = lambda *args, **kwargs: caches.append(make(*args, **kwargs)) or caches[-1]
-    try:
-        with ATTENTION_WEIGHT_CAPTURE.capture(**({"granularity": "frame"} | capture)) as calls:
-            if edits:
-                with intervene(*edits, data=data):
-                    latents = rollout(pipeline, frames)
-            else:
-                latents = rollout(pipeline, frames)
-    finally:
-        del pipeline.model.new_kv_cache
-    return latents, calls, [(k, v) for cache in caches[:1] for k, v in zip(*buffers(cache), strict=True)]
-
-
-def buffers(cache):
-    return getattr(cache, "keys", ()), getattr(cache, "values", ())
-
-
-def same(one, other) -> bool:
-    return all(map(torch.equal, one, other))
-
-
 def block(latents, number):
     return latents[:, 3 * number : 3 * number + 3]
 
 
 # --- Where an edit reaches
 @pytest.mark.parametrize("layer", [2, MODEL_LAYERS - 1])
-def test_a_clean_edit_leaves_its_block_and_changes_keys_of_deeper_layers_and_later_blocks(layer):
-    pipeline = tiny_pipeline()
-    base, _, base_cache = watched(pipeline)
-    edited, _, cache = watched(
-        pipeline, Ablate("zero", layers=[layer], heads=[1], blocks=[1], passes="clean")
+def test_a_clean_edit_leaves_its_block_and_changes_keys_of_deeper_layers_and_later_blocks(layer, monkeypatch):
+    pipeline, caches = tiny_pipeline(), []
+    make = pipeline.model.new_kv_cache
+    monkeypatch.setattr(
+        pipeline.model, "new_kv_cache", lambda *a, **k: caches.append(make(*a, **k)) or caches[-1]
     )
+    base = rollout(pipeline, FRAMES)
+    with intervene(Ablate("zero", layers=[layer], heads=[1], blocks=[1], passes="clean")):
+        edited = rollout(pipeline, FRAMES)
     assert torch.equal(edited[:, :6], base[:, :6])
     assert torch.equal(block(edited, 2), block(base, 2)) == (layer == MODEL_LAYERS - 1)
-    own = slice(15, 30)
-    pairs = zip(cache, base_cache, strict=True)
-    assert [same((k[:, own], v[:, own]), (bk[:, own], bv[:, own])) for (k, v), (bk, bv) in pairs] == [
-        n <= layer for n in range(MODEL_LAYERS)
-    ]
+    for name in ("keys", "values"):
+        pairs = zip(*(getattr(cache, name) for cache in caches), strict=True)
+        same = [torch.equal(one[:, 15:30], other[:, 15:30]) for one, other in pairs]
+        assert same == [n <= layer for n in range(MODEL_LAYERS)]
 
 
 def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call(monkeypatch):
@@ -103,21 +80,19 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
 
 
 def test_a_probe_denoises_a_block_again_and_leaves_no_trace():
-    pipeline, again, edited = tiny_pipeline(local_attn_size=5, sink_size=1), [], []
+    pipeline, again, edited, others = tiny_pipeline(local_attn_size=5, sink_size=1), [], [], []
     base, edit = rollout(pipeline, FRAMES), Ablate("zero", layers=[1], passes="denoise")
 
     def probe(number, denoise):
         with intervene(edit):
             edited.append(denoise())
         again.append(denoise())
+        others.append(denoise(torch.zeros_like(again[-1])))
 
     assert torch.equal(rollout(pipeline, FRAMES, probe=probe), base)
-    assert torch.equal(torch.cat(again, 1), base)
+    assert torch.equal(torch.cat(again, 1), base) and not torch.equal(torch.cat(others, 1), base)
     with intervene(replace(edit, blocks=(1,))):
         assert torch.equal(block(rollout(pipeline, FRAMES), 1), edited[1])
-    chooses = make_policy("participative", window=9, sink=1, budget=8, recent=3)
-    with pytest.raises(ConfigError, match="participative: changes its cache"):
-        rollout(CausalInferencePipeline(pipeline.model, cache_policy=chooses), FRAMES, probe=probe)
 
 
 def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
@@ -137,13 +112,10 @@ def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
 
 
 # --- What is planned, and what is refused before
-def test_a_dry_run_counts_the_calls_that_are_then_edited():
+def test_a_dry_run_is_told_in_words():
     pipeline, edit = tiny_pipeline(), Ablate("zero", layers=[0, 3], passes="denoise", steps=[0])
     counted = "layers: 2, passes: 1, blocks: 3, calls: 6"
     assert pipeline.plan(FRAMES).in_words(edit) == f"edits 3 of 3 heads; {counted}"
-    with intervene(edit, Knockout(frames=5, heads=[0, 2], passes="clean")) as session:
-        rollout(pipeline, FRAMES)
-    assert session.changed == [6, 4]
     given = pipeline.plan(num_frames=6, given=3)  # given blocks have a clean pass alone
     assert given.count(Ablate("zero", layers=0, passes="all")) == 11
 
@@ -212,37 +184,28 @@ def per_head(path, **policies):
     return make_policy("per_head", file=str(path), policies=policies)
 
 
-CLASS_EDITS = [
-    Knockout(frames=[0, 4], heads=[1, 2], passes="all"),
-    Jitter(scale=0.5, heads=[1, 2]),
-    Ablate("mean", heads=[1, 2], passes="all"),
-    Patch("kv", {"seed": 5}, layers=[1], heads=[1, 2], passes="all"),
-]
-
-
-@pytest.mark.parametrize("edit", CLASS_EDITS, ids=str)
-def test_classes_with_one_policy_are_edited_as_one_call(edit, tmp_path):
-    whole = tiny_pipeline()
+def test_classes_with_one_policy_are_edited_as_one_call(tmp_path):
+    """All kinds of edits at once, each in a layer of its own, of a head of either class."""
+    chosen = [{"layers": [layer], "heads": [1, 2], "passes": "all"} for layer in range(MODEL_LAYERS)]
+    edits = Knockout(frames=[0, 4], **chosen[0]), Jitter(0.5, layers=[1], heads=[1, 2])
+    mean, patch = Ablate("mean", **chosen[2]), Patch("kv", {"seed": 5}, **chosen[3])
+    whole, found = tiny_pipeline(), []
     policy = per_head(tmp_path / "a.csv", a={"name": "full"}, b={"name": "full"})
-    found = []
     for pipeline in (whole, CausalInferencePipeline(whole.model, 3, cache_policy=policy)):
         with record_head_outputs() as outputs:
             plain = rollout(pipeline, FRAMES)
-        with RunInStep(lambda pipeline=pipeline: rollout(pipeline, FRAMES, seed=5)) as source:
-            kind = getattr(edit, "how", "") or ("source" if isinstance(edit, Patch) else "")
-            data = {"mean": ReferenceMeans.over([outputs]), "source": source}.get(kind)
-            found.append(watched(pipeline, edit, data={edit: data})[:2])
-        norms = torch.cat([norms.flatten() for norms in outputs.norms.values()])
-        found[-1] += (norms,)
-        assert not torch.equal(found[-1][0], plain)
-    (one, calls, norms), (other, of_classes, other_norms) = found
+        norms = torch.cat([*map(torch.flatten, outputs.norms.values())])
+        source = RunInStep(lambda run=pipeline: rollout(run, FRAMES, seed=5))
+        with source, ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
+            data = {mean: ReferenceMeans.over([outputs]), patch: source}
+            with intervene(*edits, mean, patch, data=data) as session:
+                found.append((rollout(pipeline, FRAMES), norms, calls))
+        assert all(session.changed) and not torch.equal(found[-1][0], plain)
+    (*one, calls), (*other, of_classes) = found
     torch.testing.assert_close(other, one, atol=5e-6, rtol=0)
-    torch.testing.assert_close(other_norms, norms, atol=5e-6, rtol=0)
     for mine, expected in zip(of_classes, calls, strict=True):
-        for quantity in ("frame_logits", "frame_mass"):
-            torch.testing.assert_close(mine[quantity], expected[quantity], atol=5e-6, rtol=0, equal_nan=True)
-        if "attended" in expected:
-            assert torch.equal(mine["attended"], expected["attended"])
+        for name in {"frame_logits", "frame_mass", "attended"} & expected.values.keys():
+            torch.testing.assert_close(mine[name], expected[name], atol=5e-6, rtol=0, equal_nan=True)
 
 
 # --- Outputs of heads
