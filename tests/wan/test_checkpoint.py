@@ -1,4 +1,4 @@
-"""Weights from files: every sibling's layout, strictness, LoRAs, streamed layers, one line for what is wrong."""
+"""Weights from files: every sibling's layout, strictness, LoRAs, streaming, one line for what is wrong."""
 
 import json
 import re
