@@ -1,21 +1,17 @@
 """The base model's script on the miniature: layer caches and atlases of both branches, and bad input."""
 
-import re
-
 import pytest
 import torch
-from conftest import ROOT
+from helpers.refusals import refused
 
 from experiments import extract_attention_wan
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import project_files
-from experiments.running import cli
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
 from wan.errors import ConfigError
 
 MINI = ["--ckpt_dir", "checkpoints/wan-mini"]
-SHORT = [*MINI, "--num_frames", "9", "--num_steps", "4"]
 FIELDS = {
     "format": "layer",
     "layer_index": 7,
@@ -37,41 +33,28 @@ FIELDS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.slow
-def test_the_layer_cache(tmp_path, capsys):
-    extract_attention_wan.run([*SHORT, "--output_dir", str(tmp_path)])
+def test_a_layer_cache_and_the_atlases_of_both_branches(tmp_path, capsys):
+    short = [*MINI, "--num_frames", "9", "--num_steps", "4", "--output_dir", str(tmp_path)]
+    extract_attention_wan.run(short)
+    assert "next: open notebooks/extract_all_attention.ipynb" in capsys.readouterr().out.splitlines()[-1]
+    extract_attention_wan.run([*short, "--all_layers", "--step", "first", "last"])
     cache = load_cache(tmp_path / "layer7.pt")
     assert {name: cache[name] for name in FIELDS} == FIELDS
     names = {file["name"] for file in cache["files"]}
     assert {"diffusion_pytorch_model.safetensors", "tokenizer.json"} <= names
     full, uncond = cache["full_frame_attention"], cache["full_frame_attention_uncond"]
-    assert full.shape == uncond.shape == (12, 3, 3) and full.isfinite().all() and uncond.isfinite().all()
+    assert full.shape == (12, 3, 3) and full.isfinite().all() and not torch.equal(full, uncond)
     torch.testing.assert_close(cache["last_block_frame_attention"], full.mean(1))
     view = open_profiles(cache)
     assert view.query_frames == view.own_block == view.noise_frames == (0, 1, 2)
     assert view.context_frames == () and view.pass_label == "pass 0 (t = 999)"
-    assert "next: open notebooks/extract_all_attention.ipynb" in capsys.readouterr().out.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_the_atlases_of_both_branches(tmp_path):
-    ends = ["--all_layers", "--step", "first", "last", "--output_dir", str(tmp_path)]
-    extract_attention_wan.run([*SHORT, *ends])
-    cond, uncond = (load_cache(tmp_path / f"atlas_base{name}.pt") for name in ("", "_uncond"))
-    assert (cond["branch"], uncond["branch"]) == ("cond", "uncond") and cond["layers"] == list(range(8))
-    assert cond["pass_steps"] == [0, 3] and cond["pass_timesteps"][0] == 999
-    assert (cond["frame_mass"].sum(-1) - 1).abs().max() < 1e-5
-    one = ["--layer_index", "2", "--step", "3", "--output_dir", str(tmp_path)]
-    extract_attention_wan.run([*SHORT, *one])
-    layer = load_cache(tmp_path / "layer2.pt", mmap=False)
-    assert torch.equal(layer["full_frame_attention"], cond["frame_logits"][2, 1])
-    assert torch.equal(layer["full_frame_attention_uncond"], uncond["frame_logits"][2, 1])
-    assert not torch.equal(cond["frame_logits"], uncond["frame_logits"])
+    for branch, name, of_layer in (("cond", "", full), ("uncond", "_uncond", uncond)):
+        atlas = load_cache(tmp_path / f"atlas_base{name}.pt")
+        assert atlas["branch"] == branch and atlas["layers"] == [*range(8)] and atlas["pass_steps"] == [0, 3]
+        assert atlas["pass_timesteps"][0] == 999 and (atlas["frame_mass"].sum(-1) - 1).abs().max() < 1e-5
+        assert torch.equal(of_layer, atlas["frame_logits"][7, 0])
+        assert not torch.equal(atlas["frame_logits"][:, 0], atlas["frame_logits"][:, 1])
 
 
 def test_a_directory_chooses_its_settings(monkeypatch):
@@ -99,8 +82,5 @@ def test_a_directory_chooses_its_settings(monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags, message, tmp_path, capfd):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(extract_attention_wan.run, [*MINI, "--output_dir", str(tmp_path / "out"), *flags])
-    said = capfd.readouterr().err.strip()
-    assert ended.value.code == 2 and "\n" not in said and re.search(message, said), said
+    refused(extract_attention_wan, [*MINI, "--output_dir", tmp_path / "out", *flags], capfd, message)
     assert not list(tmp_path.rglob("*.pt"))
