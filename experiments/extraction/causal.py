@@ -364,8 +364,9 @@ def extract_batch(
     for item, each in enumerate(configs):
         settings = {k: v for k, v in loaded.common["config"].items() if k != "noise"}
         by_noise = {} if each.noise == "seeded" else {"noise": each.noise}
-        common = loaded.common | {"prompt": each.prompt, "seed": each.seed, "config": settings | by_noise}
-        common["weights_sha256"] = loaded.sha256.result()
+        common = loaded.common | {name: getattr(each, name) for name in OF_CACHES}
+        common["frame_seq_length"] = sizes.tokens_per_frame(each.height, each.width)
+        common |= {"config": settings | by_noise, "weights_sha256": loaded.sha256.result()}
         common["fingerprint"] = fingerprint(loaded.identity(each, edits))
         own = records if len(configs) == 1 else [call.of_item(item) for call in records]
         made = latents[item : item + 1], loaded.pipeline.pass_timesteps, tokens[item], common | more, stopped
