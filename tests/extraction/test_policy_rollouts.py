@@ -1,13 +1,11 @@
 """Caches under policies whose slots are not frames: tokens, key curves, frames and atlases agree."""
 
 from dataclasses import replace
-from functools import cache
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis.axes import slot_mass, slots_of
 from experiments.caches import load_cache, save_cache
@@ -25,11 +23,8 @@ from experiments.extraction.cache_builders import (
     layer_requests,
 )
 from experiments.extraction.memory import check_requests
-from wan.checkpoint import read_model_config
-from wan.config import load_config
 from wan.errors import ConfigError
 
-CONFIG = ROOT / "configs/wan_mini.yaml"
 POLICIES = [
     {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
     {"name": "ema_sink", "window": 6, "sink": 2},
@@ -41,25 +36,15 @@ POLICIES = [
 EACH = pytest.mark.parametrize("settings", POLICIES[:3], ids=lambda settings: settings["name"])
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def extract(tiny, settings, *asked, **more):
+    """Roll out under a policy; each of asked makes requests of the config, with more fields."""
+    config = replace(tiny.config, cache_policy=settings, num_frames=15, layer_indices=[0, 1], **more)
+    requests = [request for make in asked for request in make(config)]
+    return causal.extract_next(tiny.session.with_weights(config), config, requests)
 
 
-def config_of(settings: dict):
-    overrides = {"cache_policy": settings, "num_frames": 15, "layer_indices": [1, 3]}
-    return load_config(CONFIG, overrides | TWO_STEPS)
-
-
-@cache
-def loaded() -> causal.LoadedModel:
-    """The model, which no policy changes."""
-    return causal.prepare(config_of({"name": "full"}), [])
-
-
-def extract(config, requests):
-    pipeline = causal.pipeline_of(loaded().pipeline.model, config)
-    return causal.extract_next(replace(loaded(), pipeline=pipeline, config=config), config, requests)
+def atlas_of(config):
+    return atlas_requests(config, mass=True, key_curve=False, cross=False)
 
 
 def keeping(run, *names, without=""):
@@ -74,10 +59,9 @@ def saved(cache: dict, path) -> dict:
 
 
 @EACH
-def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path):
-    config, path = config_of(settings), tmp_path / "cache.pt"
-    requests = [*figure4_requests(config, "token"), *figure4_requests(config, "key")]  # keys, and frames
-    run = extract(config, [*requests, *inference_requests(config)])
+def test_tokens_keys_and_frames_of_a_cache_agree(settings, tiny, tmp_path):
+    path, by = tmp_path / "cache.pt", [partial(figure4_requests, granularity=g) for g in ("token", "key")]
+    run = extract(tiny, settings, *by, inference_requests)  # keys, and frames
     by_tokens, by_keys, by_frames = (
         saved(figure4_cache(keeping(run, *names)), path)
         for names in (["token_logits"], ["key_curve", "frame_logits"], ["frame_logits"])
@@ -90,9 +74,9 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path):
     for quantity in ("mean_logit", "mass"):
         tokens, keys, means = (open_profiles(c, quantity=quantity) for c in (by_tokens, by_keys, by_frames))
         assert tokens.key_frames == keys.key_frames == means.key_frames
-        for layer in (1, 3):
+        for layer in (0, 1):
             wanted = means.key_profile(layer)  # frames, and averages of those that are gone
-            assert wanted.shape == (12, 15 + 2 * (settings["name"] == "ema_sink"))
+            assert wanted.shape == (2, 15 + 2 * (settings["name"] == "ema_sink"))
             np.testing.assert_allclose(tokens.key_profile(layer), wanted, atol=2e-3)  # tokens are float16
             np.testing.assert_allclose(keys.key_profile(layer), wanted, atol=1e-6)
             if quantity == "mass":
@@ -105,34 +89,31 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tmp_path):
 
 
 @EACH
-def test_a_layer_cache_has_averages_as_columns(settings, tmp_path):
+def test_a_layer_cache_has_averages_as_columns(settings, tiny, tmp_path):
     """Made from a rollout, by frames or by tokens, or taken out of its atlas: the same values."""
-    config = replace(config_of(settings), layer_index=3, layer_indices=[3])
     count = 2 * (settings["name"] == "ema_sink")
-    of_atlas = atlas_requests(config, mass=True, key_curve=False, cross=False, layers=[3])
-    run = extract(config, [*layer_requests(config, "token"), *layer_requests(config), *of_atlas])
-    by_tokens = layer_cache(keeping(run, "token_logits"), 3)
-    made = saved(layer_cache(keeping(run, "frame_logits", without="frame_mass"), 3), tmp_path / "layer.pt")
+    by_token = partial(layer_requests, granularity="token")
+    run = extract(tiny, settings, by_token, layer_requests, atlas_of)
+    by_tokens = layer_cache(keeping(run, "token_logits"), 1)
+    made = saved(layer_cache(keeping(run, "frame_logits", without="frame_mass"), 1), tmp_path / "layer.pt")
     atlas = saved(atlas_cache(keeping(run, "frame_mass")), tmp_path / "atlas.pt")
-    taken = saved(layer_from_atlas(atlas, 3), tmp_path / "taken.pt")
+    taken = saved(layer_from_atlas(atlas, 1), tmp_path / "taken.pt")
     assert ("average_attention" in made) == ("average_attention" in taken) == bool(count)
     views = [open_profiles(one) for one in (made, taken, atlas)]
     assert [view.num_averages for view in views] == [count] * 3
     for name in ("key_profile", "key_matrix"):
-        values = [getattr(view, name)(3) for view in views]
+        values = [getattr(view, name)(1) for view in views]
         assert values[0].shape[-1] == 15 + count
         np.testing.assert_array_equal(values[0], values[2])
         np.testing.assert_array_equal(values[1], values[2])
-        np.testing.assert_allclose(getattr(open_profiles(by_tokens), name)(3), values[0], atol=1e-5)
+        np.testing.assert_allclose(getattr(open_profiles(by_tokens), name)(1), values[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "settings", [*POLICIES, {"name": "window", "window": 6, "sink": 1}], ids=lambda settings: settings["name"]
 )
-def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path):
-    config = config_of(settings)
-    run = extract(config, atlas_requests(config, mass=True, key_curve=False, cross=False))
-    atlas = saved(atlas_cache(run), tmp_path / "atlas.pt")
+def test_an_atlas_says_what_lay_in_its_slots(settings, tiny, tmp_path):
+    atlas = saved(atlas_cache(extract(tiny, settings, atlas_of)), tmp_path / "atlas.pt")
     frames, positions = slots_of(atlas, layer=1)
     mass = slot_mass(atlas, layer=1, step=0)
     np.testing.assert_allclose(mass.sum(1), 1, atol=1e-5)
@@ -150,21 +131,22 @@ def test_an_atlas_says_what_lay_in_its_slots(settings, tmp_path):
     np.testing.assert_allclose(np.nansum(matrix, -1)[:, rows], 1, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_an_atlas_of_classes_of_heads(tmp_path):
+def test_an_atlas_of_classes_of_heads(tiny, tmp_path):
     """Also where one class keeps averages, whose mass is of no frame."""
-    rows = [",".join("ab"[(layer + head) % 2] for head in range(12)) for layer in range(8)]
-    (tmp_path / "labels.csv").write_text("\n".join(rows))
-    classes = {"name": "per_head", "file": str(tmp_path / "labels.csv")}
+    for name, rows in (("labels", "a,b\nb,a"), ("static", "0,1\n1,0")):
+        (tmp_path / f"{name}.csv").write_text(rows)
     relative, ema = {"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}
-    static = {"name": "forcing_kv", "num_frame_patch": 4}
-    static["heads"] = "checkpoints/wan-mini/heads/forcing_kv.csv"
-    for settings in (classes | {"policies": {"a": relative, "b": ema}}, static):
-        config = config_of(settings)
-        run = extract(config, atlas_requests(config, mass=True, key_curve=False, cross=False))
+    classes = {
+        "name": "per_head",
+        "file": str(tmp_path / "labels.csv"),
+        "policies": {"a": relative, "b": ema},
+    }
+    static = {"name": "forcing_kv", "num_frame_patch": 4, "heads": str(tmp_path / "static.csv")}
+    for settings in (classes, static):
+        run = extract(tiny, settings, atlas_of)
         atlas = saved(atlas_cache(run), tmp_path / "atlas.pt")
-        mass = atlas["slot_mass" if settings is not static else "frame_mass"]
-        torch.testing.assert_close(mass.nansum(-1), torch.ones(8, 3, 12, 15))
+        mass = atlas["slot_mass" if settings is classes else "frame_mass"]
+        torch.testing.assert_close(mass.nansum(-1), torch.ones(2, 3, 2, 15))
         assert settings is static or (atlas["slot_frame"][0, -1] == -1).any()
     with pytest.raises(ConfigError, match="use --granularity frame"):
-        check_requests(config, read_model_config("checkpoints/wan-mini"), figure4_requests(config, "key"))
+        check_requests(run.config, tiny.session.model_config, figure4_requests(run.config, "key"))

@@ -2,18 +2,18 @@
 the same caches byte for byte.
 """
 
-import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+import yaml
+from helpers.refusals import refused
 
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache
 from experiments.extraction import prompt_embeds
 from experiments.extraction.edits import check_sources
-from experiments.running import cli
 from wan import checkpoint
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -28,13 +28,11 @@ def state_file(config, prompt, *given):
 
 
 @pytest.fixture
-def mini(tmp_path, monkeypatch):
-    """Flags of a short run of the miniature that remembers prompt embeddings in a folder of its own."""
-    monkeypatch.chdir(ROOT)
-    config = tmp_path / "mini.yaml"
-    text = (ROOT / "configs/wan_mini.yaml").read_text()
-    config.write_text(text.replace("embeds_dir: null", f"embeds_dir: {tmp_path}/states"))
-    assert "states" in config.read_text()
+def short(tiny, tmp_path):
+    """Flags of a short run that remembers prompt embeddings in a folder of its own."""
+    config = tmp_path / "tiny.yaml"
+    settings = yaml.safe_load(Path(tiny.path).read_text()) | {"embeds_dir": f"{tmp_path}/states"}
+    config.write_text(yaml.safe_dump(settings))
     return ["--config_path", str(config), "--num_frames", "3"]
 
 
@@ -49,22 +47,21 @@ def made(tmp_path, *flags, script=run_extraction_figure4) -> bytes:
     return (tmp_path / "out.pt").read_bytes()
 
 
-def test_the_same_bytes_with_remembered_states_and_without(tmp_path, mini, monkeypatch):
-    without = made(tmp_path, "--config_path", "configs/wan_mini.yaml", "--num_frames", "3")
-    first = made(tmp_path, *mini)
+def test_the_same_bytes_with_remembered_states_and_without(tiny, tmp_path, short, monkeypatch):
+    without = made(tmp_path, "--config_path", tiny.path, "--num_frames", "3")
+    first = made(tmp_path, *short)
     (file,) = (tmp_path / "states").iterdir()
     states = file.read_bytes()
-    file.write_bytes(b"damaged")  # made again
-    assert made(tmp_path, *mini) == first and file.read_bytes() == states
-    torch.save(torch.load(file) | {"prompt": "another", "fingerprint": "of another"}, file)  # swapped
-    assert made(tmp_path, *mini) == first and file.read_bytes() == states
+    other = torch.load(file) | {"prompt": "another", "fingerprint": "of another"}
+    for spoil in (lambda: file.write_bytes(b"damaged"), lambda: torch.save(other, file)):  # or swapped
+        spoil()
+        assert made(tmp_path, *short) == first and file.read_bytes() == states
     with monkeypatch.context() as patch:
         no_encoder(patch)
-        assert made(tmp_path, *mini) == first == without
+        assert made(tmp_path, *short) == first == without
 
 
 def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
     config = replace(load_config("configs/wan_mini.yaml"), embeds_dir=str(tmp_path))
     sizes = checkpoint.read_model_config(config.ckpt_dir)
     given = [("a", sizes, torch.float32), ("b", sizes, torch.float32), ("a", sizes, torch.bfloat16)]
@@ -79,29 +76,37 @@ def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
     assert state_file(replace(config, embeds_dir=None), "a", sizes, torch.float32, CPU) is None
 
 
-def test_a_file_takes_the_place_of_umt5(tmp_path, mini, monkeypatch):
-    own = load_cache_of(made(tmp_path, *mini, "--cross", script=run_extraction_all), tmp_path)
+def test_a_file_takes_the_place_of_umt5_and_no_cache_holds_a_path(tiny, tmp_path, short, monkeypatch):
+    def atlas(*flags):
+        made(tmp_path, *short, "--cross", *flags, script=run_extraction_all)
+        return load_cache(tmp_path / "out.pt", mmap=False)
+
+    own = atlas()
+    assert (own["device"], own["dtype"], own["config"]["timestep_shift"]) == ("cpu", "float32", 5.0)
+    assert own["versions"]["torch"] == torch.__version__ and "diffusers" in own["versions"]
+    (weights,) = [f for f in own["files"] if f["name"] == own["weights_file"]]
+    path = Path(tiny.config.ckpt_dir) / "transformer" / own["weights_file"]
+    assert weights["size"] == path.stat().st_size and own["weights_sha256"] == checkpoint.file_sha256(path)
+    plain = str({name: value for name, value in own.items() if not isinstance(value, torch.Tensor)})
+    assert str(tmp_path) not in plain and str(tiny.config.ckpt_dir) not in plain
+
     (file,) = (tmp_path / "states").iterdir()
     no_encoder(monkeypatch)
-    flags = ["--cross", "--prompt_embeds", str(file)]
-    given = load_cache_of(made(tmp_path, *mini, *flags, script=run_extraction_all), tmp_path)
-    assert torch.equal(own["frame_mass"].nan_to_num(), given["frame_mass"].nan_to_num())
-    assert (
-        torch.equal(own["cross_mass"], given["cross_mass"]) and own["cross_tokens"] == given["cross_tokens"]
-    )
-    assert [f["name"] for f in given["files"]] == sorted([file.name, "self_forcing_mini.pt"])
-    assert given["prompt"] == own["prompt"]
+    given = atlas("--prompt_embeds", str(file))
+    assert torch.equal(own["frame_mass"], given["frame_mass"]) and given["prompt"] == own["prompt"]
+    assert torch.equal(own["cross_mass"], given["cross_mass"])
+    assert own["cross_tokens"] == given["cross_tokens"]
+    assert [f["name"] for f in given["files"]] == sorted([file.name, own["weights_file"]])
     torch.save({"prompt_embeds": torch.load(file)["prompt_embeds"][0]}, tmp_path / "bare.pt")
-    flags = ["--cross", "--prompt_embeds", str(tmp_path / "bare.pt"), "--prompt", "my words"]
-    bare = load_cache_of(made(tmp_path, *mini, *flags, script=run_extraction_all), tmp_path)
+    bare = atlas("--prompt_embeds", str(tmp_path / "bare.pt"), "--prompt", "my words")
     assert bare["prompt"] == "my words" and torch.equal(bare["cross_mass"], own["cross_mass"])
     assert bare["cross_tokens"] == [str(i) for i in range(len(own["cross_tokens"]))]
 
 
 def test_a_file_is_of_one_prompt(tmp_path):
     """Another prompt's states are never those of the file, whoever asks for them."""
-    config = load_config(ROOT / "configs/wan_mini.yaml", {"prompt_embeds": str(tmp_path / "states.pt")})
-    sizes = checkpoint.read_model_config(ROOT / config.ckpt_dir)
+    config = load_config("configs/wan_mini.yaml", {"prompt_embeds": str(tmp_path / "states.pt")})
+    sizes = checkpoint.read_model_config(config.ckpt_dir)
     states = {"prompt_embeds": torch.ones(1, 5, 64)}
     for own, named in ("a cat", {"prompt": "a cat"}), (config.prompt, {}):
         torch.save(states | named, config.prompt_embeds)
@@ -112,11 +117,6 @@ def test_a_file_is_of_one_prompt(tmp_path):
         with pytest.raises(ConfigError, match=r"holds the states of one prompt, and .* needs"):
             check_sources([edit], config)
     check_sources([Ablate("frame_mean", passes="denoise"), Patch("z", Source(seed=1), passes="all")], config)
-
-
-def load_cache_of(content: bytes, tmp_path) -> dict:
-    (tmp_path / "cache.pt").write_bytes(content)
-    return load_cache(tmp_path / "cache.pt", mmap=False)
 
 
 STATES = {"prompt_embeds": torch.zeros(1, 5, 64)}
@@ -134,26 +134,10 @@ STATES = {"prompt_embeds": torch.zeros(1, 5, 64)}
         ([1], [], "holds a list, not a state dict"),
     ],
 )
-def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capfd, content, flags, message):
-    monkeypatch.chdir(ROOT)
+def test_files_that_do_not_fit_are_refused(tmp_path, capfd, content, flags, message):
     path = tmp_path / "states.pt"
     if content is not None:
         torch.save(content, path)
-    with pytest.raises(SystemExit) as ended:
-        given = ["--config_path", "configs/wan_mini.yaml", "--prompt_embeds", str(path), *flags]
-        cli.main(run_extraction_figure4.run, [*given, "--output_path", str(tmp_path / "out.pt")])
-    said = capfd.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1 and said.startswith("error: ")
-    assert re.search(message, said), said
+    given = ["--config_path", "configs/wan_mini.yaml", "--prompt_embeds", path, *flags]
+    refused(run_extraction_figure4, [*given, "--output_path", tmp_path / "out.pt"], capfd, message)
     assert [p.name for p in tmp_path.iterdir()] == ["states.pt"] * (content is not None)
-
-
-def test_provenance_holds_no_path_time_or_host(tmp_path, mini):
-    cache = load_cache_of(made(tmp_path, *mini), tmp_path)
-    assert (cache["device"], cache["dtype"], cache["config"]["timestep_shift"]) == ("cpu", "float32", 5.0)
-    assert cache["versions"]["torch"] == torch.__version__ and "diffusers" in cache["versions"]
-    (weights,) = [f for f in cache["files"] if f["name"] == cache["weights_file"]]
-    path = ROOT / "checkpoints/wan-mini/self_forcing_mini.pt"
-    assert weights["size"] == path.stat().st_size and cache["weights_sha256"] == checkpoint.file_sha256(path)
-    plain = str({name: value for name, value in cache.items() if not isinstance(value, torch.Tensor)})
-    assert str(ROOT) not in plain and str(tmp_path) not in plain and "checkpoints/" not in plain
