@@ -29,7 +29,8 @@ from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder
 
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
-FRAGMENTED = ("-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000")
+FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
+FRAGMENTED += ["-sc_threshold", "0"]  # a piece is one fragment, also where its scene is cut
 TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
 ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
 

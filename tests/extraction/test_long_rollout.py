@@ -3,17 +3,16 @@
 from dataclasses import replace
 
 import imageio.v3 as iio
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from diffusers import AutoencoderKLWan
 from helpers.forked import forked
-from helpers.rollouts import TWO_STEPS
 from safetensors.torch import load_file
 
 from experiments import run_rollout
 from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
-from experiments.extraction import causal
+from experiments.extraction import causal, long_rollout, video
 from experiments.extraction.long_rollout import (
     LOOKS_BACK,
     BlockCapture,
@@ -27,18 +26,18 @@ from experiments.extraction.long_rollout import (
 )
 from experiments.extraction.rollout import RunObserver
 from wan.blocks import block_ranges
-from wan.config import load_config
 from wan.vae import VAE
 
 pytestmark = pytest.mark.slow
-FRAMES = 18
-HEADS = "checkpoints/wan-mini/heads"
+FRAMES = 12
+WINDOW = {"name": "window", "window": 9, "sink": 3}
+CHOOSES = {"name": "participative", "window": 12, "sink": 3, "budget": 9, "recent": 3}
 POLICIES = [  # with every kind of memory: frames, averages, tokens that noisy queries chose, a release
-    {"name": "window", "window": 9, "sink": 3},
+    WINDOW,
     {"name": "ema_sink", "window": 9, "sink": 3},
     {"name": "memory_bank", "window": 9, "sink": 3},
-    {"name": "triattention", "budget_tokens": 80, "sink": 1, "statistics": f"{HEADS}/query_means.npz"},
-    {"name": "participative", "window": 12, "sink": 3, "budget": 9, "recent": 3},
+    {"name": "triattention", "budget_tokens": 80, "sink": 1},
+    CHOOSES,
     {"name": "window", "window": 12, "sink": 6, "released": "longlive"},
 ]
 
@@ -54,27 +53,24 @@ class StopAfter(RunObserver):
         self.stopping = self.left == 0
 
 
-@pytest.fixture(scope="module")
-def config():
-    return load_config("configs/wan_mini.yaml", {"num_frames": FRAMES, "device": "cpu"} | TWO_STEPS)
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch):
+    """Pieces of two blocks, and videos as small as they are."""
+    monkeypatch.setattr(long_rollout, "frames_at_once", lambda *_: 6)
+    monkeypatch.setattr(video, "SHORTEST_SIDE", 64)
 
 
 @pytest.fixture(scope="module")
-def session(config):
-    return causal.prepare(config, [])
+def vae(tiny):
+    return VAE.from_pretrained(tiny.config.ckpt_dir)
 
 
-@pytest.fixture(scope="module")
-def vae(config):
-    return VAE.from_pretrained(config.ckpt_dir)
-
-
-def make(folder, session, config, vae, stop_after=10**9, capture="none", policy=None, frames=FRAMES):
+def make(folder, tiny, vae, stop_after=10**9, capture="none", policy=None):
     """One call of make_long_video -> its place."""
-    config = replace(config, cache_policy=policy, num_frames=frames)
-    session = replace(session, pipeline=causal.pipeline_of(session.pipeline.model, config))
+    config = replace(tiny.config, cache_policy=policy, num_frames=FRAMES)
+    session = replace(tiny.session, pipeline=causal.pipeline_of(tiny.session.pipeline.model, config))
     place = LongVideo(folder / "a.mp4")
-    latents = LatentFile(place.latents, (frames, 16, 8, 8), session.dtype, str(policy))
+    latents = LatentFile(place.latents, (FRAMES, 16, 8, 8), session.dtype, str(policy))
     capture = BlockCapture.read(capture, 0)
     make_long_video(session, config, place, latents, capture, vae, StopAfter(stop_after))
     return place
@@ -94,81 +90,80 @@ def no_video(monkeypatch):
     monkeypatch.setattr(GrowingVideo, "finish", lambda self: None)
 
 
-def latents_of(place):
-    return load_file(place.latents)["latents"]
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p["name"] + "_" + str(p.get("released", "")))
-def test_stopped_anywhere_it_goes_on_with_the_same_bits(policy, session, config, vae, tmp_path, monkeypatch):
+def test_stopped_anywhere_it_goes_on_with_the_same_bits(policy, tiny, vae, tmp_path, monkeypatch):
     no_video(monkeypatch)
-    whole = make(tmp_path / "whole", session, config, vae, policy=policy, frames=12)
-    stopped(tmp_path / "parts", session, config, vae, stop_after=3, policy=policy, frames=12)
-    parts = make(tmp_path / "parts", session, config, vae, policy=policy, frames=12)
-    assert torch.equal(latents_of(parts), latents_of(whole))
+    if policy["name"] == "triattention":
+        draw = np.random.default_rng(0).random
+        means = {name: draw((2, 2, 8)) for name in ("q_mean_real", "q_mean_imag", "q_abs_mean")}
+        np.savez(tmp_path / "means.npz", **means)
+        policy = policy | {"statistics": str(tmp_path / "means.npz")}
+    whole = make(tmp_path / "whole", tiny, vae, policy=policy)
+    stopped(tmp_path / "parts", tiny, vae, stop_after=3, policy=policy)
+    parts = make(tmp_path / "parts", tiny, vae, policy=policy)
+    assert torch.equal(*(load_file(place.latents)["latents"] for place in (parts, whole)))
 
 
 @pytest.mark.beside
-def test_video_and_captures_of_parts_are_those_of_the_whole(session, config, vae, tmp_path):
-    whole = make(tmp_path / "whole", session, config, vae, capture="all", policy=POLICIES[0])
+def test_video_and_captures_of_parts_are_those_of_the_whole(tiny, vae, tmp_path):
+    whole = make(tmp_path / "whole", tiny, vae, capture="all", policy=WINDOW)
     place = LongVideo(tmp_path / "parts/a.mp4")
-    stopped(tmp_path / "parts", session, config, vae, stop_after=5, capture="all", policy=POLICIES[0])
-    playable = iio.imread(place.path)
-    assert playable.shape == (1 + 4 * 14, 256, 256, 3)  # five blocks are a piece
-    with open(place.latents, "ab") as file:
-        file.write(b"half a frame")
-    with open(place.path, "ab") as file:
-        file.write(b"\0\0\1\0moof and no more")
-    path_of(place.attention, 4).unlink()  # of the block that was being made
-    parts = make(tmp_path / "parts", session, config, vae, capture="all", policy=POLICIES[0])
-    assert iio.imread(parts.path).shape == (1 + 4 * (FRAMES - 1), 256, 256, 3)
-    assert (iio.imread(parts.path) == iio.imread(whole.path)).all()
+    stopped(tmp_path / "parts", tiny, vae, stop_after=3, capture="all", policy=WINDOW)
+    assert iio.imread(place.path).shape == (1 + 4 * 5, 64, 64, 3)  # two blocks are a piece: it is playable
+    for path, more in ((place.latents, b"half a frame"), (place.path, b"\0\0\1\0moof and no more")):
+        path.write_bytes(path.read_bytes() + more)
+    path_of(place.attention, 2).unlink()  # of the block that was being made
+    parts = make(tmp_path / "parts", tiny, vae, capture="all", policy=WINDOW)
+    assert iio.imread(parts.path).shape == (1 + 4 * (FRAMES - 1), 64, 64, 3)
     assert parts.path.read_bytes() == whole.path.read_bytes()
     for one, other in zip(read_blocks(parts.attention), read_blocks(whole.attention), strict=True):
         assert all(torch.equal(one[k], other[k]) for k in ("logits", "mass", "key_frames", "key_positions"))
-    assert make(tmp_path / "parts", session, config, vae, policy=POLICIES[0]).path == parts.path  # is done
+    assert make(tmp_path / "parts", tiny, vae, policy=WINDOW).path == parts.path  # is done
+    assert video.frames_at_once(8, 8) == 16 and video.frames_at_once(60, 104) == 1
 
 
-def test_what_is_captured(session, config, vae, tmp_path, monkeypatch):
+def test_what_is_captured(tiny, vae, tmp_path, monkeypatch):
     no_video(monkeypatch)
     policy = {"name": "deep_sink", "window": 9, "sink": 3}
-    place = make(tmp_path / "all", session, config, vae, capture="all", policy=policy)
+    place = make(tmp_path / "all", tiny, vae, capture="all", policy=policy)
     blocks = read_blocks(place.attention)
     last = blocks[-1]
-    assert [block["block"] for block in blocks] == list(range(6)) and last["query_frames"] == [15, 16, 17]
-    assert last["logits"].shape == (8, 12, 3, 9)
-    torch.testing.assert_close(last["mass"].sum(-1), torch.ones(8, 12, 3))
-    assert last["key_frames"][0].tolist() == [0, 1, 2, *range(12, 18)]
-    assert last["key_positions"][0].tolist() == list(range(9, 18))  # the sink has moved along
+    assert [block["block"] for block in blocks] == list(range(4)) and last["query_frames"] == [9, 10, 11]
+    assert last["logits"].shape == (2, 2, 3, 9)
+    torch.testing.assert_close(last["mass"].sum(-1), torch.ones(2, 2, 3))
+    assert last["key_frames"][0].tolist() == [0, 1, 2, *range(6, 12)]
+    assert last["key_positions"][0].tolist() == list(range(3, 12))  # the sink has moved along
     size = sum(path.stat().st_size for path in place.attention.iterdir())
-    said = BlockCapture.read("all", 0).bytes(replace(config, cache_policy=policy), session.model_config)
-    assert said < size < said + 6 * 16384
+    config = replace(tiny.config, num_frames=FRAMES, cache_policy=policy)
+    said = BlockCapture.read("all", 0).bytes(config, tiny.session.model_config)
+    assert said < size < said + 4 * 16384
     assert BlockCapture.read("last:2", 0).blocks(6) == range(4, 6)
-    place = make(tmp_path / "band", session, config, vae, capture="band:4", policy=policy)
+    place = make(tmp_path / "band", tiny, vae, capture="band:4", policy=policy)
     [*_, band] = read_blocks(place.attention)
     assert torch.equal(band["logits"], last["logits"][..., -4:])
-    assert band["key_frames"][0].tolist() == [14, 15, 16, 17]
+    assert band["key_frames"][0].tolist() == [8, 9, 10, 11]
 
 
-def test_blocks_that_come_out_otherwise_are_noticed(session, config, vae, tmp_path):
-    policy = POLICIES[-2]  # its blocks are made again
-    stopped(tmp_path, session, config, vae, stop_after=2, policy=policy)
+def test_blocks_that_come_out_otherwise_are_noticed(tiny, vae, tmp_path):
+    stopped(tmp_path, tiny, vae, stop_after=2, policy=CHOOSES)  # its blocks are made again
     place = LongVideo(tmp_path / "a.mp4")
     content = bytearray(place.latents.read_bytes())
     content[-1] ^= 1
     place.latents.write_bytes(content)
     with pytest.raises(RunError, match="frames 3-5 come out differently"):
-        make(tmp_path, session, config, vae, policy=policy)
+        make(tmp_path, tiny, vae, policy=CHOOSES)
 
 
-def test_the_decoder_looks_back_far_enough_for_the_real_one():
+def test_the_decoder_looks_back_far_enough_for_the_real_one(monkeypatch):
     """The real decoder's layers with few channels: what it says after looking back is what it says anyway."""
+    monkeypatch.setattr(long_rollout, "frames_at_once", lambda *_: 1)  # as of large frames
     torch.manual_seed(0)
     scale = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
     vae = VAE(AutoencoderKLWan(base_dim=4, decoder_base_dim=4, z_dim=4, **scale))
     latents, blocks = torch.randn(66, 4, 1, 1), block_ranges([3] * 22)
 
     class Held:
-        shape, frames = (66, 4, 32, 32), 66  # one block is a piece, as of large frames
+        shape, frames = (66, 4, 1, 1), 66
 
         def read(self, frames):
             return latents[frames.start : frames.stop]
@@ -235,11 +230,9 @@ def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):
         BlockCapture("all").missing(tmp_path, 4, "another")
 
 
-def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, monkeypatch, session, config, vae):
-    monkeypatch.chdir(ROOT)
+def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, tiny, vae):
     path = tmp_path / "a.mp4"
-    flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "3", "--quiet"]
-    flags += ["--output_path", str(path)]
+    flags = ["--config_path", tiny.path, "--num_frames", "3", "--quiet", "--output_path", str(path)]
     path.write_bytes(b"mine")
     with pytest.raises(CacheError, match="without its latents"):
         run_rollout.run(flags)
@@ -254,21 +247,21 @@ def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, monkeypatch, session, c
     finished.parent.mkdir()
     finished.write_bytes(made)
     with pytest.raises(CacheError, match=r"is of another run .*choose another --output_path, or --overwrite"):
-        make(finished.parent, session, config, vae)
+        make(finished.parent, tiny, vae)
 
 
 def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
-    path, pixels = tmp_path / "a.mp4", torch.randint(0, 255, (6, 64, 64, 3), dtype=torch.uint8)
+    path, pixels = tmp_path / "a.mp4", torch.randint(0, 255, (24, 64, 64, 3), dtype=torch.uint8)
     video = GrowingVideo(path, "mine")
     video.append(pixels, 0)
     once = path.read_bytes()
-    video.append(pixels, 6)
+    video.append(pixels, 24)
     twice = path.read_bytes()
     for cut in (len(once) + 5, len(once) + 200, len(twice) - 1):
         path.write_bytes(twice[:cut])
         video = GrowingVideo(path, "mine")
         assert (video.pieces, path.read_bytes()) == (1, once)
-        video.append(pixels, 6)
+        video.append(pixels, 24)
         assert path.read_bytes() == twice
     path.write_bytes(once[:100])
     assert GrowingVideo(path, "mine").pieces == 0 and path.read_bytes() == b""
@@ -278,14 +271,13 @@ def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
     assert path.read_bytes() == twice and mp4_tag(path) == "mine"
     video = GrowingVideo(path, "mine")
     video.finish()
-    assert GrowingVideo(path, "mine").is_finished and mp4_tag(path) == "mine" and len(iio.imread(path)) == 12
-    assert iio.immeta(path)["duration"] == pytest.approx(12 / 16)
+    assert GrowingVideo(path, "mine").is_finished and mp4_tag(path) == "mine" and len(iio.imread(path)) == 48
+    assert iio.immeta(path)["duration"] == pytest.approx(48 / 16)
 
 
 @pytest.mark.beside
-def test_killed_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    flags = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--cache_policy", "longlive"]
+def test_killed_it_goes_on(tmp_path, tiny):
+    flags = ["--config_path", tiny.path, "--num_frames", "6", "--cache_policy", "longlive"]
 
     def rolling(name: str):
         output = ["--quiet", "--capture", "all", "--output_path", str(tmp_path / name)]
