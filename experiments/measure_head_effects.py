@@ -30,6 +30,7 @@ def run(argv=None):
     flag("--budget", type=count, default=9, help="frames of the mean head's cache")
     flag("--window", type=count, default=6, help="frames of the heads that do not keep all")
     flag("--sink", type=int, default=3, help="of these, the first frames of the video")
+    flag("--layers", type=int, nargs="+", help="whose heads are measured; all where left out: a rehearsal")
     flag("--folder", type=Path, default=Path("cache/head_effects"), help="where pairs are kept")
     add_engine_flags(parser)
     args = parser.parse_args(argv)
@@ -54,7 +55,13 @@ def run(argv=None):
     with observed(args, "pair") as watch, crew_of(args, config.device) as crew:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
         session = called(crew, causal.prepare, config, [], texts)
-        work = HeadEffects(config, session, args.folder, args.window, args.sink, args.measure)
+        layers, every = (
+            args.layers or [*range(session.model_config.num_layers)],
+            session.model_config.num_layers,
+        )
+        if not {*layers} <= {*range(every)}:
+            raise ConfigError(f"--layers {layers}: layers are 0..{every - 1}")
+        work = HeadEffects(config, session, args.folder, args.window, args.sink, args.measure, layers)
         items = {work.name(pair): pair for pair in pairs}
         work_through(work, items, args.folder, watch, crew)
         found = [work.results.read(name) or {} for name in items]
@@ -67,12 +74,19 @@ def run(argv=None):
             "pairs": [[*pair.texts, pair.seed] for pair in pairs],
             "effects": effects.mean(0).round(5).tolist(),
             "effects of pairs": effects.tolist(),
+            "layers": layers,
             "seconds of pairs": [one["seconds"] for one in found],
+            "seconds of heads": [one["seconds of heads"] for one in found],
         }
         report |= called(crew, tried, config, session, pairs[0], str(out))
         with replacing(out.with_suffix(".json")) as file:
             file.write(json.dumps(report, ensure_ascii=False).encode() + b"\n")
         print(f"{out}: {report['seconds with budget']} s a rollout, {report['seconds without']} s without")
+        whole, heads = (np.mean(report[f"seconds of {of}"]) for of in ("pairs", "heads"))
+        all_heads = whole + heads * (every / len(layers) - 1)
+        print(
+            f"{whole:.0f} s a pair, {heads:.0f} s of them {len(layers)} layers: {all_heads:.0f} s for {every}"
+        )
 
 
 if __name__ == "__main__":

@@ -109,17 +109,24 @@ def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
 
 def summaries(video: np.ndarray) -> dict[str, float]:
     """Compute every measure of SUMMARIES."""
-    found = {}
-    for of_frames in (sharpness, clipped, flicker):
-        values = of_frames(video)
-        count = max(1, round(ENDS * len(values)))
-        first, last = float(values[:count].mean()), float(values[-count:].mean())
-        change = last - first
-        if of_frames is sharpness and change:
-            with np.errstate(divide="ignore"):
-                change = float(np.log2(np.divide(last, first)))
-        found[f"{of_frames.__name__}_change"] = change
+    found = {"sharpness_change": sharpness_change(video)}
+    for of_frames in (clipped, flicker):
+        first, last = ends(of_frames(video))
+        found[f"{of_frames.__name__}_change"] = last - first
     return found | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
+
+
+def ends(values: np.ndarray) -> tuple[float, float]:
+    """Return the means of the beginning and of the end of values by frame."""
+    count = max(1, round(ENDS * len(values)))
+    return float(values[:count].mean()), float(values[-count:].mean())
+
+
+def sharpness_change(video: np.ndarray) -> float:
+    """Return how much sharper the end is than the beginning, in octaves."""
+    first, last = ends(sharpness(video))
+    with np.errstate(divide="ignore"):
+        return float(np.log2(np.divide(last, first))) if last != first else 0.0
 
 
 def sharpness(video: np.ndarray) -> np.ndarray:

@@ -89,19 +89,20 @@ def knockouts_of(report: Mapping[str, Any]) -> tuple:
 
 
 def budget_panels(report: Mapping[str, Any]) -> tuple:
-    """Return panels, ceilings and subtitle, for figures.budget_curves."""
-    budgets, ceilings = report["budgets"], {name: row[0] for name, row in report["ceilings"].items()}
-    panels = {
-        f"others: window {budgets['narrow window']}, {name.removeprefix('same, ')}": {
-            rule: {int(n): row if rule == "uniform" else row[0] for n, row in rows.items()}
-            for rule, rows in budgets[name].items()
-        }
-        for name in budgets
-        if name.startswith("same, ")
-    }
-    ceilings |= {"whole past": report["base"]["same"][0]}
-    about = f"{report['model']}, {budgets['captions']} captions"
-    return panels, ceilings, f"Which heads keep the whole past: {about}"
+    """Return panels, ceilings and subtitle, for figures.budget_curves.
+
+    panels: (sink, rule) -> miniature, or all -> budget -> (share, low, high).
+    """
+    panels: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = {}
+    for claim, found in report["shares"].items():
+        if ", sink " in claim:
+            rule, budget, sink = claim.split(", ")
+            for name, row in found["same"].items():
+                panels.setdefault((sink, rule), {}).setdefault(name, {})[int(budget)] = row[:3]
+    ceilings = {name: report["shares"][name]["same"]["all"][0] for name in ("rendered", "VAE", "base")}
+    models, captions = len(report["miniatures"]), len(report["captions"])
+    about = report["model"] if models == 1 else f"{models} models {report['model']}"
+    return panels, ceilings, f"Which heads keep the whole past: {about}, {captions} captions"
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:

@@ -93,6 +93,22 @@ def bootstrap(values: np.ndarray) -> Interval:
     return percentiles(float(values.mean()), values[chosen].reshape(DRAWS, -1).mean(1))
 
 
+def nested_bootstrap(groups: Sequence[np.ndarray]) -> Interval:
+    """Return the mean of groups' means and its interval: draws of groups, and of the values of each.
+
+    The values [n] of a group are numbers of prompts; of one group it is bootstrap().
+    """
+    if len(groups) == 1:
+        return bootstrap(groups[0])
+    generator, count = np.random.default_rng(0), len(groups)
+    drawn = np.stack(  # [groups, draws, groups]: another draw of values for each time that a group is drawn
+        [x[generator.integers(len(x), size=(DRAWS, count, len(x)))].mean(-1) for x in groups]
+    )
+    chosen = generator.integers(count, size=(DRAWS, count))
+    means = drawn[chosen, np.arange(DRAWS)[:, None], np.arange(count)].mean(1)
+    return percentiles(float(np.mean([x.mean() for x in groups])), means)
+
+
 def head_correlation(
     effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS
 ) -> Interval:

@@ -35,15 +35,16 @@ Timed = dict[str, Callable[[], float]]
 Active = Callable[[], AbstractContextManager]  # makes what is on while a model generates: a capture, an edit
 
 
-def finding_parser(description: str, output_path: str) -> Parser:
-    """Return the flags of a script that makes a published finding."""
+def finding_parser(description: str, output_path: str, several: bool = False) -> Parser:
+    """Return the flags of a script that makes a published finding, of one miniature or of several."""
     parser = Parser(description=description.splitlines()[0])
     flag = parser.add_argument
     flag("--config_path", default="configs/wan_mini.yaml")
     flag("--device", default="auto")
     flag("--output_path", type=Path, default=Path(output_path))
     flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
-    flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
+    other = "directory of another miniature, with self_forcing_mini.pt in it"
+    flag("--ckpt_dir", nargs="+" if several else None, help=other)
     flag("--judges", type=count, help="processes that judge videos")
     return parser
 

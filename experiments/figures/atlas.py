@@ -313,21 +313,30 @@ def knockout_curves(
 
 @styled
 def budget_curves(
-    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
+    panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, Sequence[float]]]],
     ceilings: Mapping[str, float],
     subtitle: str,
 ) -> Figure:
-    """Draw a panel for each name, a line for each rule: budget -> (share, low, high)."""
-    figure, axes = st.panels(len(panels), 2, (4.5, 2.8), sharey=True)
-    rules = list(dict.fromkeys(rule for panel in panels.values() for rule in panel))
+    """Draw a panel for each (sink, rule): of all miniatures a line in a band, of each a thin one.
+
+    panels: miniature, or all -> budget -> (share, low, high). Beside a rule stands the uniform window.
+    """
+    rules = [at for at in sorted(panels) if at[1] != "uniform"]
+    figure, axes = st.panels(len(rules), 4, (2.3, 1.9), sharey=True)
     legend: dict[str, Artist] = {}
-    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
-        for n, rule in [(rules.index(rule), rule) for rule in panel]:
-            budgets = np.array([*panel[rule]]) + 0.05 * (n - len(rules) / 2)
-            rows = np.array([row[:3] for row in panel[rule].values()])
-            _intervals(axis, budgets, rows, rule, n, color=ORDER_COLORS[n % len(ORDER_COLORS)])
+    for axis, (sink, rule) in zip(axes, rules, strict=True):
+        of_rules = {"a uniform window": ("uniform", DARK), "the rule": (rule, BLUE)}
+        for label, (which, color) in of_rules.items():
+            for name, points in panels[sink, which].items():
+                budgets = sorted(points)
+                share, low, high = np.array([points[n] for n in budgets]).T
+                if name == "all":
+                    axis.fill_between(budgets, low, high, color=color, alpha=0.2, linewidth=0)
+                    axis.plot(budgets, share, "o-", color=color, markersize=3, linewidth=1.5, label=label)
+                elif len(panels[sink, which]) > 2:
+                    axis.plot(budgets, share, color=color, linewidth=0.5, label="one miniature")
         _draw_ceilings(axis, "h", ceilings)
-        axis.set(title=name, ylim=(-0.02, 1.02))
+        axis.set(title=f"{rule}, {sink}", ylim=(-0.02, 1.02))
         legend |= st.handles(axis)
     x, y = "Cache of the mean head (latent frames)", "Share back in colour and shape"
     st.label_figure(figure, axes, f"{y}, by rule and cache", subtitle, y, legend, x)
@@ -354,11 +363,11 @@ def share_bars(
     ceilings: Mapping[str, float],
     title: str,
     x: str,
-    others: Mapping[str, Sequence[float]] | None = None,
+    others: Mapping[str, Sequence[Any]] | None = None,
 ) -> Figure:
     """Draw a dot with its interval for each name -> (share, low, high).
 
-    ceilings are lines; others are further marks, a value for each name.
+    ceilings are lines; others are further marks, a value or several for each name.
     """
     figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.2 * len(shares)))
     values, rows = np.array([row[:3] for row in shares.values()]), np.arange(len(shares))

@@ -6,16 +6,18 @@ HeadMemory takes captions that do not name the colour alone: what comes back fro
 from memory only.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.analysis.drift import FPS, hue_kept, sharpness_change
 from experiments.analysis.effects import BACK
 from experiments.extraction.causal import LoadedModel
 from experiments.extraction.provenance import fingerprint
@@ -33,6 +35,7 @@ from experiments.studies.runs import (
     S,
     attention_measures,
     distance,
+    frame_matrices,
     knockouts,
     outside,
 )
@@ -88,13 +91,22 @@ def captions(count: int) -> dict[str, int]:
 class Trial:
     """Runs, by their rows, under some edits."""
 
-    name: str
+    name: str  # trials of one claim, on other captions, differ behind a semicolon
     rows: tuple[int, ...]
     edits: tuple[Edit, ...] = ()
     measured: bool = False  # what heads attend to as well
+    drift: bool = False  # how the video changes as it goes on as well
 
     def __str__(self) -> str:
         return self.name
+
+
+def by_claim(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
+    """Return the trials of each claim."""
+    found: dict[str, list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.name.partition(";")[0], []).append(trial)
+    return found
 
 
 @dataclass
@@ -120,11 +132,14 @@ class Trials:
         return self.session.identity(replace(self.config, prompt="", seed=0), tracker=hashes()["tracker"])
 
     def runs(self, rows: Sequence[int]) -> Runs:
-        """Return noise, text and unedited rollouts of some scenes."""
-        scenes = [self.scenes[row] for row in rows]
-        configs = [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in scenes]
-        key = fingerprint(self.identity, runs=self.of(rows))
-        return kept("runs", key, lambda: Runs(self.session.here(kept), configs))
+        """Return noise, text and unedited rollouts of some scenes, which are made for all together."""
+        configs = [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in self.scenes]
+        key = fingerprint(self.identity, runs=self.of(self.everyone))
+        return self.keep("runs", key, lambda: Runs(self.session.here(kept), configs)).of(rows)
+
+    def keep(self, what: str, key: str, load: Callable[[], Any]) -> Any:
+        """Return what load() returned before in this process."""
+        return kept(what, key, load)
 
     def of(self, rows: Iterable[int]) -> list[list[Any]]:
         """Return prompts and seeds of rows."""
@@ -169,8 +184,13 @@ class Trials:
         return found | {"effect": np.array(base[BACK])[list(rows)].mean() - means(BACK) + 1e-6 * change}
 
     def run(self, stage: str, trials: Iterable[Trial], watch: Progress, crew: Crew | None = None) -> None:
-        """Make the trials that are missing. Raises what work_through raises."""
-        wanted = {self.name(one): one for one in trials}
+        """Make the trials that are missing. Raises what work_through raises.
+
+        Claims come in an order of this process: another one, on the same folder, makes others meanwhile.
+        """
+        claims = by_claim(trials)
+        order = random.Random(os.getpid()).sample([*claims], len(claims))
+        wanted = {self.name(one): one for claim in order for one in claims[claim]}
         work_through(self, wanted, self.folder, watch, crew)
         watch.print(f"{stage}: {len(wanted)} trials are done")
 
@@ -188,19 +208,32 @@ class Trials:
             latents = runs.rollout() if trial.edits else runs.latents
         change = distance(latents, runs.latents) / runs.between_seeds
         ckpt_dir, device = self.config.ckpt_dir, self.session.device
-        vae = kept("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
-        pool = kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
+        vae = self.keep("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
+        pool = self.keep("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
         videos = [v for part in latents.split(DECODED_AT_ONCE) for v in vae.decode(part).cpu()]
         scenes = [self.scenes[row][1] for row in trial.rows]
         answers = pool.judge_all(videos, scenes)
         found: dict[str, Any] = {"trial": trial.name, "change": change.mean(1).tolist()}
         found |= {question: [int(one[question]) for one in answers] for question in QUESTIONS}
+        if trial.drift:
+            drifts = [one.result() for one in [pool.submit(drift_of, video.numpy()) for video in videos]]
+            found |= {name: [round(one[name], 4) for one in drifts] for name in drifts[0]}
         if trial.measured:
             pairs = zip(videos, scenes, strict=True)
             hidden = [pool.submit(hidden_frames, video.numpy(), scene) for video, scene in pairs]
             found["returns"] = [return_block(one.result(), self.config.block_sizes) for one in hidden]
+            last = slice(-self.config.block_sizes[-1], None)
+            curve = frame_matrices(runs, 0)[0][..., last, :].mean((0, -2))  # [layers, H, F]
+            found["curve"] = curve.round(4).tolist()
             found["measures"] = {name: x.round(4).tolist() for name, x in attention_measures(runs).items()}
         return found
+
+
+def drift_of(video: np.ndarray) -> dict[str, float]:
+    """Return the change of a video [T, 3, H, W] in 0..1 from its first to its last second, by measure."""
+    pixels = (video.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)
+    ends = np.concatenate([pixels[:FPS], pixels[-FPS:]])
+    return {"hue kept": float(hue_kept(ends)[-1]), "sharpness": sharpness_change(pixels)}
 
 
 # --- More and more heads without a past
@@ -267,22 +300,24 @@ class HiddenShapes:
 class Sizes:
     """Sizes of the study of memory."""
 
-    captions: int = 96
-    draws: int = 20  # of random heads, matched by layer
-    budget_draws: int = 3
+    captions: int = 80
+    known: int = 8  # heads of largest single effect
+    draws: int = 4  # of random heads for each fold, matched by layer with the known ones
     samples: int = 32  # of random halves of all heads
-    budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
+    budgets: tuple[int, ...] = (7, 9, 10, 15)  # frames of the mean head
+    more_budgets: tuple[int, ...] = (8, 12)  # judged last
     narrow: int = 6  # window of the heads that get no more
     sink: int = 3
-    folds: int = HALVES  # parts of the captions, each judged by heads chosen on the others; 1: only half is
+    folds: int = 5  # parts of the captions, each judged by heads chosen on the others; 1: only half is
 
 
 @dataclass(kw_only=True)
 class HeadMemory(Trials):
-    """The study of one model. known: heads of largest effect, found on other captions."""
+    """The study of one model. known: heads of largest effect, found on other captions; else chosen here."""
 
     sizes: Sizes
-    known: Sequence[Head]
+    known: Sequence[Head] = ()
+    shared: dict[str, Any] = field(default_factory=dict)  # by all trials: runs, VAE, judges
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -294,40 +329,75 @@ class HeadMemory(Trials):
         self.folds = [self.everyone[number::parts] for number in range(parts)]
         self.judged = self.folds[: self.sizes.folds]
 
+    def keep(self, what: str, key: str, load: Callable[[], Any]) -> Any:
+        return self.shared[what] if what in self.shared else self.shared.setdefault(what, load())
+
+    @property
+    def paths(self) -> dict[str, Any]:
+        """What trace() found; nothing before."""
+        path = self.folder / "paths.json"
+        return read_json(path)["paths"] if path.is_file() else {}
+
     def others(self, fold: int) -> list[int]:
         """Return the rows on which heads are chosen for a fold: all but its own."""
         return [row for row in self.everyone if row not in self.folds[fold]]
 
-    def stages(self) -> Iterator[tuple[str, Callable[[], Iterable[Trial]]]]:
-        """Yield names and trials in their order; later ones need results of earlier ones."""
-        sizes = self.sizes
-        yield "first", self.first
-        yield "controls", self.controls
-        yield "singles", self.singles
-        yield "budgets", lambda: self.budgets(RULES, sizes.sink, sizes.budget_draws)
-        yield "routes", self.routes
-        yield "budgets without a sink", lambda: self.budgets(RULES[:3], 0, 1)
-        yield "samples", self.sampled
-        yield "budgets by interactions", lambda: self.budgets(("interactions",), sizes.sink)
+    def stages(self) -> Iterator[tuple[str, Iterable[Trial]]]:
+        """Yield names and trials, what says most first; later ones need the results of the first two."""
+        sizes, rules = self.sizes, (*RULES, "random")
+        yield "first", self.first()
+        yield "singles", self.singles()
+        if not all(map(self.read, (self.base(), *self.singles()))):
+            return
+        yield "budgets", self.budgets(rules, sizes.budgets, sizes.sink)
+        yield "budgets without a sink", self.budgets((*RULES[:3], "random"), sizes.budgets, 0)
+        yield "controls", self.controls()
+        yield "routes", self.routes()
+        yield "more budgets", self.budgets(rules, sizes.more_budgets, sizes.sink)
+        yield "routes of single heads", self.routes_of_heads()
+        yield "samples", self.sampled()
+        yield "budgets by interactions", self.budgets(("interactions",), sizes.budgets, sizes.sink)
 
     def make_all(self, watch: Progress, crew: Crew | None = None) -> None:
         """Make the trials that are missing. Raises what work_through raises."""
         for stage, trials in self.stages():
-            self.run(stage, trials(), watch, crew)
+            self.run(stage, trials, watch, crew)
+
+    def by_folds(
+        self, name: str, heads_of: Callable[[int], Iterable[Head]], dropped: Dropped, **when: Any
+    ) -> Iterator[Trial]:
+        """Yield trials of the heads of each fold, judged on its captions: folds of the same heads in one."""
+        rows: dict[frozenset[Head], list[int]] = {}
+        for fold, own in enumerate(self.judged):
+            rows.setdefault(frozenset(heads_of(fold)), []).extend(own)
+        for number, (heads, some) in enumerate(rows.items()):
+            trial = self.trial(f"{name}; {number}", heads, dropped, tuple(sorted(some)), **when)
+            yield replace(trial, drift=True)
 
     def first(self) -> Iterator[Trial]:
         """Yield the unedited runs, and all heads without a past, with windows, and with windows of a sink."""
-        yield self.base()
-        yield self.trial("no past", self.heads, PAST["past"])
-        for size in (self.sizes.narrow, *self.sizes.budgets):
-            yield self.trial(f"window {size}", self.heads, outside(size))
-            yield self.trial(f"window {size}, sink", self.heads, outside(size, self.sizes.sink))
+        yield replace(self.base(), drift=True)
+        yield replace(self.trial("no past", self.heads, PAST["past"]), drift=True)
+        for size in (self.sizes.narrow, *self.sizes.budgets, *self.sizes.more_budgets):
+            for sink in (0, self.sizes.sink):
+                trial = self.trial(f"uniform, {size}, sink {sink}", self.heads, outside(size, sink))
+                yield replace(trial, drift=True)
+
+    def known_of(self, fold: int) -> list[Head]:
+        """Return the heads of largest single effect: those given, or chosen on the captions of others."""
+        if self.known:
+            return [*self.known]
+        return self.highest(self.scores_of(self.others(fold))["effect"], self.sizes.known)
 
     def controls(self) -> Iterator[Trial]:
         """Yield the known heads without a past, and as many others of the same layers, drawn at random."""
-        yield self.trial("known", self.known, PAST["past"])
+        yield from self.by_folds("known", self.known_of, PAST["past"])
         for draw in range(self.sizes.draws):
-            yield self.trial(f"matched {draw}", self.matched(self.known, draw), PAST["past"])
+
+            def others(fold: int, draw: int = draw) -> list[Head]:
+                return self.matched(self.known_of(fold), len(self.judged) * draw + fold)
+
+            yield from self.by_folds(f"matched; {draw}", others, PAST["past"])
 
     def matched(self, heads: Sequence[Head], draw: int) -> list[Head]:
         """Return random other heads, as many in each layer as there are among these, where it has as many."""
@@ -341,21 +411,26 @@ class HeadMemory(Trials):
         return found
 
     def routes(self) -> Iterator[Trial]:
-        """Yield the known heads, all at once and one by one, without parts of their past, in some passes."""
-        chosen = self.folds[0] if self.sizes.folds == 1 else self.everyone
+        """Yield the known heads without parts of their past, in some passes, before or after the return."""
         for part, dropped in PAST.items():
             for passes in ("all", "denoise", "clean"):
-                yield self.trial(f"known: {part}, {passes}", self.known, dropped, chosen, passes=passes)
+                yield from self.by_folds(f"known: {part}, {passes}", self.known_of, dropped, passes=passes)
         blocks, returns = len(self.config.block_sizes), self.read(self.base())["returns"]
-        for back in sorted({returns[row] for row in chosen} - {0}):  # when the hidden shape is seen again
-            rows = tuple(row for row in chosen if returns[row] == back)
-            for part, dropped in PAST.items():
-                for when, some in (("before", range(back)), ("after", range(back, blocks))):
-                    name = f"known: {part}, {when} it returns, block {back}"
-                    yield self.trial(name, self.known, dropped, rows, blocks=some)
-        for head in self.known:
+        for trial in self.by_folds("", self.known_of, PAST["past"]):
+            heads = [(edit.layers[0], head) for edit in trial.edits for head in edit.heads]
+            for back in sorted({returns[row] for row in trial.rows} - {0}):  # when the shape is seen again
+                rows = tuple(row for row in trial.rows if returns[row] == back)
+                for part, dropped in PAST.items():
+                    for when, some in (("before", range(back)), ("after", range(back, blocks))):
+                        name = f"known: {part}, {when} it returns{trial.name}, block {back}"
+                        yield self.trial(name, {*heads}, dropped, rows, blocks=some)
+
+    def routes_of_heads(self) -> Iterator[Trial]:
+        """Yield single heads, known on half of the captions, without parts of their past, on the others."""
+        for head in self.known_of(0):
             for part, passes in (*((part, "all") for part in PAST), ("past", "denoise"), ("past", "clean")):
-                yield self.trial(f"{head}: {part}, {passes}", [head], PAST[part], chosen, passes=passes)
+                name = f"{head}: {part}, {passes}"
+                yield self.trial(name, [head], PAST[part], self.folds[0], passes=passes)
 
     def sampled(self) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
@@ -370,33 +445,37 @@ class HeadMemory(Trials):
             found.append(sorted(order[:middle] if number % 2 else order[middle:]))
         return found
 
-    def budgets(self, rules: Sequence[str], sink: int, draws: int = 0) -> Iterator[Trial]:
+    def budgets(self, rules: Sequence[str], budgets: Sequence[int], sink: int) -> Iterator[Trial]:
         """Yield, for each rule and budget, heads with the whole past, chosen on the other folds' captions.
 
-        The rest have narrow windows with a sink. draws: random heads, matched by layer with the effect's.
+        The rest have narrow windows with a sink. random heads are matched by layer with the effect's.
         """
-        for fold, rows in enumerate(self.judged):
-            scores = self.scores_of(self.others(fold))
-            for budget in self.sizes.budgets:
-                whole = {rule: self.chosen(scores[rule], budget) for rule in rules if rule in scores}
-                for draw in range(draws):
-                    whole[f"random {draw}"] = self.matched(self.chosen(scores["effect"], budget), draw)
-                for rule, heads in whole.items():
-                    rest = [head for head in self.heads if head not in heads]
-                    name = f"{rule}, {budget}, sink {sink}, fold {fold}"
-                    yield self.trial(name, rest, outside(self.sizes.narrow, sink), rows)
+        scores = [self.scores_of(self.others(fold)) for fold in range(len(self.judged))]
+        for budget in budgets:
+            for rule in (rule for rule in rules if rule in (*scores[0], "random")):
 
-    def chosen(self, scores: np.ndarray, budget: int) -> list[Head]:
-        """Return the heads of highest score [layers, H] that can have the whole past within a budget."""
+                def rest(fold: int, rule: str = rule, budget: int = budget) -> list[Head]:
+                    whole = self.chosen(scores[fold], rule, budget, fold)
+                    return [head for head in self.heads if head not in whole]
+
+                dropped = outside(self.sizes.narrow, sink)
+                yield from self.by_folds(f"{rule}, {budget}, sink {sink}", rest, dropped)
+
+    def chosen(self, scores: Mapping[str, np.ndarray], rule: str, budget: int, fold: int = 0) -> list[Head]:
+        """Return the heads that a rule gives the whole past within a budget, of scores [layers, H]."""
         frames, narrow = self.config.num_frames, self.sizes.narrow
         count = int(len(self.heads) * (budget - narrow) / (frames - narrow) + 1e-9)
+        best = self.highest(scores["effect" if rule == "random" else rule], count)
+        return self.matched(best, fold) if rule == "random" else best
+
+    def highest(self, scores: np.ndarray, count: int) -> list[Head]:
+        """Return the heads of highest score [layers, H]."""
         return sorted(self.heads, key=lambda head: -scores[head])[:count]
 
     def scores_of(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
         """Return a score of every head [layers, H] by rule, from some captions: high is kept."""
-        found = self.scores(rows)
-        if (self.folder / "paths.json").is_file():  # without pairs of other captions that are judged
-            paths = read_json(self.folder / "paths.json")["paths"]
+        found = {**self.keep(f"scores of {rows}", "", lambda: self.scores(rows))}
+        if paths := self.paths.get("captions") and self.paths:  # without pairs of captions that are judged
             numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
             used = [numbers.get(caption, rows[0]) in rows for caption in paths["captions"]]
             readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import dist
 from pathlib import Path
 from typing import Any
@@ -209,13 +210,17 @@ def trace(
 ) -> dict[str, Any]:
     """Trace the colour in the pairs of the commonest hiding and return -> shares by pair, from 0 to 1.
 
+    Where no pair hides and returns alike, only their number, 0.
+
     whole: all heads' keys and values of the past, of visible and of hidden frames, and of hidden frames whose
     blocks read the other run's past as they wrote (relayed). readers: each head's keys and values of visible
     frames, and of a layer's. writers: z of a layer, or of a head of the strongest layer, in clean passes of
     visible blocks, as each of the strongest readers, all together and all heads see it.
     """
     blocks = PairedRuns(config, session, pairs).blocks_of_hiding(vae, pool)
-    (hidden, back), _ = Counter(one for one in blocks if one[1]).most_common(1)[0]
+    hidden, back = next(iter(Counter(one for one in blocks if one[1]).most_common(1)), ((0, 0),))[0]
+    if not back:
+        return {"pairs": 0, "of": len(pairs)}
     alike = [pair for pair, one in zip(pairs, blocks, strict=True) if one == (hidden, back)]
     tracer = Tracer(PairedRuns(config, session, alike), hidden, back)
     model, visible = session.model_config, tracer.visible
@@ -265,9 +270,10 @@ class HeadEffects:
     window: int
     sink: int
     how: str  # knockout or patch
+    layers: Sequence[int]  # the effects of others are 0
 
     def name(self, pair: Pair) -> str:
-        how = {"window": self.window, "sink": self.sink, "how": self.how}
+        how = {"window": self.window, "sink": self.sink, "how": self.how, "layers": [*self.layers]}
         identity = self.session.identity(replace(self.config, prompt="", seed=0))
         return fingerprint(identity, pair=[*pair.texts, pair.seed], **how)
 
@@ -286,24 +292,27 @@ class HeadEffects:
         recorded, last = RecordedCalls(0), len(runs.ranges) - 1
         own = runs.ranges[last]
         other = runs.rollout(1, *([recorded] if self.how == "patch" else []))[:, own.start : own.stop]
-        effects = np.zeros((model.num_layers, model.num_heads))
+        effects, of_heads = np.zeros((model.num_layers, model.num_heads)), 0.0
 
         def probe(block: int, denoise: Any) -> None:
+            nonlocal of_heads
             if block < last:
                 return
             one = denoise()
             apart = (other - one).float().square().mean((0, 1, 2)).flatten()  # [h w]
             region = apart.topk(max(1, round(REGION * len(apart)))).indices
-            for layer, head in np.ndindex(*effects.shape):
+            began = time.monotonic()
+            for layer, head in product(self.layers, range(model.num_heads)):
                 edits = self.edits((layer, head), last)
                 with intervene(*edits, data=dict.fromkeys(edits, recorded)):
                     moved = (denoise() - one).float().square().mean((0, 1, 2)).flatten()
                 effects[layer, head] = (moved[region].mean() / apart[region].mean()).sqrt().item()
                 watch.log("head", layer=layer, head=head)
+            of_heads = time.monotonic() - began
 
         runs.rollout(0, probe=probe)
-        seconds = round(time.monotonic() - start, 1)
-        self.results.write(name, {"effects": effects.round(5).tolist(), "seconds": seconds})
+        seconds = {"seconds": time.monotonic() - start, "seconds of heads": of_heads}
+        self.results.write(name, {"effects": effects.round(5).tolist()} | seconds)
 
     def edits(self, head: Head, block: int) -> list[Edit]:
         """Return what takes from a head, or exchanges, the past that a window would drop."""

@@ -1,6 +1,7 @@
 """Batches of rollouts of one model, what heads attend to in them, and edits that take heads their past."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +69,14 @@ class Runs(Batch):
         others = [replace(config, seed=config.seed + ANOTHER_SEED) for config in self.configs]
         self.between_seeds = distance(self.latents, Batch(self.session, others).rollout())
         self.means: dict[object, object] = {}  # of reference sets, read once
+
+    def of(self, rows: Sequence[int]) -> "Runs":
+        """Return some of these runs, without the outputs of heads."""
+        found, some = copy(self), list(rows)
+        found.configs = [self.configs[row] for row in some]
+        found.noise, found.renoise, found.text = self.noise[some], self.renoise[:, some], self.text[some]
+        found.latents, found.between_seeds = self.latents[some], self.between_seeds[some]
+        return found
 
 
 def distance(one: Tensor, other: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
             {"best single threshold": [0.5, 0.6]},
         ),
         "budgets": lambda: figures.budget_curves(
-            {"measured": {rule: {3: shares[0], 6: shares[1]} for rule in ("uniform", "by s")}},
+            {("sink 0", rule): {"all": {3: shares[0], 6: shares[1]}} for rule in ("uniform", "by s")},
             {"rendered": 0.9},
             "Budgets",
         ),

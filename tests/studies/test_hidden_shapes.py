@@ -150,7 +150,9 @@ def test_frame_0_is_removed_from_the_view_of_each_head(study, tiny, tmp_path):
 # --- Which part of the past
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory, tiny):
-    sizes = Sizes(captions=2, draws=2, budget_draws=1, samples=2, budgets=(6, 7), narrow=4, sink=1)
+    sizes = Sizes(
+        captions=2, draws=2, samples=2, budgets=(6, 7), more_budgets=(8,), narrow=4, sink=1, folds=2
+    )
     made_by, folder = (unnamed_captions(2, {}), tiny.config, tiny.session), tmp_path_factory.mktemp("memory")
     return HeadMemory(*made_by, folder, sizes=sizes, known=[(0, 1), (1, 0)])
 
@@ -159,7 +161,7 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
     few = replace(memory)
     few.heads = [(layer, head) for layer in range(8) for head in range(12)]
     for budget in (5, 7):
-        heads = few.chosen(np.arange(96.0).reshape(8, 12), budget)
+        heads = few.chosen({"s": np.arange(96.0).reshape(8, 12)}, "s", budget)
         assert heads[0] == (7, 11)
         assert 96 * budget - 6 < 9 * len(heads) + 4 * (96 - len(heads)) <= 96 * budget
     for draw in range(5):
@@ -170,16 +172,20 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
 @pytest.mark.parametrize(("folds", "judged"), [(1, 5), (2, 10), (5, 10)])
 def test_heads_are_chosen_on_captions_of_other_folds(memory, monkeypatch, folds, judged):
     study = replace(memory, scenes=unnamed_captions(10, {}), sizes=replace(memory.sizes, folds=folds))
-    used = []
+    heads = {row: [(0, 0), (0, 1), (1, 0)][row % 3] for row in range(10)}
 
-    def scores_of(self, rows):
-        used.append({*rows})
-        return {"effect": np.zeros(self.shape)}
+    def scores_of(self, rows):  # the head of the one row that is left out, or of the first of them
+        scores = np.zeros(self.shape)
+        scores[heads[min({*range(10)} - {*rows})]] = 1
+        return {"effect": scores}
 
     monkeypatch.setattr(HeadMemory, "scores_of", scores_of)
-    rows = list(dict.fromkeys(trial.rows for trial in study.budgets(("effect",), 1)))
-    assert all(one.isdisjoint(row) and len(one) + len(row) == 10 for one, row in zip(used, rows, strict=True))
-    assert len({*sum(rows, ())}) == judged
+    trials = [*study.budgets(("effect",), (6,), 1)]
+    rows = [row for trial in trials for row in trial.rows]
+    assert len(rows) == len({*rows}) == judged and len(trials) == min(3, folds)
+    for trial in trials:
+        [whole] = {*study.heads} - {(edit.layers[0], head) for edit in trial.edits for head in edit.heads}
+        assert {heads[row % max(folds, 2)] for row in trial.rows} == {whole}
     with pytest.raises(ConfigError, match="take a multiple of"):
         replace(study, scenes=unnamed_captions(9, {}), sizes=replace(memory.sizes, folds=max(folds, 2)))
 
@@ -199,27 +205,38 @@ def test_planted_values_of_heads_are_found():
     assert list(np.argsort(-regressed(narrow, returns, heads))[:2]) == [3, 5]
 
 
-def test_a_report_of_planted_answers(memory, monkeypatch):
+def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     def planted(self, trial):
-        rng, count = random.Random(trial.name), len(trial.rows)
+        rng, count = random.Random(f"{self.folder.name} {trial.name}"), len(trial.rows)
         found = {q: [rng.randint(0, 1) for _ in range(count)] for q in QUESTIONS}
         found |= {"trial": trial.name, "change": [rng.random() for _ in range(count)]}
         if trial.measured:
             measures = {name: x.tolist() for name, x in attention_measures(self.runs(trial.rows)).items()}
-            found |= {"returns": [2, 1], "measures": measures, "same": [1, 1]}
+            found |= {"returns": [2, 1], "measures": measures, "same": [1, 1], "hue kept": [0.5, 0.7]}
+            found["curve"] = np.arange(84.0).reshape(2, 2, 21).tolist()
         return found
 
     monkeypatch.setattr(HeadMemory, "measure", planted)
-    memory.make_all(QUIET)
-    report = head_memory.report_of(memory, {"rendered": [1, 1], "VAE": [1, 0]})
-    json.dumps(report)
-    assert report["ceilings"]["VAE"][0] == 0.5 and report["base"]["same"][0] == 1
-    assert len(report["matched"]["draws"]) == 2
-    assert {"known: past, before it returns", "known: frame 0, clean"} <= report["routes"].keys()
-    curves = report["budgets"]["same, sink 1"]
-    assert {"effect", "interactions", "random", "uniform", "Dummy Forcing"} <= curves.keys()
-    rows = [report["answers"][f"effect, 7, sink 1, fold {fold}"] for fold in range(2)]
-    assert curves["effect"]["7"][0][0] == np.mean([int(row) for row in rows])
-    more = curves["effect"]["7"][0][0] - curves["uniform"]["7"][0]
-    assert curves["effect"]["7"][1][0] == pytest.approx(more, abs=2e-3)
-    assert report["chosen"]["effect"]["rho with effect"] == 1
+    paths = {"readers": {f"layer {n} head {h}": [0.1] for n, h in memory.heads}, "captions": ["another"]}
+    paths |= {"pairs": 1, "whole": {"past": [1.0, 0.5]}, "writers": {"layer 0": {"all heads": [0.2]}}}
+    studies = {"one": memory, "other": replace(memory, folder=tmp_path / "other", known=[], shared={})}
+    for study in studies.values():
+        head_memory.save_report({"rendered": [1, 1], "VAE": [1, 0]}, study.folder / "ceilings.json")
+        head_memory.save_report({"paths": paths}, study.folder / "paths.json")
+        study.make_all(QUIET)
+    report = json.loads(json.dumps(head_memory.report_of(studies)))
+    shares, answers = report["shares"], [one["answers"] for one in report["miniatures"].values()]
+    assert shares["VAE"]["same"]["all"][0] == 0.5 and shares["base"]["same"]["one"] == [1, 1, 1, 2]
+    assert shares["base"]["hue kept"]["all"][0] == 0.6 and shares["matched"]["same"]["all"][3] == 4
+    rules = {"effect", "interactions", "random", "uniform", "Dummy Forcing", "path patching"}
+    assert {f"{rule}, 7, sink 1" for rule in rules} | {"known: frame 0, clean"} <= shares.keys()
+    names = "effect, 7, sink 1", "uniform, 7, sink 1"
+    means = [[np.mean([int(x) for x in one[name]]) for name in names] for one in answers]
+    assert shares[names[0]]["same"]["all"][0] == pytest.approx(np.mean(means, 0)[0], abs=1e-3)
+    less = shares[names[0]][f"less {names[1]}"]
+    assert less["other"][0] == pytest.approx(means[1][0] - means[1][1], abs=1e-3)
+    assert less["all"][0] == pytest.approx(np.mean(np.subtract(*np.transpose(means))), abs=1e-3)
+    about = report["miniatures"]["other"]
+    assert about["chosen"]["effect"]["rho with effect"] == 1 and about["paths"]["whole"]["past"][0] == 0.75
+    assert about["classes"]["static"]["real model"] > 0 and about["classes"]["L1H1"]["miniature"] <= 1
+    assert {name: len(figure.axes) for name, figure in head_memory.figures_of(report).items()}["routes"] == 1

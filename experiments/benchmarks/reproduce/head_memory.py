@@ -1,13 +1,15 @@
 """Which heads need which part of their past, by which route, and which rule picks them best at equal bytes?
 
     python experiments/benchmarks/reproduce/head_memory.py --device cuda
+    python experiments/benchmarks/reproduce/head_memory.py --ckpt_dir checkpoints/wan-mini outputs/mini1
 
-Writes docs/head_memory.json and figures (docs/head_memory.md). Trials are kept in --folder: the same command
-goes on where it stopped. --ckpt_dir takes another miniature, such as one of `train_mini.py --seed 1`.
+Writes docs/head_memory.json and figures (docs/head_memory.md). Trials are kept in --folder by the weights'
+hash: the same command goes on where it stopped, and --trials beside it, of the same miniature, helps.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,21 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from experiments.analysis import published
 from experiments.analysis.effects import budget_panels
 from experiments.analysis.panels import HeadMap
-from experiments.analysis.stats import bootstrap, partial_spearman, rounded, spearman
+from experiments.analysis.stats import (
+    bootstrap,
+    nested_bootstrap,
+    partial_spearman,
+    pearson,
+    rounded,
+    spearman,
+)
+from experiments.analysis.taxonomy import KINDS, LOCALITY, Thresholds, kinds, locality
 from experiments.benchmarks.harness import finding_parser, miniature_config, save_report
+from experiments.caches import load_cache
+from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves, head_maps, share_bars
@@ -31,112 +44,83 @@ from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.studies.hidden_shapes import (
     HALVES,
-    QUESTIONS,
     RULES,
     Design,
     HeadMemory,
     Sizes,
+    by_claim,
     captions_behind_a_wall,
     unnamed_captions,
 )
 from experiments.studies.paired_prompts import pairs_of, trace
+from wan.errors import ConfigError
 from wan.files import read_json
 from wan.vae import VAE
 
 SHARE = "Share back in colour and shape"
-KNOWN = 8  # heads of the ranking of hidden_shapes.py
+NUMBERS = ("same", "same_color", "comes_back", "shape", "change", "hue kept", "sharpness")  # of a caption
+STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
+ALL = "all"  # miniatures together
 
 
 def run(argv=None):
-    parser = finding_parser(__doc__, "docs/head_memory.json")
+    parser = finding_parser(__doc__, "docs/head_memory.json", several=True)
     flag = parser.add_argument
     flag("--captions", type=count, default=Sizes.captions, help="behind a wall, that do not name the colour")
     flag("--pairs", type=count, default=160, help="captions tried for pairs; 60 %% do not hide alike")
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
-    flag("--draws", type=count, default=Sizes.draws, help="random sets of heads, matched by layer")
-    flag("--folds", type=int, choices=(1, 2, 5), default=2, help="folds of captions that judge budgets")
+    flag("--draws", type=count, default=Sizes.draws, help="random sets of heads for each fold, by layer")
+    flag("--folds", type=int, choices=(1, 2, 5), default=Sizes.folds, help="folds of captions that judge")
     flag("--ranking", type=Path, default=Path("docs/hidden_shapes.json"), help="the heads known before")
     flag("--folder", type=Path, default=Path("cache/head_memory"), help="where trials are kept")
-    flag("--draw", action="store_true", help="only draw the figures of --output_path again")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--trials", action="store_true", help="only make trials, beside another such command")
+    what.add_argument("--report", action="store_true", help="only report the trials that are done")
+    what.add_argument("--draw", action="store_true", help="only draw the figures of --output_path again")
     args = parser.parse_args(argv)
     if not args.draw:
-        save_report(measure(args), args.output_path)
+        studies = measure(args)
+        if args.trials:
+            return
+        save_report(report_of(studies), args.output_path)
     for name, figure in figures_of(read_json(args.output_path)).items():
         print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Make what is not done yet, and return the report. StoppedError after Ctrl-C."""
-    config = miniature_config(args)
+def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
+    """Make what is not done yet, and return the study of each miniature. StoppedError after Ctrl-C."""
     _, selection = captions_behind_a_wall(Design())  # on which the known heads were found
-    ranked = {scene.caption: scene for _, scene in selection}
-    scenes = unnamed_captions(max(args.captions, args.pairs), ranked)
-    pairs = pairs_of(scenes[: args.pairs])
-    known = [(row["layer"], row["head"]) for row in read_json(args.ranking)["knockouts"]["ranking"][:KNOWN]]
-    judges = workers_of(args.judges)
-    sizes = Sizes(args.captions, args.draws, samples=args.samples, folds=args.folds)
+    scenes = unnamed_captions(max(args.captions, args.pairs), {scene.caption: 0 for _, scene in selection})
+    pairs, ranking, judges = pairs_of(scenes[: args.pairs]), read_json(args.ranking), workers_of(args.judges)
+    texts = [scene.caption for _, scene in scenes] + [text for pair in pairs for text in pair.texts]
+    sizes, studies = Sizes(args.captions, draws=args.draws, samples=args.samples, folds=args.folds), {}
+    heads = [(row["layer"], row["head"]) for row in ranking["knockouts"]["ranking"][: sizes.known]]
     with (
         Progress() as watch,
         stopping_when_asked(watch, "trial"),
         EvalPool(judges) as pool,  # before a GPU is touched: it forks
     ):
-        captions = [scene.caption for _, scene in scenes]
-        session = causal.prepare(
-            config, [], captions + [text for pair in pairs for text in pair.texts], watch
-        )
-        vae, paths = VAE.from_pretrained(config.ckpt_dir, device=session.device), args.folder / "paths.json"
-        if not paths.is_file():
-            save_report({"paths": trace(config, session, vae, pool, pairs)}, paths)
-        made_by = config, session, args.folder, judges
-        study = HeadMemory(scenes[: args.captions], *made_by, sizes=sizes, known=known)
-        study.make_all(watch)
-        about = {
-            "environment": environment(session.device),
-            "model": config.model,
-            "weights_sha256": session.sha256.result(),
-        }
-        return about | report_of(study, ceilings_of(study, vae, pool)) | read_json(paths)
-
-
-def share(values: Sequence[float] | np.ndarray) -> list[float]:
-    """Return a mean over captions and its interval."""
-    return rounded(bootstrap(np.asarray(values, float)))
-
-
-def report_of(study: HeadMemory, ceilings: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return shares with intervals over captions, of the trials that are done, and each caption's answers."""
-    trials = {one.name: one for _, stage in study.stages() for one in stage()}
-    done = {name: found for name, trial in trials.items() if (found := study.read(trial))}
-    matched = np.array([done[f"matched {n}"]["same"] for n in range(study.sizes.draws)])
-
-    def numbers(*names: str) -> dict[str, Any]:
-        """Return shares over the captions of some trials together."""
-        joined = {q: np.concatenate([done[name][q] for name in names]) for q in (*QUESTIONS, "change")}
-        return {"captions": len(joined["same"])} | {q: share(values) for q, values in joined.items()}
-
-    routes = {name: [name] for name in done if name.startswith(("known: ", "(")) and ", block " not in name}
-    for name in (name for name in done if ", block " in name):  # before and after it returns, in any block
-        routes.setdefault(name.rpartition(", block")[0], []).append(name)
-    return {
-        "captions": [scene.caption for _, scene in study.scenes],
-        "seeds": [number for number, _ in study.scenes],
-        "known heads": [list(head) for head in study.known],
-        "ceilings": {name: share(values) for name, values in ceilings.items()},
-        "base": numbers("base"),
-        "no past": numbers("no past"),
-        "known": numbers("known"),
-        "matched": {
-            "draws": rounded(matched.mean(1)),
-            "mean": share(matched.mean(0)),
-            "known less matched": share(np.array(done["known"]["same"]) - matched.mean(0)),
-        },
-        "returns in block": done["base"]["returns"],
-        "routes": {name: numbers(*parts) for name, parts in routes.items()},
-        "budgets": budgets_of(study, done),
-        "chosen": agreement_of_halves(study),
-        "answers": {name: "".join(map(str, one["same"])) for name, one in done.items()},
-        "rows": {name: list(trials[name].rows) for name in done if trials[name].rows != study.everyone},
-    }
+        for ckpt_dir in args.ckpt_dir or [None]:
+            config = miniature_config(argparse.Namespace(**vars(args) | {"ckpt_dir": ckpt_dir}))
+            session = causal.prepare(config, [], texts, watch)
+            weights, vae = (
+                session.sha256.result(),
+                VAE.from_pretrained(config.ckpt_dir, device=session.device),
+            )
+            known = heads if weights == ranking["weights_sha256"] else []
+            made_by, shared = (config, session, args.folder / weights[:12]), {"judges": pool, "vae": vae}
+            study = HeadMemory(
+                scenes[: args.captions], *made_by, judges, sizes=sizes, known=known, shared=shared
+            )
+            paths, ceilings = (study.folder / f"{name}.json" for name in ("paths", "ceilings"))
+            if not (args.trials or args.report or paths.is_file()):
+                save_report({"paths": trace(config, session, vae, pool, pairs)}, paths)
+            if not (args.trials or ceilings.is_file()):
+                save_report(ceilings_of(study, vae, pool), ceilings)
+            if not args.report:
+                study.make_all(watch)
+            studies[Path(config.ckpt_dir).name] = study
+    return studies
 
 
 def ceilings_of(study: HeadMemory, vae: VAE, pool: EvalPool) -> dict[str, list[int]]:
@@ -151,75 +135,173 @@ def ceilings_of(study: HeadMemory, vae: VAE, pool: EvalPool) -> dict[str, list[i
     }
 
 
-def budgets_of(study: HeadMemory, done: Mapping[str, dict]) -> dict[str, Any]:
-    """Return shares by rule and budget, each caption by heads of the other folds; beside uniform windows."""
-    rows = [row for fold in study.judged for row in fold]
+# --- Shares: of each miniature with intervals over captions, of all over miniatures and captions
+Values = dict[str, np.ndarray]  # a number for each caption, NaN where it was not judged
 
-    def answers(rule: str, budget: int, sink: int, question: str) -> np.ndarray | None:
-        names = [f"{rule}, {budget}, sink {sink}, fold {fold}" for fold in range(study.sizes.folds)]
-        if not all(name in done for name in names):
-            return None
-        return np.concatenate([done[name][question] for name in names])
 
-    found: dict[str, Any] = {"captions": len(rows), "narrow window": study.sizes.narrow}
-    for sink in (0, study.sizes.sink):
-        for question in ("same", "same_color", "comes_back", "shape"):
-            table: dict[str, dict[str, Any]] = {"uniform": {}}
-            for budget in (study.sizes.narrow, *study.sizes.budgets):
-                beside = np.array(done[f"window {budget}" + ", sink" * (sink > 0)][question])[rows]
-                table["uniform"][str(budget)] = share(beside)
-                each = {rule: answers(rule, budget, sink, question) for rule in (*RULES, "interactions")}
-                drawn = (
-                    answers(f"random {n}", budget, sink, question) for n in range(study.sizes.budget_draws)
-                )
-                if random := [values for values in drawn if values is not None]:
-                    each["random"] = np.mean(random, 0)
-                for rule, values in each.items():
-                    if values is not None:
-                        both = [share(values), share(values - beside)]
-                        table.setdefault(rule, {})[str(budget)] = both
-            found[f"{question}, sink {sink}"] = table
+def claims_of(study: HeadMemory) -> dict[str, Values]:
+    """Return the numbers of each claim that is judged: means over its trials."""
+    found, count = {}, len(study.scenes)
+    for claim, trials in by_claim(one for _, stage in study.stages() for one in stage).items():
+        if not all(done := [study.read(one) for one in trials]):
+            continue
+        rows = np.concatenate([one.rows for one in trials])
+        times = np.bincount(rows, minlength=count)
+        found[claim] = {
+            name: np.where(times, np.bincount(rows, values, count) / np.maximum(times, 1), np.nan)
+            for name in NUMBERS
+            if all(name in one for one in done)
+            for values in [np.concatenate([one[name] for one in done])]
+        }
+    for claim, values in found.items():
+        beside = f"uniform, {claim.partition(', ')[2]}" if ", sink " in claim else "base"
+        if claim in ("matched", "no past"):
+            beside = "known"
+        if claim not in (beside, "base") and beside in found:
+            values[f"less {beside}"] = values["same"] - found[beside]["same"]
     return found
 
 
+def shares_of(claims: Mapping[str, Mapping[str, Values]]) -> dict[str, Any]:
+    """Return claim -> number -> miniature, or all -> mean with its interval and the count of captions."""
+    found: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    names = dict.fromkeys((c, n) for one in claims.values() for c in one for n in one[c])
+    for claim, name in (one for one in names if not one[0].startswith(("without", "sample"))):
+        values = {mini: one[claim][name] for mini, one in claims.items() if name in one.get(claim, {})}
+        groups = {mini: each[~np.isnan(each)] for mini, each in values.items()}
+        for mini, some in [(ALL, [*groups.values()]), *((mini, [each]) for mini, each in groups.items())]:
+            found[claim][name][mini] = [*rounded(nested_bootstrap(some)), sum(map(len, some))]
+    return found
+
+
+def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
+    """Return shares with intervals, of the trials that are done, and what was found in each miniature."""
+    studies = {name: study for name, study in studies.items() if study.read(study.base())}
+    if not studies:
+        raise ConfigError("nothing is done yet; run the same command without --report")
+    first = next(iter(studies.values()))
+    claims = {name: claims_of(study) for name, study in studies.items()}
+    for name, study in studies.items():
+        ceilings = read_json(study.folder / "ceilings.json")
+        claims[name] |= {of: {"same": np.array(values, float)} for of, values in ceilings.items()}
+    return {
+        "environment": environment(first.session.device),
+        "model": first.config.model,
+        "captions": [scene.caption for _, scene in first.scenes],
+        "seeds": [number for number, _ in first.scenes],
+        "folds": first.sizes.folds,
+        "narrow window": first.sizes.narrow,
+        "shares": shares_of(claims),
+        "miniatures": {name: about(study, claims[name]) for name, study in studies.items()},
+    }
+
+
+def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
+    """Return what was found in one miniature: known heads, scores, classes, each caption's answers, paths."""
+    found: dict[str, Any] = {"weights_sha256": study.session.sha256.result(), "answers": {}}
+    if all(f"without {head}" in claims for head in study.heads):
+        folds = range(len(study.judged))
+        found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
+        found |= {"chosen": agreement_of_halves(study), "classes": classes_of(study)}
+    found["returns in block"] = study.read(study.base())["returns"]
+    for name in claims:  # a digit a caption, or a number where there are several draws
+        values = claims[name]["same"]
+        digits = "".join("-" if np.isnan(x) else str(round(x)) for x in values)
+        whole = set(values[~np.isnan(values)]) <= {0, 1}
+        found["answers"][name] = digits if whole else rounded(values, 2)
+    return found | {"paths": paths_of(study)}
+
+
+def paths_of(study: HeadMemory) -> dict[str, Any]:
+    """Return what trace() found: of readers each pair's share, of writers means with intervals over pairs."""
+    if not (paths := study.paths).get("pairs"):
+        return paths
+    seen = {
+        name: {by: rounded(bootstrap(np.array(x))) for by, x in one.items()}
+        for name, one in paths["writers"].items()
+    }
+    whole = {name: rounded(bootstrap(np.array(x))) for name, x in paths["whole"].items()}
+    return paths | {"whole": whole, "writers": seen}
+
+
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
-    """Return, by rule, Spearman's ρ between scores of the halves, with the effect, and of a chosen twelve."""
+    """Return, by rule, Spearman's ρ between scores of halves and with the effect, and the heads chosen."""
     one, other = (study.scores_of(study.everyone[number::HALVES]) for number in range(HALVES))
     folds = [study.scores_of(study.others(fold)) for fold in range(len(study.folds))]
     layers = np.broadcast_to(np.arange(len(one["effect"]))[:, None], one["effect"].shape)
     found = {}
     for rule in one:
-        chosen = [set(study.chosen(half[rule], study.sizes.budgets[1])) for half in (one, other)]
-        every = set.intersection(*(set(study.chosen(fold[rule], study.sizes.budgets[1])) for fold in folds))
+        chosen, *others = ({*study.chosen(scores, rule, STABLE)} for scores in (one, other, *folds))
         both, effect = (one[rule] + other[rule]).ravel(), (one["effect"] + other["effect"]).ravel()
         found[rule] = {
             "rho of halves": round(spearman(one[rule].ravel(), other[rule].ravel()), 3),
-            "chosen by both": len(chosen[0] & chosen[1]) / len(chosen[0]),
-            "chosen in all folds": len(every) / len(chosen[0]),
+            "chosen by both": len(chosen & others[0]) / len(chosen),
+            "chosen in all folds": len(set.intersection(*others[1:])) / len(chosen),
             "rho with effect": round(spearman(both, effect), 3),
             "rho with effect given layer": round(partial_spearman(both, effect, [layers.ravel()]), 3),
-            "heads of half 0": sorted(map(list, chosen[0])),
+            "heads of half 0": sorted(map(list, chosen)),
         }
+    return found
+
+
+# --- Published labels and curves of the real model
+def classes_of(study: HeadMemory) -> dict[str, Any]:
+    """Return shares of heads by published class: of the real model, of this one, of those that rules choose.
+
+    For a published curve the largest r of a head over context frames, of both models.
+    """
+    base, scores = study.read(study.base()), study.scores_of(study.everyone)
+    rate, far = (np.mean(base["measures"][rule], 0) for rule in ("Pyramid Forcing", "Forcing-KV"))
+    sources = (
+        (kinds(rate, Thresholds()), KINDS, published.HEAD_LABELS_CSV),
+        (
+            *(locality(1 - far, Thresholds()), LOCALITY),
+            published.STATIC_HEADS_CSV,
+        ),
+    )
+    chosen = {rule: study.chosen(scores, rule, STABLE) for rule in RULES if rule in scores}
+    found: dict[str, Any] = {}
+    for labels, names, file in sources:
+        real = published.read_labels(published.FOLDER / file)
+        for label, name in names.items():
+            found[name] = {"real model": round(float((real == label).mean()), 3)}
+            found[name]["miniature"] = round(float((labels == label).mean()), 3)
+            for rule, heads in chosen.items():
+                found[name][rule] = round(float(np.mean([labels[head] == label for head in heads])), 3)
+    view = open_profiles(load_cache(published.FOLDER / published.DEFAULT_ATLAS))
+    for name, curve in published.read_curves(published.FOLDER / published.FIGURE4_CSV).items():
+        frames = published.compared_frames(view, curve)
+        r = pearson(np.array(base["curve"])[..., frames], curve.values[frames])
+        best = published.rank_heads([view], curve)[0]["r"]
+        found[name] = {"largest r, real model": round(best, 3), "miniature": round(float(np.nanmax(r)), 3)}
     return found
 
 
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
-    panels, ceilings, title = budget_panels(report)
-    others, nobody = report["matched"]["mean"], report["no past"]["same"]
-    shown = {"8 others of their layers": others, "all heads: past, all": nobody}
-    known = {name: one["same"] for name, one in report["routes"].items() if name.startswith("known: ")}
-    readers = report["paths"]["readers"]
-    layers = sorted({int(name.split()[1]) for name in readers})
-    heads = sum(name.startswith("layer 0 head") for name in readers)
-    shares = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
-    panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", shares)
-    subtitle = f"{report['paths']['pairs']} pairs of colours"
-    return {
-        "routes": share_bars(shown | known, ceilings, "Eight heads lose a part of their past", SHARE),
-        "color_readers": head_maps([panel], layers, subtitle=subtitle),
-        "head_budgets": budget_curves(panels, ceilings, title),
+    name, mini = next(iter(report["miniatures"].items()))
+    shares = {claim: one["same"] for claim, one in report["shares"].items()}
+    ceilings = {of: shares[of][ALL][0] for of in ("rendered", "VAE")}
+    known = {claim: claim for claim in shares if claim.startswith("known: ")}
+    names = {"8 others of their layers": "matched", "all heads: past, all": "no past"} | known
+    rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
+    each = {
+        "one miniature": [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
     }
+    others = each if len(report["miniatures"]) > 1 else {}
+    means, title = {shown: row[ALL] for shown, row in rows.items()}, "Heads lose a part of their past"
+    found = {
+        "routes": share_bars(means, ceilings, title, SHARE, others),
+        "head_budgets": budget_curves(*budget_panels(report)),
+    }
+    if readers := mini["paths"].get("readers"):
+        layers = sorted({int(name.split()[1]) for name in readers})
+        heads = sum(name.startswith("layer 0 head") for name in readers)
+        read = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
+        panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", read)
+        subtitle = f"{name}, {mini['paths']['pairs']} pairs of colours"
+        found["color_readers"] = head_maps([panel], layers, subtitle=subtitle)
+    return found
 
 
 if __name__ == "__main__":
