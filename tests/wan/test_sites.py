@@ -1,6 +1,7 @@
 """Every activation has a name: each seen and changed against the model written out by hand."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -36,13 +37,12 @@ ONE = {"layers": [LAYER], "blocks": [BLOCK], "steps": [STEP]}
 
 
 def captured(*sites, run=rollout, pipeline=None, **chosen) -> dict[str, list]:
-    """What a rollout had at some sites, by site."""
+    """What a rollout had at some sites, by site, and where."""
     capture = SiteCapture(sites or tuple(SITES), **chosen)
     with watched(capture):
         run(pipeline or two_steps())
-    return {site: [one.value for one in capture.kept if one.where.site == site] for site in capture.sites} | {
-        "where": [one.where for one in capture.kept]
-    }
+    found = {site: [one.value for one in capture.kept if one.where.site == site] for site in capture.sites}
+    return found | {"where": [one.where for one in capture.kept]}
 
 
 def two_steps(*args, **kwargs) -> CausalInferencePipeline:
@@ -66,13 +66,22 @@ def test_every_site_follows_from_those_before_it():
     plain, model = rollout(pipeline), pipeline.model
     seen = {name: values[0] for name, values in captured(pipeline=pipeline, **ONE).items() if name != "where"}
     assert torch.equal(rollout(pipeline), plain) and seen.keys() == SITES.keys()
-    sizes = {"B": 1, "L": 15, "K": 30, "T": 7, "H": 3, "D": 16, "F": 3, "C": 16, "h": 2, "w": 10, "2": 2}
+    sizes = {
+        "B": 1,
+        "L": 15,
+        "K": 30,
+        "T": 7,
+        "H": 3,
+        "D": 16,
+        "F": 3,
+        "C": 16,
+        "h": 2,
+        "w": 10,
+        "2": 2,
+    } | TINY
     for name, x in seen.items():
-        axes = [
-            1 if (axis, name[:4]) == ("F", "mod_") else TINY.get(axis, sizes.get(axis))
-            for axis in SITES[name].split()
-        ]
-        assert list(x.shape) == axes, name
+        frames = {"F": 1} if name.startswith("mod_") else {}
+        assert list(x.shape) == [(sizes | frames)[axis] for axis in SITES[name].split()], name
     layer, close = model.blocks[LAYER], torch.testing.assert_close
     t = torch.tensor([[pipeline.timesteps[STEP]]])
     time = model.time_embedding(sinusoidal_embedding(t, TINY["freq_dim"]).float())
@@ -94,12 +103,9 @@ def test_every_site_follows_from_those_before_it():
     expected["resid_mid"] = seen["resid_pre"] + seen["mod_gate"][:, :, 0] * seen["attn_out"]
     cross = layer.cross_attn
     expected["cross_q"] = cross.norm_q(cross.q(layer.norm3(seen["resid_mid"])))
-    for prefix, keys in (("", None), ("cross_", seen["cross_k"])):
-        if keys is not None:
-            scores = torch.einsum("bqhd,bkhd->bhqk", seen["cross_q"], keys) / 4
-            expected[f"{prefix}scores"] = scores
-            expected["cross_z"] = torch.einsum("bhqk,bkhd->bqhd", seen["cross_pattern"], seen["cross_v"])
-        expected[f"{prefix}pattern"] = seen[f"{prefix}scores"].softmax(-1)
+    expected["cross_scores"] = torch.einsum("bqhd,bkhd->bhqk", seen["cross_q"], seen["cross_k"]) / 4
+    expected["cross_z"] = torch.einsum("bhqk,bkhd->bqhd", seen["cross_pattern"], seen["cross_v"])
+    expected |= {f"{kind}pattern": seen[f"{kind}scores"].softmax(-1) for kind in ("", "cross_")}
     own = torch.einsum("bqhd,bkhd->bhqk", seen["q_rot"], seen["k_rot"]) / 4
     close(seen["scores"][..., -15:], own, atol=1e-5, rtol=0)
     expected["cross_out"] = cross.o(seen["cross_z"].flatten(2))
@@ -135,9 +141,11 @@ def test_frames_heads_dtype_and_reductions_are_chosen():
 
 def test_blocks_are_handed_on_as_they_end():
     handed = []
-    capture = SiteCapture(
-        ("z",), layers=[0], on_block=lambda kept: handed.append([one.where.block for one in kept])
-    )
+
+    def hand(kept):
+        handed.append([one.where.block for one in kept])
+
+    capture = SiteCapture(("z",), layers=[0], on_block=hand)
     with watched(capture):
         rollout(two_steps(), 9)
     assert handed == [[0] * 3, [1] * 3]
@@ -148,12 +156,10 @@ def test_blocks_are_handed_on_as_they_end():
 # --- What is changed
 def test_an_edit_that_returns_its_input_leaves_every_bit(device):
     pipeline = two_steps(torch.bfloat16, device)
-    plain, seen = rollout(pipeline, 3), []
+    plain, seen, planned = rollout(pipeline, 3), [], pipeline.plan(3).count(at(*SITES))
     with intervene(at(*SITES), lambda x, where: seen.append(where.site) or x) as session:
         assert torch.equal(rollout(pipeline, 3), plain)
-    assert set(seen) == {*SITES} and session.changed == [len(seen)] == [
-        pipeline.plan(3).count(at(*SITES)) - 1
-    ]
+    assert set(seen) == {*SITES} and session.changed == [len(seen)] == [planned - 1]
     with pytest.warns(UserWarning, match="no call was"), intervene(at(*SITES), spoil):
         assert torch.equal(rollout(pipeline, 3), plain)  # x is a copy
 
@@ -177,24 +183,16 @@ def test_an_edit_reaches_what_follows_and_nothing_before(site):
 
 def test_keys_that_are_edited_are_those_that_later_blocks_see():
     """Also where a policy keeps keys without RoPE."""
-    pipeline = CausalInferencePipeline(
-        tiny_pipeline().model, cache_policy=make_policy("relative", window=6), **TWO_STEPS
-    )
+    policy = make_policy("relative", window=6)
+    pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=policy, **TWO_STEPS)
     with intervene(at("k", layers=[1], passes="clean"), lambda x, where: torch.zeros_like(x)):
         scores = captured("scores", pipeline=pipeline, layers=[1], steps=[0])["scores"]
     assert (scores[1][..., :15] == 0).all() and (scores[1][..., 15:] != 0).all()
 
 
 def test_scores_and_pattern_are_those_that_values_are_summed_by():
-    pipeline = two_steps()
-
-    def sharpen(x, where):
-        return 2 * x
-
-    def uniform(x, where):
-        return torch.full_like(x, 1 / x.shape[-1])
-
-    with intervene(at("scores", **here("scores")), sharpen, at("cross_pattern", **here("z")), uniform):
+    pipeline, sharp, even = two_steps(), at("scores", **here("scores")), at("cross_pattern", **here("z"))
+    with intervene(sharp, lambda x, where: 2 * x, even, lambda x, where: torch.full_like(x, 1 / x.shape[-1])):
         seen = captured(pipeline=pipeline, **ONE)
     base = captured(pipeline=pipeline, **ONE)
     pattern = (2 * base["scores"][0]).softmax(-1)
@@ -221,12 +219,8 @@ def test_a_function_at_z_is_ablation_and_a_class_or_decorator_is_a_function():
         def apply(self, z, where):
             return torch.where(torch.arange(3)[:, None] == self.head, 0, z)
 
-    found = []
-    for edit in (
-        Ablate("zero", layers=[1], heads=[2], passes="denoise"),
-        drop_head_2,
-        at("z", layers=[1], passes="denoise")(Drop(2)),
-    ):
+    found, where = [], {"layers": [1], "passes": "denoise"}
+    for edit in (Ablate("zero", heads=[2], **where), drop_head_2, at("z", **where)(Drop(2))):
         with intervene(edit) as session:
             found.append(rollout(pipeline))
         assert session.changed == [pipeline.plan(6).count(edit)] == [4]
@@ -238,7 +232,7 @@ def test_a_function_at_z_is_ablation_and_a_class_or_decorator_is_a_function():
 
 @pytest.mark.parametrize("site", ["resid_mid", "v", "cross_z"])
 def test_ablation_and_steering_of_every_site_with_tokens(site):
-    pipeline, where = tiny_pipeline(), here(site)
+    pipeline, where = two_steps(), here(site)
     base = captured(pipeline=pipeline, **ONE)[site][0]
     edits = {"zero": Ablate("zero", site=site, **where)}
     with record_head_outputs(site) as outputs:
@@ -247,15 +241,15 @@ def test_ablation_and_steering_of_every_site_with_tokens(site):
     edits["steer"] = Steer(site, torch.ones(base.shape[-1]), 0.5, **where)
     data = {edits["frame_mean"]: outputs, edits["mean"]: ReferenceMeans.over([outputs])}
     frames = base.unflatten(1, (3, 5)).mean(2).repeat_interleave(5, 1)
+    expected = {"zero": 0 * base, "frame_mean": frames, "steer": base + 0.5}
     for how, edit in edits.items():
         with intervene(edit, data=data) as session:
-            found = captured(pipeline=pipeline, **ONE)[site][0]
+            found = captured(site, pipeline=pipeline, **ONE)[site][0]
         assert session.changed == [1]
-        if how != "mean":
-            expected = {"zero": 0 * base, "frame_mean": frames, "steer": base + 0.5}[how]
-            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-        else:
+        if how == "mean":
             assert not torch.equal(found, base) and torch.equal(found[:, 0], found[:, 4])
+        else:
+            torch.testing.assert_close(found, expected[how], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("site", ["resid_post", "x0", "mod_gate", "pattern"])
@@ -273,18 +267,18 @@ def wrong_shape(x, where):
     return x[:, :1]
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (wrong_shape, r"wrong_shape at v: layer 2, block 1, step 1: it returned \[1, 1, 3, 16\].*, not"),
-        (lambda x, where: x.double(), "it returned .*torch.float64 .*, not .*torch.float32"),
-        (lambda x, where: x / 0 * 0, "it returned NaN"),
-        (lambda x, where: 3, "it returned a int"),
-    ],
-    ids=["shape", "dtype", "NaN", "type"],
-)
-def test_what_a_function_may_not_return(function, message):
-    with pytest.raises(InterventionError, match=message) as error, intervene(at("v", **here("v")), function):
+RETURNED = {  # what is said -> a function
+    r"wrong_shape at v: layer 2, block 1, step 1: it returned \[1, 1, 3, 16\].*, not": wrong_shape,
+    "it returned .*torch.float64 .*, not .*torch.float32": lambda x, where: x.double(),
+    "it returned NaN": lambda x, where: x / 0 * 0,
+    "it returned a int": lambda x, where: 3,
+}
+
+
+@pytest.mark.parametrize("message", RETURNED)
+def test_what_a_function_may_not_return(message):
+    edit = at("v", **here("v")), RETURNED[message]
+    with pytest.raises(InterventionError, match=message) as error, intervene(*edit):
         rollout(two_steps())
     assert "\n" not in str(error.value)
 
@@ -319,8 +313,7 @@ def test_what_does_not_fit_is_refused_in_one_line(message):
 # --- Threads
 def test_threads_do_not_see_each_others_edits_and_captures():
     """Four at once, on two pipelines, half of them with edits of their own."""
-    pipelines, found, failures = [two_steps(seed=seed) for seed in (0, 5)], {}, []
-    barrier = threading.Barrier(4)
+    pipelines, barrier = [two_steps(seed=seed) for seed in (0, 5)], threading.Barrier(4)
 
     def one(number: int) -> list[torch.Tensor]:
         with ExitStack() as stack:
@@ -332,19 +325,13 @@ def test_threads_do_not_see_each_others_edits_and_captures():
             assert len(active_edits()) == (number >= 2) and len(calls) == 6
         return [*seen["x0"], *seen["mlp_out"], *(call["frame_logits"] for call in calls)]
 
-    def work(number: int) -> None:
+    def work(number: int) -> list[torch.Tensor]:
         torch.set_num_threads(1)
         barrier.wait()
-        try:
-            found[number] = one(number)
-        except BaseException as error:
-            failures.append(error)
+        return one(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and not active_edits()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    assert not active_edits()
     for number in range(4):
         assert all(map(torch.equal, found[number], one(number)))
