@@ -14,26 +14,20 @@ def pipeline():
     return small_wan_pipeline()
 
 
-def test_the_latents_are_those_of_diffusers_own_processors(pipeline):
+def test_the_latents_are_those_of_diffusers_own_processors_and_calls_name_where_they_are(pipeline):
     processors = [block.attn1.processor for block in pipeline.transformer.blocks]
     plain = sample(pipeline)
     with capture_diffusers(pipeline.transformer, granularity="frame") as calls:
         captured = sample(pipeline)
+        sample(pipeline, guidance_scale=1.0)  # another video, without the second branch
     assert torch.equal(plain, captured) and torch.equal(plain, sample(pipeline))
     assert [block.attn1.processor for block in pipeline.transformer.blocks] == processors
     assert ATTENTION_WEIGHT_CAPTURE.now is None and not ATTENTION_WEIGHT_CAPTURE.active
-    assert len(calls) == 2 * 3 * 2  # layers, steps, branches
-
-
-def test_calls_name_step_branch_and_frames(pipeline):
-    with capture_diffusers(pipeline.transformer, layers=[1], granularity="frame") as calls:
-        sample(pipeline)
-        sample(pipeline, guidance_scale=1.0)  # another video, without the second branch
+    sites = [Site(0, "self"), Site(1, "self")]
+    guided = [(site, step, branch) for step in range(3) for branch in ("cond", "uncond") for site in sites]
     told = [(call.site, call.at.step, call.at.branch) for call in calls]
-    site = Site(1, "self")
-    guided = [(site, step, branch) for step in range(3) for branch in ("cond", "uncond")]
-    assert told == guided + [(site, step, "cond") for step in range(3)]
-    assert calls[0].at.timestep > calls[2].at.timestep > calls[4].at.timestep
+    assert told == guided + [(site, step, "cond") for step in range(3) for site in sites]
+    assert calls[0].at.timestep > calls[4].at.timestep > calls[8].at.timestep
     for call in calls:
         assert call["query_frames"] == call["key_frames"] == [0, 1, 2]
         assert call.values["frame_mass"].shape == (1, 3, 3, 3)

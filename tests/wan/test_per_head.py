@@ -5,8 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import golden_model
-from helpers.rollouts import TWO_STEPS, golden_inputs
+from helpers.rollouts import TWO_STEPS, golden_inputs, shared_golden_model
 
 from wan import model as layers
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
@@ -19,6 +18,7 @@ HEADS, LAYERS, S = 12, 5, 3
 LABELS = [["far" if (layer + head) % 3 else "near" for head in range(HEADS)] for layer in range(LAYERS)]
 LABELS[2] = ["near"] * HEADS  # a class may have no head in a layer
 FULL, WINDOW = {"name": "full"}, {"name": "window", "window": 6, "sink": 1}
+RELATIVE = {"name": "relative", "window": 9, "sink": 1}
 
 
 def write_labels(path, labels=LABELS):
@@ -35,7 +35,9 @@ def per_head(tmp_path):
 
 
 def roll_out(policy, *requests, options=None, **inputs):
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=policy, **TWO_STEPS, **options or {})
+    pipeline = CausalInferencePipeline(
+        shared_golden_model(), cache_policy=policy, **TWO_STEPS, **options or {}
+    )
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([]) as calls:
         latents = pipeline.inference(**golden_inputs(**inputs))[1]
     return latents, calls
@@ -87,15 +89,13 @@ def test_capture_has_every_head_over_its_own_frames(per_head):
             assert torch.equal(mass.isnan(), call["frame_logits"][0, head].isnan())
 
 
+DEEP, EMA = {"name": "deep_sink", "window": 9, "sink": 3}, {"name": "ema_sink", "window": 6, "sink": 2}
+
+
 @pytest.mark.parametrize(
-    "far, near",
-    [
-        ({"name": "deep_sink", "window": 9, "sink": 3}, {"name": "window", "window": 6}),
-        ({"name": "relative", "window": 6, "sink": 1}, {"name": "ema_sink", "window": 6, "sink": 2}),
-    ],
-    ids=lambda policy: policy["name"],
+    "far, near, size, inputs",
+    [(DEEP, WINDOW, 3, {"given": 6}), (RELATIVE | {"window": 6}, EMA, 1, {"num_frames": 6})],
 )
-@pytest.mark.parametrize("size, inputs", [(1, {"num_frames": 6}), (3, {"given": 6})])
 def test_an_item_of_a_batch_is_what_it_is_alone(per_head, far, near, size, inputs):
     request, options = CaptureRequest(granularity="frame", layers=[1, 2]), {"num_frame_per_block": size}
     both, calls = roll_out(per_head(far, near), request, options=options, batch=2, **inputs)
@@ -109,7 +109,7 @@ def test_an_item_of_a_batch_is_what_it_is_alone(per_head, far, near, size, input
 
 def test_a_flush_is_one_of_all_classes(per_head):
     """Each forgets all but its sink and the last two frames."""
-    cache = golden_model().new_kv_cache(1, 15, 4, 6, per_head(FULL, WINDOW))
+    cache = shared_golden_model().new_kv_cache(1, 15, 4, 6, per_head(FULL, WINDOW))
     for block in (range(3), range(3, 6), range(6, 9)):
         cache.advance(block)
     far, near = cache.caches
@@ -118,51 +118,19 @@ def test_a_flush_is_one_of_all_classes(per_head):
     assert far.frames == [7, 8] and near.frames == [0, 7, 8]
 
 
-RELATIVE = {"name": "relative", "window": 9, "sink": 1}
-
-
 def test_classes_of_one_sink_go_on_behind_a_flush_and_others_are_refused(per_head):
     inputs = golden_inputs(15)
     schedule = [PromptSwitch(12, how="flush", prompt_embeds=inputs["prompt_embeds"])]
     memories = {"name": "two_memories", "window": 9, "sink": 1}
-    pipeline = CausalInferencePipeline(golden_model(), cache_policy=per_head(RELATIVE, memories), **TWO_STEPS)
+    pipeline = CausalInferencePipeline(
+        shared_golden_model(), cache_policy=per_head(RELATIVE, memories), **TWO_STEPS
+    )
     assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()
     for how in ("flush", "cut"):
         settings = per_head(RELATIVE, memories | {"sink": 3}).describe()
         switch = {"frame": 12, "prompt": "a", "how": how}
         with pytest.raises(ConfigError, match=f"cannot {how} at frame 12; it can keep"):
             RunConfig(cache_policy=settings, prompt_schedule=[switch])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"policies": {"far": FULL}}, "class 'near' of .* has no policy"),
-        ({"policies": {"far": FULL, "near": {"name": "relative"}}}, "different positions"),
-        ({"policies": {"far": FULL, "near": WINDOW | {"released": "longlive"}}}, "'near' has no clean rule"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message, tmp_path):
-    settings = {"file": write_labels(tmp_path / "labels.csv")} | fields
-    with pytest.raises(ConfigError, match=message) as refused:
-        make_policy("per_head", **settings)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "give a CSV"),
-        (b"layer,head,class\n0,0,a\n99999999999,0,a\n", "give a CSV of layers x heads"),
-        (b"a,b\nc\n", "rows of different lengths"),
-        (b"\xff\xfea", "is not text in UTF-8"),
-    ],
-    ids=range(4),
-)
-def test_a_file_of_classes_that_is_none_is_one_line(content, message, tmp_path):
-    (tmp_path / "labels.csv").write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        make_policy("per_head", file=str(tmp_path / "labels.csv"), policies={"a": FULL})
 
 
 def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):
@@ -183,21 +151,37 @@ def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):
         make_policy("head_budget", file=file).check([3])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": "dummy_forcing", "ar_start": 0}, "ar_start 0 has no middle frames"),
-        ({"name": "dummy_forcing", "num_dummy": 61}, "num_dummy 61 of a model of 60 heads"),
-        ({"name": "forcing_kv"}, "cannot be read"),
-        ({"name": "forcing_kv", "heads": [[1, 0]], "sim_retention_ratio": 0.5}, "keeps 9 chunks"),
-        ({"name": "forcing_kv", "heads": [[1, 0]], "temporal_context_length": 4}, "length of 1 to 3"),
-        ({"name": "forcing_kv", "heads": [[1, 0]]}, r"of \(1, 2\) layers and heads, the model has \(5, 12\)"),
-        ({"name": "forcing_kv", "heads": LABELS}, "give a CSV, Forcing-KV's JSON or an array"),
-        ({"name": "triattention", "statistics": "nowhere.npz"}, "nowhere.npz' cannot be read"),
-        ({"name": "triattention", "statistics": {"q_mean": 1}}, "or a mapping of q_mean"),
-    ],
-)
-def test_what_heads_cannot_keep_is_refused(fields, message):
+CLASSES = {"name": "per_head", "file": LABELS, "policies": {"far": FULL, "near": WINDOW}}
+STATIC, TRI = {"name": "forcing_kv", "heads": [[1, 0]]}, {"name": "triattention"}
+REFUSED = {  # what is said -> settings; a file by its content
+    "class 'near' of .* has no policy": CLASSES | {"policies": {"far": FULL}},
+    "different positions": CLASSES | {"policies": {"far": FULL, "near": {"name": "relative"}}},
+    "'near' has no clean rule": CLASSES
+    | {"policies": {"far": FULL, "near": WINDOW | {"released": "longlive"}}},
+    "give a CSV": CLASSES | {"file": b""},
+    "give a CSV of layers x heads": CLASSES | {"file": b"layer,head,class\n0,0,a\n99999999999,0,a\n"},
+    "rows of different lengths": CLASSES | {"file": b"a,b\nc\n"},
+    "is not text in UTF-8": CLASSES | {"file": b"\xff\xfea"},
+    "ar_start 0 has no middle frames": {"name": "dummy_forcing", "ar_start": 0},
+    "num_dummy 61 of a model of 60 heads": {"name": "dummy_forcing", "num_dummy": 61},
+    "cannot be read": {"name": "forcing_kv"},
+    "keeps 9 chunks": STATIC | {"sim_retention_ratio": 0.5},
+    "length of 1 to 3": STATIC | {"temporal_context_length": 4},
+    r"of \(1, 2\) layers and heads, the model has \(5, 12\)": STATIC,
+    "give a CSV, Forcing-KV's JSON or an array": STATIC | {"heads": LABELS},
+    "nowhere.npz' cannot be read": TRI | {"statistics": "nowhere.npz"},
+    "or a mapping of q_mean": TRI | {"statistics": {"q_mean": 1}},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_heads_cannot_keep_is_refused_in_one_line(message, tmp_path):
+    settings, path = dict(REFUSED[message]), tmp_path / "labels.csv"
+    if isinstance(file := settings.get("file"), bytes):
+        settings["file"] = str(path)
+        path.write_bytes(file)
+    elif file:
+        settings["file"] = write_labels(path)
     with pytest.raises(ConfigError, match=message) as refused:
-        roll_out(make_policy(**fields))
+        roll_out(make_policy(**settings))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
