@@ -1,8 +1,8 @@
 """Rollouts of a small model that many processes share: every policy, every capture, edits of all kinds."""
 
 import csv
-import dataclasses
 import os
+from dataclasses import replace
 
 import torch
 
@@ -29,16 +29,17 @@ HEADS, LAYERS = 6, 2
 SIZES = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 16, "text_len": 8}
 SIZES |= {"num_heads": HEADS, "num_layers": LAYERS}
 POLICIES = {
-    "window": {"name": "window", "window": 9, "sink": 3},
-    "relative": {"name": "relative", "window": 9, "sink": 3},
-    "participative": {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent": 3},
-    "ema_sink": {"name": "ema_sink", "window": 9, "sink": 3},
-    "memory_bank": {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1},
+    "window": {"name": "window", "window": 6, "sink": 2},
+    "relative": {"name": "relative", "window": 6, "sink": 2},
+    "participative": {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
+    "ema_sink": {"name": "ema_sink", "window": 6, "sink": 2},
+    "memory_bank": {"name": "memory_bank", "window": 6, "sink": 2, "bank": 2, "interval": 1},
     "per_head": {"name": "per_head"},
     "dummy_forcing": {"name": "dummy_forcing", "num_dummy": 6, "row_seed": 2},
     "forcing_kv": {"name": "forcing_kv", "heads": [[n % 3 == 0 for n in range(HEADS)]] * LAYERS},
     "triattention": {"name": "triattention", "budget_tokens": 40, "sink": 1},
 }
+LONG = ("memory_bank", "per_head", "triattention")  # what they choose is seen in the fourth block
 REQUESTS = (
     CaptureRequest(granularity="frame", kinds=("self", "cross"), rope_bands=True),
     CaptureRequest(granularity="key", layers=[1], steps=[0]),
@@ -58,8 +59,7 @@ def small_model() -> CausalWanModel:
 def policy_of(name: str, folder):
     settings = dict(POLICIES[name])
     if name == "per_head":  # a class lives in the first heads alone, another in one layer alone
-        labels = [["a" if head < 2 else "b" for head in range(HEADS)] for _ in range(LAYERS)]
-        labels[1] = ["c" if head % 2 else "a" for head in range(HEADS)]
+        labels = [["a", "a", "b", "b", "b", "b"], ["a", "c", "a", "c", "a", "c"]]
         path = folder / f"labels_{os.getpid()}.csv"  # no process reads what another one is writing
         with path.open("w", newline="") as file:
             csv.writer(file).writerows(labels)
@@ -73,12 +73,23 @@ def policy_of(name: str, folder):
     return make_policy(**settings)
 
 
-def roll_out(model, policy=None, *requests, num_frames=12, seed=1, batch=1, gathers=True, **more):
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(batch, num_frames, 16, 4, 6, generator=generator)
-    renoise = torch.randn(1, *noise.shape, generator=generator)
-    embeds = torch.randn(batch, 8, 16, generator=generator)
-    pipeline = CausalInferencePipeline(model, cache_policy=policy, **TWO_STEPS)
+def roll_out(
+    model,
+    policy=None,
+    *requests,
+    num_frames=12,
+    seed=1,
+    batch=1,
+    size=(4, 6),
+    first=False,
+    gathers=True,
+    **more,
+):
+    """Latents and the calls of all processes; first: a first block of one frame."""
+    draw = {"generator": torch.Generator(model.device).manual_seed(seed), "device": model.device}
+    shape = batch, num_frames, 16, *size
+    noise, renoise, embeds = (torch.randn(n, **draw) for n in (shape, (1, *shape), (batch, 8, 16)))
+    pipeline = CausalInferencePipeline(model, 3, first, cache_policy=policy, **TWO_STEPS)
     with ATTENTION_WEIGHT_CAPTURE.capture(*(requests or [CaptureRequest(layers=[])])) as calls:
         latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, **more)[1]
     return latents, gather_calls(model, calls) if gathers else []
@@ -91,15 +102,15 @@ def every_policy(model, folder):
         policy = policy_of(name, folder)
         requests = REQUESTS[: 1 if policy.by_heads or name == "participative" else None]
         if policy.by_heads:
-            requests = [dataclasses.replace(requests[0], rope_bands=False, kinds=("self",))]
-        found[name] = stripped(roll_out(model, policy, *requests, batch=1 + (name == "window")))
+            requests = [replace(requests[0], rope_bands=False, kinds=("self",))]
+        size = {"num_frames": 12 if name in LONG else 9, "batch": 1 + (name == "window")}
+        found[name] = stripped(roll_out(model, policy, *requests, **size))
     return found
 
 
 def stripped(run):
     """Layouts and sites that can travel between processes."""
-    latents, calls = run
-    return latents, [dataclasses.replace(c, site=dataclasses.replace(c.site, shard=None)) for c in calls]
+    return run[0], [replace(call, site=replace(call.site, shard=None)) for call in run[1]]
 
 
 def edited_runs(model, folder):

@@ -7,17 +7,16 @@ import warnings
 
 import pytest
 import torch
+from helpers import parallel_rollouts
 from helpers.parallel_rollouts import small_model
 from helpers.processes import together
-from helpers.rollouts import TWO_STEPS
 
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
+from wan.capture import CaptureRequest
 from wan.interventions import Knockout, intervene
 from wan.kernels import graphs as cuda_graphs
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.parallel import apply_head_parallel
-from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 from wan.sites import SiteCapture, watched
 
@@ -31,17 +30,18 @@ POLICIES = {
 }
 
 
-def roll_out(model, policy="full", seed=1, requests=(), batch=1, size=(4, 6)):
-    """Latents and captured values; size is that of latents."""
-    generator = torch.Generator(model.device).manual_seed(seed)
-    draw = {"generator": generator, "device": model.device}
-    shape = batch, 10, 16, *size
-    noise, renoise, embeds = (torch.randn(n, **draw) for n in (shape, (1, *shape), (batch, 8, 16)))
-    policy = make_policy(**POLICIES[policy])
-    pipeline = CausalInferencePipeline(model, cache_policy=policy, independent_first_frame=True, **TWO_STEPS)
-    with ATTENTION_WEIGHT_CAPTURE.capture(*(requests or [CaptureRequest(layers=[])])) as calls:
-        latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
+def roll_out(model, policy="full", seed=1, requests=(), **more):
+    """Latents and captured values."""
+    policy, options = make_policy(**POLICIES[policy]), {"num_frames": 10, "seed": seed, "first": True}
+    latents, calls = parallel_rollouts.roll_out(model, policy, *requests, **options, **more)
     return latents, [values for call in calls for values in call.values.values()]
+
+
+def both(dtype=torch.float32, **options):
+    """The small model without graphs and with them."""
+    eager, model = (small_model().to(DEVICE, dtype) for _ in range(2))
+    apply_cuda_graphs(model, **options)
+    return eager, model
 
 
 @pytest.fixture
@@ -72,8 +72,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_bits(policy, replays):
-    eager, model = (small_model().to(DEVICE, torch.bfloat16) for _ in range(2))
-    apply_cuda_graphs(model)
+    eager, model = both(torch.bfloat16)
     for seed in (1, 2):  # another prompt, at other addresses
         assert_equal(roll_out(model, policy, seed), roll_out(eager, policy, seed))
     captured = [roll_out(of, policy, 3, [FRAMES], batch=2) for of in (model, eager)]
@@ -97,8 +96,7 @@ def test_the_same_bits_of_wide_layers(replays):
 @pytest.mark.parametrize("in_place", [True, False])
 def test_hooks_between_layers_are_heard(in_place, replays):
     """What the next layer projects came before the hook."""
-    eager, model = small_model().to(DEVICE), small_model().to(DEVICE)
-    apply_cuda_graphs(model)
+    eager, model = both()
 
     def steer(block, given, x):
         return x.add_(1.0) if in_place else x + 1.0
@@ -112,8 +110,7 @@ def test_hooks_between_layers_are_heard(in_place, replays):
 
 
 def test_who_sees_the_text_or_edits_runs_without(replays):
-    eager, model = small_model(), small_model()
-    apply_cuda_graphs(model)
+    eager, model = both()
     assert_equal(roll_out(model, requests=[TEXT]), roll_out(eager, requests=[TEXT]))
     with intervene(Knockout(frames="first", heads=[1], passes="all")):
         assert_equal(roll_out(model), roll_out(eager))
@@ -130,9 +127,8 @@ def test_who_sees_the_text_or_edits_runs_without(replays):
 
 def test_the_first_video_runs_without_and_weights_may_move(replays):
     """Blocks of 1, 3, 3 and 3 frames; weights that moved have other addresses, so all is recorded again."""
-    eager, model = small_model().to(DEVICE), small_model().to(DEVICE)
+    eager, model = both(after=3 * 3)  # calls of a shape: all of the first video's blocks of 3
     layers = len(model.blocks)
-    apply_cuda_graphs(model, after=3 * 3)  # calls of a shape: all of the first video's blocks of 3
     assert_equal(roll_out(model, seed=1), roll_out(eager, seed=1))
     assert replays == [0, 0]
     assert_equal(roll_out(model, seed=2), roll_out(eager, seed=2))
@@ -147,8 +143,7 @@ def test_the_first_video_runs_without_and_weights_may_move(replays):
 
 def test_activations_are_captured_where_graphs_wait(replays):
     """Of one step: the others are replayed, which is said once; z and x0 stand beside the graphs."""
-    eager, model = small_model().to(DEVICE), small_model().to(DEVICE)
-    apply_cuda_graphs(model)
+    eager, model = both()
     assert_equal(roll_out(model), roll_out(eager))
     counts, seen = [], []
     cuda_graphs.say_that_graphs_wait.cache_clear()
