@@ -100,7 +100,7 @@ def every_policy(model, folder):
     found = {}
     for name in POLICIES:
         policy = policy_of(name, folder)
-        requests = REQUESTS[: 1 if policy.by_heads or name == "participative" else None]
+        requests = REQUESTS if name in ("window", "memory_bank") else REQUESTS[:1]
         if policy.by_heads:
             requests = [replace(requests[0], rope_bands=False, kinds=("self",))]
         size = {"num_frames": 12 if name in LONG else 9, "batch": 1 + (name == "window")}
@@ -122,11 +122,11 @@ def edited_runs(model, folder):
     frame_mean = Ablate("frame_mean", layers=[1], heads=[0, 4], passes="denoise")
     mean = Ablate("mean", layers=[0], heads=[5], passes="all")
     swap = Patch("kv", source={"seed": 5}, layers=[1], heads=[3, 5], passes="denoise")
+    bias = Bias(-2.0, frames="past", layers=[1], heads=[5], passes="denoise")
+    text = Knockout(tokens=[0, 5], heads=[4], passes="denoise")
     cases = {
-        "knockout": [Knockout(frames="first", heads=[1, 2, 5], passes="all")],
-        "bias": [Bias(-2.0, frames="past", layers=[1], heads=[5], passes="denoise"), Jitter(seed=3)],
-        "move": [Move(frames=[0], offset=3, heads=[0, 2, 4], passes="all"), frame_mean],
-        "text": [Knockout(tokens=[0, 5], heads=[4], passes="denoise"), mean],
+        "keys": [Knockout(frames="first", heads=[1, 2, 5], passes="all"), Jitter(seed=3), bias],
+        "means": [Move(frames=[0], offset=3, heads=[0, 2, 4], passes="all"), frame_mean, text, mean],
         "step": [swap],
         "per_head": [Knockout(frames="past", heads=[1, 5], passes="denoise"), swap],
     }
