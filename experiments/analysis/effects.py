@@ -98,7 +98,7 @@ def budget_panels(report: Mapping[str, Any]) -> tuple:
         if ", sink " in claim:
             rule, budget, sink = claim.split(", ")
             for name, row in found["same"].items():
-                panels.setdefault((sink, rule), {}).setdefault(name, {})[int(budget)] = row[:3]
+                panels.setdefault((sink, rule), {}).setdefault(name, {})[int(budget)] = row
     ceilings = {name: report["shares"][name]["same"]["all"][0] for name in ("rendered", "VAE", "base")}
     models, captions = len(report["miniatures"]), len(report["captions"])
     about = report["model"] if models == 1 else f"{models} models {report['model']}"

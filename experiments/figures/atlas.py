@@ -329,7 +329,7 @@ def budget_curves(
         for label, (which, color) in of_rules.items():
             for name, points in panels[sink, which].items():
                 budgets = sorted(points)
-                share, low, high = np.array([points[n] for n in budgets]).T
+                share, low, high = np.array([points[n][:3] for n in budgets]).T
                 if name == "all":
                     axis.fill_between(budgets, low, high, color=color, alpha=0.2, linewidth=0)
                     axis.plot(budgets, share, "o-", color=color, markersize=3, linewidth=1.5, label=label)

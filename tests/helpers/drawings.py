@@ -81,7 +81,11 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
             {"best single threshold": [0.5, 0.6]},
         ),
         "budgets": lambda: figures.budget_curves(
-            {("sink 0", rule): {"all": {3: shares[0], 6: shares[1]}} for rule in ("uniform", "by s")},
+            {
+                (sink, rule): {name: {3: shares[0], 6: shares[1]} for name in ("all", "one", "other")}
+                for sink in ("sink 0", "sink 3")
+                for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
+            },
             {"rendered": 0.9},
             "Budgets",
         ),
