@@ -3,15 +3,12 @@
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,13 +17,13 @@ from typing import Any
 import psutil
 from distributed import get_worker
 
+from experiments.benchmarks.harness import Part, Rows
 from experiments.extraction.rollout import RunObserver
 from experiments.running.engine import Results, crew_of, work_through
 from experiments.running.progress import Progress
 
 SHORTEST, LONGEST = 0.005, 2.0  # seconds of an item
 KILL_EVERY = 20.0  # seconds
-SCHEDULER_LIVES, SCHEDULER_GONE = 4.0, 2.0  # seconds after the first item
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,6 @@ class Sleeping:
             (self.folder / f"{name}.twice").touch()
         Results(self.folder / "items").write(name, {"seconds": time.monotonic() - start})
 
-    def has_begun(self) -> bool:
-        return any((self.folder / "items").glob("*.json"))
-
 
 def items_of(number: int, longest: float = LONGEST, shortest: float = SHORTEST) -> dict[str, float]:
     """Return seconds by name: as many items of 10 ms as of 1 s."""
@@ -58,17 +52,16 @@ def items_of(number: int, longest: float = LONGEST, shortest: float = SHORTEST) 
     return {f"item{n:05}": shortest * (longest / shortest) ** dice.random() for n in range(number)}
 
 
-def rows(args: Namespace, config: Any) -> Iterator[tuple[dict[str, Callable[[], float]], dict[str, dict]]]:
-    """Yield the cost of an item, killed workers, a slow shared folder, and a scheduler that comes back."""
+def rows(args: Namespace, config: Any) -> Iterator[Part]:
+    """Yield the cost of an item, killed workers, and a slow shared folder."""
     short, medium, slow = items_of(1000, 0.006), items_of(2000), items_of(60, 0.2)
     simulations: dict[str, Callable[[Path], dict[str, Any]]] = {
         "cost here": lambda folder: made(Sleeping(folder), items_of(500, 0.006)),
         "cost": lambda folder: made(Sleeping(folder), short, workers=2),
         "killed": lambda folder: killing(Sleeping(folder), medium),
         "slow folder": lambda folder: made(Sleeping(folder, 0.5), slow, workers=2),
-        "restarted": lambda folder: restarting(Sleeping(folder), items_of(60, 1.0, 0.1)),
     }
-    about: dict[str, dict[str, Any]] = {name: {} for name in simulations}
+    about: Rows = {name: {} for name in simulations}
 
     def timed(name: str) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -103,67 +96,22 @@ def made(work: Sleeping, items: dict[str, float], **flags: Any) -> dict[str, Any
     }
 
 
-@contextmanager
-def meanwhile(act: Callable[[threading.Event], None]) -> Iterator[threading.Event]:
-    """Let act(over) go on in a thread until over is set, at the latest at the end."""
-    over = threading.Event()
-    thread = threading.Thread(target=act, args=(over,), daemon=True)
-    thread.start()
-    try:
-        yield over
-    finally:
-        over.set()
-        thread.join()
-
-
 def killing(work: Sleeping, items: dict[str, float]) -> dict[str, Any]:
     """Make items by two workers while one is killed now and then."""
-    killed, dice = list[int](), random.Random(1)
+    killed, dice, over = list[int](), random.Random(1), threading.Event()
 
-    def kill(over: threading.Event) -> None:
+    def kill() -> None:
         while not over.wait(KILL_EVERY):
-            with suppress(psutil.Error, IndexError):
-                there = [p for p in psutil.Process().children(True) if "spawn_main" in " ".join(p.cmdline())]
-                if work.has_begun():
+            there = [p for p in psutil.Process().children(True) if "spawn_main" in " ".join(p.cmdline())]
+            if any((work.folder / "items").glob("*.json")):
+                with suppress(psutil.Error, IndexError):
                     one = dice.choice(there)
                     one.send_signal(signal.SIGKILL)
                     killed.append(one.pid)
 
-    with meanwhile(kill):
-        found = made(work, items, workers=2)
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    found = made(work, items, workers=2)
+    over.set()
+    thread.join()
     return found | {"killed": len(killed), "kill_every_s": KILL_EVERY}
-
-
-def restarting(work: Sleeping, items: dict[str, float]) -> dict[str, Any]:
-    """Make items by the worker of a scheduler that is killed once, and comes back."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    options: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": os.getcwd()}, "stderr": subprocess.DEVNULL}
-    dask = [sys.executable, "-m"]
-    scheduler = [*dask, "distributed.cli.dask_scheduler", "--host", address]
-    scheduler += ["--dashboard-address", "127.0.0.1:0"]
-    worker = [*dask, "distributed.cli.dask_worker", address, "--nthreads", "1", "--memory-limit", "0"]
-    running = {"scheduler": subprocess.Popen(scheduler, **options)}
-
-    def keep_worker(over: threading.Event) -> None:  # as Kubernetes does, or a loop in a shell
-        while not over.is_set():
-            running["worker"] = subprocess.Popen(worker, **options)
-            running["worker"].wait()
-
-    def restart(over: threading.Event) -> None:
-        while not work.has_begun():
-            time.sleep(0.1)
-        time.sleep(SCHEDULER_LIVES)
-        running["scheduler"].kill()
-        time.sleep(SCHEDULER_GONE)
-        running["scheduler"] = subprocess.Popen(scheduler, **options)
-
-    with meanwhile(keep_worker) as over:
-        try:
-            with meanwhile(restart):
-                return made(work, items, scheduler=address)
-        finally:
-            over.set()
-            for process in running.values():
-                process.terminate()

@@ -32,6 +32,7 @@ from wan.errors import ConfigError
 MIB = 2**20
 Rows = dict[str, dict[str, Any]]
 Timed = dict[str, Callable[[], float]]
+Part = tuple[Timed, Rows]  # rows, and what is known of them before they are timed
 Active = Callable[[], AbstractContextManager]  # makes what is on while a model generates: a capture, an edit
 
 

@@ -17,15 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.harness import (
-    Rollout,
-    Rows,
-    Timed,
-    capture_requests,
-    capturing,
-    seconds_of,
-    warmed_up,
-)
+import experiments.benchmarks.harness as bench
 from wan.blocks import block_ranges, block_sizes
 from wan.config import RunConfig
 from wan.errors import ConfigError, reason_of
@@ -36,12 +28,12 @@ SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_di
 PUBLIC = "public code"
 
 
-def rows(args: argparse.Namespace, config: RunConfig) -> Iterator[tuple[Timed, Rows]]:
+def rows(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield the public rollout and ours, each with its latents' difference to ours in float32."""
     if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
         raise ConfigError("the public code has equal blocks that see the whole past: leave the rest out")
     model_class, attention = import_public(args.checkout or Path("../Self-Forcing"))
-    rollout = Rollout(config, args.random_weights)
+    rollout = bench.Rollout(config, args.random_weights)
     sizes = {name: getattr(rollout.sizes, name) for name in (*SIZES, "eps")}
     with torch.device(rollout.device):
         public = model_class(**sizes)
@@ -59,11 +51,11 @@ def rows(args: argparse.Namespace, config: RunConfig) -> Iterator[tuple[Timed, R
         latents.append(rollout.latents.double())
         return {"public_attention": attention}
 
-    requests = capture_requests(config, rollout.sizes.num_layers)
-    timed: Timed = {PUBLIC: partial(seconds_of, roll_out)}
+    requests = bench.capture_requests(config, rollout.sizes.num_layers)
+    timed: bench.Timed = {PUBLIC: partial(bench.seconds_of, roll_out)}
     for name in ("plain", "logits", "mass"):
-        timed[f"ours, {name}"] = partial(rollout.seconds, capturing(requests[name]))
-    about = warmed_up(timed, more)
+        timed[f"ours, {name}"] = partial(rollout.seconds, bench.capturing(requests[name]))
+    about = bench.warmed_up(timed, more)
     given = rollout.noise, rollout.renoise, rollout.text
     rollout.model.float()  # the same weights and inputs, exactly
     rollout.noise, rollout.renoise, rollout.text = (x.float() for x in given)
@@ -126,7 +118,7 @@ def choose_attention(attention: ModuleType, model: ModuleType, causal_model: Mod
     return "PyTorch's scaled_dot_product_attention"
 
 
-def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
+def roll_out_public(model: Any, rollout: bench.Rollout) -> Tensor:
     """Return latents [B, F, C, h, w] of the public transformer, by the passes, noise and formulas of ours."""
     pipeline, noise, sizes = rollout.pipeline, rollout.noise, rollout.sizes
     batch, num_frames, _, height, width = noise.shape

@@ -27,22 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import experiments.benchmarks.harness as bench
 from experiments.benchmarks import engine, public, videos
-from experiments.benchmarks.harness import (
-    MIB,
-    Active,
-    Rollout,
-    Rows,
-    Timed,
-    capture_requests,
-    capturing,
-    in_turn,
-    print_rows,
-    save_report,
-    seconds_of,
-    wait,
-    warmed_up,
-)
 from experiments.caches.files import require_writable
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
@@ -62,7 +48,6 @@ from wan.sites import SiteCapture, watched
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
 LOOKED = ("maps", "interventions", "sites")
 KEY_FRAMES, CALLS = (1, 3, 6, 12, 21), 5  # of kernels, and their calls of a timed turn
-Part = tuple[Timed, Rows]  # rows, and what is known of them
 
 
 def run(argv=None):
@@ -94,28 +79,28 @@ def run(argv=None):
         "rows": {},
     }
 
-    def keep(found: Rows) -> None:
+    def keep(found: bench.Rows) -> None:
         report["rows"].update(found)
         if rank.is_first:
-            save_report(report, args.output_path)
+            bench.save_report(report, args.output_path)
 
     groups = [make for name, make in GROUPS.items() if name in args.what]
     if not {*args.what} <= GROUPS.keys():
         groups.append(rollouts)
     with torch.no_grad():
         for rows, about in (part for group in groups for part in group(args, config)):
-            found = in_turn(rows, args.repeats, about, keep)
+            found = bench.in_turn(rows, args.repeats, about, keep)
             if rank.is_first:
-                print_rows(found)
+                bench.print_rows(found)
     if rank.count > 1:
         parallel.leave()
         end_at_once()
 
 
 # --- Rollouts
-def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield rollouts of one model: plain, captured, edited, and under the policies that are named."""
-    rollout = Rollout(config, args.random_weights)
+    rollout = bench.Rollout(config, args.random_weights)
     if args.graphs:
         if rollout.device.type != "cuda":
             raise ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
@@ -123,43 +108,45 @@ def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     seconds = rollout.seconds
     if this_rank().count > 1:
         seconds = partial(shared_seconds, rollout, parallel.join(rollout.device))
-    requests = capture_requests(config, rollout.sizes.num_layers)
-    rows: Timed = {"plain": seconds}
-    rows |= {name: partial(seconds, capturing(what)) for name, what in requests.items() if name in args.what}
+    requests = bench.capture_requests(config, rollout.sizes.num_layers)
+    rows: bench.Timed = {"plain": seconds}
+    rows |= {
+        name: partial(seconds, bench.capturing(what)) for name, what in requests.items() if name in args.what
+    }
     for group, active in looked_at(rollout):
         if group.partition(":")[0] in args.what:
             rows[group] = partial(seconds, active)
     for name in args.policies:
         policy = read_policy(policy_settings(name))
         rows[name] = partial(seconds, policy=policy)
-        rows[f"{name}, mass"] = partial(seconds, capturing(requests["mass"]), policy)
+        rows[f"{name}, mass"] = partial(seconds, bench.capturing(requests["mass"]), policy)
     yield rows, seen(rollout, rows)
 
 
-def seen(rollout: Rollout, rows: Timed) -> Rows:
+def seen(rollout: bench.Rollout, rows: bench.Timed) -> bench.Rows:
     """Warm rows up; note bytes of the cache, the last block's time and the bits."""
     latents, ends = list[torch.Tensor](), list[float]()
 
     def note_end(block: int, of_block: torch.Tensor) -> None:
-        wait()
+        bench.wait()
         ends.append(time.perf_counter())
 
     def more() -> dict[str, Any]:
         latents.append(rollout.latents)
         return {
-            "cache_mib": round(rollout.pipeline.cache_bytes / MIB, 1),
+            "cache_mib": round(rollout.pipeline.cache_bytes / bench.MIB, 1),
             "last_block_ms": round(1000 * (ends[-1] - ends[-2]), 2) if len(ends) > 1 else None,
             "sha256": rollout.digest(),
             "same_bits": torch.equal(latents[-1], latents[0]),
         }
 
     rollout.on_block = note_end
-    about = warmed_up(rows, more)
+    about = bench.warmed_up(rows, more)
     rollout.on_block = None
     return about
 
 
-def looked_at(rollout: Rollout) -> Iterator[tuple[str, Active]]:
+def looked_at(rollout: bench.Rollout) -> Iterator[tuple[str, bench.Active]]:
     """Yield maps of the last block, edits of every layer and pass, and captures of the residual stream."""
     config, half = rollout.config, tuple(range(rollout.sizes.num_heads // 2))
     last, tokens = config.num_frames - 1, rollout.sizes.tokens_per_frame(config.height, config.width)
@@ -170,7 +157,7 @@ def looked_at(rollout: Rollout) -> Iterator[tuple[str, Active]]:
     }
     for name, more in maps.items():
         request = CaptureRequest(granularity="map", blocks=[len(config.block_sizes) - 1], **more)
-        yield f"maps: {name}", capturing([request])
+        yield f"maps: {name}", bench.capturing([request])
     edits = {
         "knockout of frame 0, one head": Knockout(frames=("first",), heads=(0,), passes="all"),
         "knockout of frame 0, all heads": Knockout(frames=("first",), passes="all"),
@@ -194,7 +181,7 @@ def watching(make: Callable[[], SiteCapture]) -> Iterator[None]:
 
 
 def shared_seconds(
-    rollout: Rollout, group: dist.ProcessGroup, active: Active = nullcontext, policy: Any = None
+    rollout: bench.Rollout, group: dist.ProcessGroup, active: bench.Active = nullcontext, policy: Any = None
 ) -> float:
     """Return the slowest rank's seconds of a rollout that all make together, with the calls gathered."""
     if parallel.shard_of(rollout.model) is None:
@@ -212,9 +199,9 @@ def shared_seconds(
     return slowest.item()
 
 
-def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def models(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield released models' configurations at their full shapes with random weights, plain and captured."""
-    rollout: Rollout | None = None
+    rollout: bench.Rollout | None = None
     for name in args.models or released():
         given = {"num_frames": args.num_frames, "device": config.device}
         settings = load_config(f"configs/{name}.yaml", given)
@@ -222,9 +209,9 @@ def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         rollout = None  # the model before goes first
         if model:
             model.local_attn_size, model.sink_size = settings.local_attn_size, settings.sink_size
-        rollout = Rollout(settings, True, model)
-        mass = capturing(capture_requests(settings, rollout.sizes.num_layers)["mass"])
-        rows: Timed = {name: rollout.seconds, f"{name}, mass": partial(rollout.seconds, mass)}
+        rollout = bench.Rollout(settings, True, model)
+        mass = bench.capturing(bench.capture_requests(settings, rollout.sizes.num_layers)["mass"])
+        rows: bench.Timed = {name: rollout.seconds, f"{name}, mass": partial(rollout.seconds, mass)}
         yield rows, seen(rollout, rows)
 
 
@@ -236,12 +223,12 @@ def released() -> list[str]:
 
 
 # --- Kernels, and a command from its start
-def kernels(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def kernels(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield attention and mass of a block's queries at the shapes of 1.3B, kernel by kernel, in bfloat16."""
     videos.require_gpu(config)
     from wan.kernels.mass import query_frame_mass  # Triton, which is where GPUs are
 
-    sizes, rows = MODELS["Wan2.1-T2V-1.3B"], Timed()
+    sizes, rows = MODELS["Wan2.1-T2V-1.3B"], bench.Timed()
     tokens = sizes.tokens_per_frame(config.height, config.width)
     for frames in KEY_FRAMES:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -263,7 +250,7 @@ def kernels(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             calls["FlashAttention-4 with mass"] = partial(fa4_with_mass, heads, frames)
         for name, call in calls.items():
             rows[f"{name}, {frames} key frames"] = partial(mean_seconds, call)
-    yield rows, warmed_up(rows)
+    yield rows, bench.warmed_up(rows)
 
 
 def fa4_with_mass(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], frames: int) -> torch.Tensor:
@@ -271,10 +258,10 @@ def fa4_with_mass(heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], frames
 
 
 def mean_seconds(call: Callable[[], Any]) -> float:
-    return seconds_of(lambda: [call() for _ in range(CALLS)]) / CALLS
+    return bench.seconds_of(lambda: [call() for _ in range(CALLS)]) / CALLS
 
 
-def start(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def start(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield --command in new processes, with the seconds of its phases by its own log, of the last one."""
     if not args.command:
         raise ConfigError('--what start needs --command, such as "run_extraction_all --overwrite"')

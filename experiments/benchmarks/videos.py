@@ -19,17 +19,7 @@ from torch import Tensor
 from torch.backends import cudnn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from experiments.benchmarks.harness import (
-    Active,
-    Rollout,
-    Rows,
-    Timed,
-    capture_requests,
-    capturing,
-    random_state,
-    seconds_of,
-    warmed_up,
-)
+import experiments.benchmarks.harness as bench
 from experiments.extraction import video
 from experiments.extraction.cache_builders import atlas_requests, figure4_requests
 from experiments.extraction.devices import choose_device
@@ -45,11 +35,10 @@ from wan.vae import VAE, StreamedDecoder
 SPREAD = 0.5  # standard deviation of the random VAE's pictures, in -1..1
 CARDS = {"16 GB": 16, "24 GB": 24, "80 GB": None}  # GiB; 1 is left to what else lies on it
 VAE_BYTES, LONG = 507_609_880, 72  # the estimate takes the size of its file; latent frames of a long video
-Part = tuple[Timed, Rows]
 
 
 # --- The decoder alone
-def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield diffusers' decoder and ours, at once and in blocks, with dB to diffusers' in float32, no TF32.
 
     The pictures are those that a random VAE makes of a moving disc, its last layer scaled to SPREAD.
@@ -66,7 +55,7 @@ def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     made: dict[str, Tensor] = {}
 
     def timed(name: str, call: Callable[[], Tensor]) -> float:
-        return seconds_of(lambda: made.update({name: call()}))
+        return bench.seconds_of(lambda: made.update({name: call()}))
 
     def in_blocks() -> Tensor:
         streamed = StreamedDecoder(half)
@@ -79,8 +68,8 @@ def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         "ours bfloat16": partial(half.decode, latents),
         "ours bfloat16, block by block": in_blocks,
     }
-    rows: Timed = {name: partial(timed, name, call) for name, call in calls.items()}
-    about = warmed_up(rows)
+    rows: bench.Timed = {name: partial(timed, name, call) for name, call in calls.items()}
+    about = bench.warmed_up(rows)
     for name, pictures in made.items():
         error = (pictures.cpu().float() - reference).square().mean()
         about[name]["psnr"] = round(-10 * error.clamp_min(1e-12).log10().item(), 2)
@@ -118,26 +107,21 @@ def by_diffusers(vae: VAE, latents: Tensor) -> Tensor:
 
 
 # --- While the model runs
-def beside(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def beside(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield noise to latents, to pictures on the host and to an mp4: one after the other, and at once."""
     require_gpu(config)
-    rollout = Rollout(config, args.random_weights)
+    rollout = bench.Rollout(config, args.random_weights)
     apply_cuda_graphs(rollout.model)
     vae = vae_of(args, config, rollout.device)
     vae.vae.to(torch.bfloat16)
-    mass = capturing(capture_requests(config, rollout.sizes.num_layers)["mass"])
+    mass = bench.capturing(bench.capture_requests(config, rollout.sizes.num_layers)["mass"])
     mp4, append = Path(tempfile.mkdtemp()) / "video.mp4", video.GrowingVideo.append
-    about: Rows = {}
+    about: bench.Rows = {}
 
-    def then(encodes: bool) -> float:
-        def pictures() -> None:
-            pixels = video.to_pixels(vae.decode(rollout.generate())).cpu()
-            if encodes:
-                video.write_mp4(pixels[0], mp4)
+    def pictures() -> None:
+        video.write_mp4(video.to_pixels(vae.decode(rollout.generate())).cpu()[0], mp4)
 
-        return seconds_of(pictures)
-
-    def at_once(name: str, encodes: bool, active: Active) -> float:
+    def at_once(name: str, encodes: bool, active: bench.Active) -> float:
         start, arrived = time.perf_counter(), list[float]()
 
         def append_timed(self: video.GrowingVideo, pixels: Tensor, first: int) -> None:
@@ -159,24 +143,23 @@ def beside(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         about.setdefault(name, {})["first_pictures_s"] = round(arrived[0], 3) if arrived else None
         return time.perf_counter() - start
 
-    rows: Timed = {
+    rows: bench.Timed = {
         "rollout": rollout.seconds,
         "rollout, atlas": partial(rollout.seconds, mass),
-        "rollout, then decoder": partial(then, False),
-        "rollout, then decoder, then mp4": partial(then, True),
+        "rollout, then decoder, then mp4": partial(bench.seconds_of, pictures),
     }
     for said, encodes in {"decoded": False, "decoded, in an mp4": True}.items():
         for more, active in {"": nullcontext, ", atlas": mass}.items():
             name = f"blocks {said} beside{more}"
             rows[name] = partial(at_once, name, encodes, active)
-    warmed_up(rows)
-    for name, known in warmed_up(rows).items():  # graphs are recorded
+    bench.warmed_up(rows)
+    for name, known in bench.warmed_up(rows).items():  # graphs are recorded
         about[name] = about.get(name, {}) | known
     yield rows, about
 
 
 # --- Smaller GPUs
-def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
     """Yield phases of four runs in the memory of smaller GPUs, by the flags that --fit chooses.
 
     torch.cuda.set_per_process_memory_fraction caps the allocator; seconds are of this GPU.
@@ -186,7 +169,7 @@ def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     sizes = MODELS[config.model]
     with torch.device("meta"):
         model = CausalWanModel(**vars(sizes))
-    state = random_state(model, torch.bfloat16, device)
+    state = bench.random_state(model, torch.bfloat16, device)
     atlas = partial(atlas_requests, mass=True, key_curve=False, cross=False)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(vars(sizes)))
@@ -207,14 +190,14 @@ def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             if fitting is None:
                 print(f"{card}, {name}: does not fit")
                 continue
-            phases: Timed = {"rolling out": partial(roll_out, fitting, state)}
+            phases: bench.Timed = {"rolling out": partial(roll_out, fitting, state)}
             if name == "figure4" and not fitting.config.t5_cpu:
                 phases["encoding the prompt"] = encode
             if decodes:
                 phases["decoding the video"] = partial(decode, fitting)
             needs = {n.phase: round(n.total / GB, 1) for n in fitting.needs() if n.where == "GPU"}
-            rows: Timed = {f"{card}: {name}, {phase}": call for phase, call in phases.items()}
-            about = warmed_up(rows)
+            rows: bench.Timed = {f"{card}: {name}, {phase}": call for phase, call in phases.items()}
+            about = bench.warmed_up(rows)
             for row, phase in zip(about.values(), phases, strict=True):
                 row |= {"flags": flags, "estimate_gb": needs.get(phase), "frames": fitting.config.num_frames}
             yield rows, about
@@ -223,7 +206,7 @@ def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
 def roll_out(memory: Memory, state: dict[str, Tensor]) -> float:
     config, sizes, device = memory.config, memory.model_config, memory.device
     model = build_model(CausalWanModel, sizes, state, "random", memory.dtype, device, config.offload)
-    return Rollout(config, True, model).seconds(capturing(memory.requests))
+    return bench.Rollout(config, True, model).seconds(bench.capturing(memory.requests))
 
 
 def encode() -> float:
@@ -232,14 +215,14 @@ def encode() -> float:
         encoder = UMT5EncoderModel(UMT5Config(**UMT5_XXL)).eval()
     torch.set_default_dtype(torch.float32)
     tokens = torch.ones(1, 512, dtype=torch.long, device="cuda")
-    return seconds_of(lambda: encoder(tokens, attention_mask=torch.ones_like(tokens)))
+    return bench.seconds_of(lambda: encoder(tokens, attention_mask=torch.ones_like(tokens)))
 
 
 def decode(memory: Memory) -> float:
     config, device = memory.config, memory.device
     vae = VAE(AutoencoderKLWan().to(device, torch.bfloat16)).to(device)
     latents = torch.randn(1, config.num_frames, 16, config.height, config.width, device=device)
-    return seconds_of(lambda: vae.decode(latents))
+    return bench.seconds_of(lambda: vae.decode(latents))
 
 
 def require_gpu(config: RunConfig) -> None:

@@ -124,7 +124,7 @@ def knockouts(
 
 
 # --- What heads attend to
-def frame_matrices(runs: Runs, step: int) -> tuple[np.ndarray, np.ndarray]:
+def frame_matrices(runs: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Return mean logits and mass of a pass of unedited runs, float64 [R, layers, H, F, F]; NaN: not seen."""
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
         runs.rollout()

@@ -8,6 +8,7 @@ and prompts, random weights, and models with one thing wrong, beside the right o
 """
 
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 from unittest import mock
 
@@ -24,10 +25,10 @@ from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.running.cli import main
+from experiments.studies.runs import Batch, frame_matrices
 from wan import keys as rope
-from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig, load_config
-from wan.model import CausalWanModel, QueryKeyNorm
+from wan.model import QueryKeyNorm
 
 PROMPTS = (
     "a red circle moving right over a dark blue background",
@@ -91,63 +92,57 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
     frequencies = temporal_frequencies(sizes.head_dim)
     frequencies = frequencies[2 * np.pi / frequencies <= config.num_frames - last]
 
-    def logits(
-        prompt: str, config: RunConfig = config, model: CausalWanModel = right_model, text_scale: int = 1
-    ) -> np.ndarray:
-        """Return mean logits [passes, layers, H, F, F] of one rollout."""
-        noise, renoise = causal.draw_noise(config, sizes, model.dtype, loaded.device)
-        text = loaded.texts[prompt][0].to(model.dtype) * text_scale
-        with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", mass=False) as calls:
-            causal.pipeline_of(model, config).inference(noise, prompt_embeds=text, renoise=renoise)
-        passes, F = config.num_passes, config.num_frames
-        found = np.full((passes, sizes.num_layers, sizes.num_heads, F, F), np.nan)
-        for call in calls:
-            step = passes - 1 if call["is_clean_pass"] else call["step"]
-            value = call.values["frame_logits"][0].float().numpy().swapaxes(0, 1)
-            found[step, call["layer"], :, list(call["query_frames"]), : value.shape[-1]] = value
-        return found
+    def logits(step: int = 0, model: Any = right_model, text_scale: int = 1, **settings: Any) -> np.ndarray:
+        """Return mean logits [prompts, layers, H, F, F] of a pass, of a rollout of each prompt."""
+        found = []
+        for prompt in PROMPTS:
+            own = replace(config, prompt=prompt, **settings)
+            session = replace(loaded, pipeline=causal.pipeline_of(model, own), dtype=model.dtype)
+            alone = Batch(session, [own])
+            alone.text = alone.text.to(model.dtype) * text_scale
+            found.append(frame_matrices(alone, step)[0][0])
+        return np.stack(found)
 
-    right = {prompt: logits(prompt) for prompt in PROMPTS}
-
-    def beside(prompt: str, ours: np.ndarray) -> Comparison:
-        own = right[prompt][0]
-        return compare(ours, own[..., -last:, :].mean(-2), own, config.block_sizes, frequencies)
-
-    def every(**wrong: Any) -> dict[str, Any]:
-        return row(*(beside(prompt, logits(prompt, **wrong)[0]) for prompt in PROMPTS))
-
-    def model_of(config: RunConfig, dtype: torch.dtype = loaded.dtype) -> CausalWanModel:
+    def model_of(config: RunConfig, dtype: torch.dtype = loaded.dtype) -> Any:
         return causal.load_pipeline(config, sizes, dtype, loaded.device).model
+
+    right = logits()
+
+    def beside(ours: np.ndarray) -> dict[str, Any]:
+        return row(*(compared(a, b) for a, b in zip(right, ours, strict=True)))
+
+    def compared(own: np.ndarray, ours: np.ndarray) -> Comparison:
+        return compare(ours, own[..., -last:, :].mean(-2), own, config.block_sizes, frequencies)
 
     random = model_of(config)
     for name, parameter in random.named_parameters():
         parameter.data = fill_(torch.empty_like(parameter), name)
     found = {
-        "another prompt": row(*(beside(a, right[b][0]) for a in PROMPTS for b in PROMPTS if a != b)),
-        "another seed": every(config=replace(config, seed=config.seed + 1)),
-        "the same in bfloat16": every(model=model_of(config, torch.bfloat16)),
-        "base weights": every(model=model_of(replace(config, checkpoint_path=None))),
-        "random weights": every(model=random),
-        "no text": every(text_scale=0),
-        "blocks of 1": every(config=replace(config, num_frame_per_block=1)),
-        "blocks of 7": every(config=replace(config, num_frame_per_block=7)),
-        "timestep shift 8": every(config=replace(config, timestep_shift=8.0)),
-        "steps not warped": every(config=replace(config, warp_denoising_step=False)),
+        "another prompt": row(*(compared(a, b) for a, b in permutations(right, 2))),
+        "another seed": beside(logits(seed=config.seed + 1)),
+        "the same in bfloat16": beside(logits(model=model_of(config, torch.bfloat16))),
+        "base weights": beside(logits(model=model_of(replace(config, checkpoint_path=None)))),
+        "random weights": beside(logits(model=random)),
+        "no text": beside(logits(text_scale=0)),
+        "blocks of 1": beside(logits(num_frame_per_block=1)),
+        "blocks of 7": beside(logits(num_frame_per_block=7)),
+        "timestep shift 8": beside(logits(timestep_shift=8.0)),
+        "steps not warped": beside(logits(warp_denoising_step=False)),
+        "pass 1": beside(logits(1)),
+        "pass 3": beside(logits(config.num_passes - 2)),
+        "clean pass": beside(logits(config.num_passes - 1)),
+        "heads shifted by one": beside(np.roll(right, 1, 2)),
+        "layers shifted by one": beside(np.roll(right, 1, 1)),
     }
-    for step, name in {1: "pass 1", config.num_passes - 2: "pass 3", -1: "clean pass"}.items():
-        found[name] = row(*(beside(prompt, right[prompt][step]) for prompt in PROMPTS))
-    for axis, which in ((1, "heads"), (0, "layers")):
-        shifted = (beside(prompt, np.roll(right[prompt][0], 1, axis)) for prompt in PROMPTS)
-        found[f"{which} shifted by one"] = row(*shifted)
     usual = rope.RotaryTable.freqs_cis
 
     def without(*axes: int) -> Any:
         """Return a patch after which RoPE turns nothing along these axes."""
-        return mock.patch.object(
-            rope.RotaryTable,
-            "freqs_cis",
-            lambda self, axis, at: usual(self, axis, at) ** int(axis not in axes),
-        )
+
+        def turned(table: rope.RotaryTable, axis: int, at: Any) -> Tensor:
+            return usual(table, axis, at) ** int(axis not in axes)
+
+        return mock.patch.object(rope.RotaryTable, "freqs_cis", turned)
 
     def without_norm(self: QueryKeyNorm, x: Tensor, tables: Any = None, out: Tensor | None = None) -> Tensor:
         x = x.unflatten(-1, (self.num_heads, -1))
@@ -163,7 +158,7 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
     }.items():
         right_model.rotary._last.clear()
         with wrong:
-            found[name] = every()
+            found[name] = beside(logits())
     return found
 
 

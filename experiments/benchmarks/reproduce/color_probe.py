@@ -14,9 +14,11 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.analysis.stats import rounded
 from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.extraction import causal
 from experiments.miniature.moving_shapes import (
@@ -28,6 +30,7 @@ from experiments.miniature.moving_shapes import (
     sample_scenes,
 )
 from experiments.running.cli import count, main
+from experiments.studies.runs import Batch
 from wan.blocks import VIDEO_FRAMES_PER_LATENT as STRIDE
 from wan.config import load_config
 from wan.sites import SiteCapture, Where, watched
@@ -36,6 +39,7 @@ from wan.vae import VAE
 GIVEN, FRAMES = 3, 12  # latent frames: of the rendered beginning, and of the whole video
 BATCH, SHUFFLES, DRAWS, SCENE_SEED = 32, 20, 2000, 77
 RIDGES = (1.0, 10.0, 100.0, 1000.0)
+NUMBERS = ("accuracy", "low", "high")
 PLACES = ("patch behind the wall", "mean of the frame")
 Observed = tuple[Tensor, Tensor, Tensor]  # features [layers, passes, places, n, dim], colours [n], videos [n]
 
@@ -66,40 +70,28 @@ def hidden(scene: Scene) -> Tensor:
 
 def observe(loaded: causal.LoadedModel, chosen: Sequence[Scene]) -> Observed:
     """Roll out scenes and keep the features of frames in which the shape is hidden."""
-    config, side = loaded.config, loaded.config.height // 2
+    config, side, last = loaded.config, loaded.config.height // 2, 1 + STRIDE * (FRAMES - 1)
     vae, batches, owners, colors = VAE.from_pretrained(config.ckpt_dir, device=loaded.device), [], [], []
     for start in range(0, len(chosen), BATCH):
-        batch = list(chosen[start : start + BATCH])
-        first = render_batch(batch, 1 + STRIDE * (GIVEN - 1), 8 * config.height)  # [B, 3, F, H, W]
+        scenes = list(chosen[start : start + BATCH])
+        first = render_batch(scenes, 1 + STRIDE * (GIVEN - 1), 8 * config.height)  # [B, 3, F, H, W]
         given = vae.encode(((first + 1) / 2).transpose(1, 2).to(loaded.device))
-        seeds = [replace(config, seed=start + n) for n in range(len(batch))]
-        drawn = [causal.draw_noise(c, loaded.model_config, loaded.dtype, loaded.device) for c in seeds]
-        noise = torch.cat([pair[0] for pair in drawn])[:, GIVEN:]
-        renoise = torch.cat([pair[1] for pair in drawn], 1)[:, :, GIVEN:]
-        text = torch.cat([loaded.texts[scene.caption][0] for scene in batch])
-        last = 1 + STRIDE * (FRAMES - 1)
-        centres = torch.stack([positions(scene, last)[::STRIDE, 0] for scene in batch])
+        configs = [replace(config, prompt=s.caption, seed=start + n) for n, s in enumerate(scenes)]
+        batch = Batch(loaded, configs)
+        batch.noise, batch.renoise = batch.noise[:, GIVEN:], batch.renoise[:, :, GIVEN:]
+        centres = torch.stack([positions(scene, last)[::STRIDE, 0] for scene in scenes])
         x, y = (centres * side).long().clamp(0, side - 1).unbind(-1)
         watcher = SiteCapture(("resid_post",), reduce=partial(of_places, at=y * side + x))
         with watched(watcher):
-            loaded.pipeline.inference(noise, prompt_embeds=text, renoise=renoise, initial_latent=given)
-        behind = torch.stack([hidden(scene) for scene in batch])
-        rows: dict[int, dict[int, list[Tensor]]] = {}  # layer -> pass -> blocks
-        for one in watcher.kept:
-            if one.where.frames[0] >= GIVEN:
-                steps = rows.setdefault(one.where.layer or 0, {})
-                steps.setdefault(one.where.step, []).append(one.value)
-        batches.append(
-            torch.stack(
-                [
-                    torch.stack([torch.cat(layer[step], 1)[behind].transpose(0, 1) for step in sorted(layer)])
-                    for _, layer in sorted(rows.items())
-                ]
-            )
-        )
-        for n, scene in enumerate(batch):
-            owners += [start + n] * int(behind[n].sum())
-            colors += [list(COLORS).index(scene.movers[0].color)] * int(behind[n].sum())
+            batch.rollout(initial_latent=given)
+        kept = [one.value for one in watcher.kept if one.where.frames[0] >= GIVEN]
+        sizes = (-1, config.num_passes, loaded.model_config.num_layers)
+        values = torch.stack(kept).unflatten(0, sizes).permute(2, 1, 3, 0, 4, 5, 6)
+        behind = torch.stack([hidden(scene) for scene in scenes])  # [B, frames]
+        batches.append(values.flatten(3, 4)[:, :, behind].transpose(2, 3))
+        for n, (scene, frames) in enumerate(zip(scenes, behind, strict=True)):
+            owners += [start + n] * int(frames.sum())
+            colors += [list(COLORS).index(scene.movers[0].color)] * int(frames.sum())
     return torch.cat(batches, 3), torch.tensor(colors), torch.tensor(owners)
 
 
@@ -153,18 +145,15 @@ def report_of(train: Observed, test: Observed) -> dict[str, Any]:
     }
     for place, name in enumerate(PLACES):
         rows = []
-        for layer, step in torch.cartesian_prod(torch.arange(len(x)), torch.arange(x.shape[1])).tolist():
+        for layer, step in np.ndindex(*x.shape[:2]):
             a, b = (part[layer, step, place].double() for part in (x, y))
             right = shares(probe(a, colors, owners, b))
-            low, high = (
-                right[draws].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=right.dtype)).tolist()
-            )
-            numbers = {"accuracy": right.mean().item(), "low": low, "high": high}
-            rows.append({"layer": layer, "step": step} | {key: round(v, 4) for key, v in numbers.items()})
+            numbers = rounded([right.mean(), *np.percentile(right[draws].mean(1), (2.5, 97.5))], 4)
+            rows.append({"layer": layer, "step": step} | dict(zip(NUMBERS, numbers, strict=True)))
         best = max(rows, key=lambda row: row["accuracy"])
         a, b = (part[best["layer"], best["step"], place].double() for part in (x, y))
         control = [shares(probe(a, of_video[order][owners], owners, b)).mean().item() for order in shuffles]
-        shuffled = [round(sum(control) / SHUFFLES, 4), round(max(control), 4)]
+        shuffled = rounded([np.mean(control), max(control)], 4)
         found["places"][name] = {"best": best, "shuffled": shuffled, "rows": rows}
     return found
 

@@ -11,7 +11,7 @@ from experiments.analysis import measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
 from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.caches import load_cache
-from experiments.caches.view import Profiles, open_profiles
+from experiments.caches.view import open_profiles
 from experiments.figures.atlas import contrasts_by_frame
 from experiments.running.cli import main
 
@@ -26,45 +26,36 @@ LATER_LINE = slice(12, 36)  # another reference for contrasts: level and trend a
 def run(argv=None):
     args = finding_parser(__doc__, "docs/first_frame.json").parse_args(argv)
     views = {name: open_profiles(load_cache(published.FOLDER / file)) for name, file in ATLASES.items()}
-    found = {name: numbers(view) for name, view in views.items()}
-    effects = [first_frame(view)[0].fit.effect.ravel() for view in views.values()]
-    between = {"between prompts": effects[1], "between lengths": effects[2]}
-    report = {
-        "atlases": found,
-        "correlation_of_s": {n: rounded(np.corrcoef(effects[0], s)[0, 1]) for n, s in between.items()},
-    }
-    lines = {
-        name: mean_interval(key_frame_contrasts(matrices(view), view.block_sizes))
-        for name, view in views.items()
-    }
+    atlases, effects, lines = {}, [], {}
+    for name, view in views.items():
+        found, _ = first_frame(view)
+        assert found is not None
+        s, placebos = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
+        effects.append(s.ravel())
+        lines[name], later = mean_interval(found.contrasts), None
+        if view.num_frames >= LATER_LINE.stop:  # long enough for a line through later frames
+            far = key_frame_contrasts(matrices(view), view.block_sizes, LATER_LINE.stop, LATER_LINE)
+            later = mean_interval(far[..., : LATER_LINE.start]).round(2).tolist()
+        atlases[name] = {
+            "heads": s.size,
+            "first_minus_middle": summary(measures.head_statistics(view.profiles()).delta),
+            "effect": summary(s) | {"residual_error_median": rounded(np.median(found.fit.residual_error))},
+            "r_squared_within_rows_median": rounded(np.median(found.fit.r_squared_within_rows)),
+            "placebos": {
+                "frames": [found.frames[0], found.frames[-1]],
+                "largest_mean": rounded(placebos.max()),
+                "its_frame": found.frames[int(placebos.argmax())],
+                "heads_above_all": int((found.rank == 1).sum()),
+                "heads_above_all_to_24": int(found.above_placebos.sum()),
+            },
+            "contrasts": lines[name].round(2).tolist(),  # mean, low, high
+            "contrasts_to_frames_12_to_35": later,
+        }
+    prompts, lengths = (rounded(np.corrcoef(effects[0], s)[0, 1]) for s in effects[1:])
+    correlations = {"between prompts": prompts, "between lengths": lengths}
     title = "Key-frame contrasts, mean over 360 heads: Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)"
-    save_finding(args, report, {"key_frames_published": contrasts_by_frame(lines, title, block=3)})
-
-
-def numbers(view: Profiles) -> dict[str, Any]:
-    """Return first − middle, s, placebos and contrasts of one atlas, over all heads."""
-    found, _ = first_frame(view)
-    assert found is not None
-    s, mean = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
-    later = None
-    if view.num_frames >= LATER_LINE.stop:  # long enough for a line through later frames
-        far = key_frame_contrasts(matrices(view), view.block_sizes, LATER_LINE.stop, LATER_LINE)
-        later = mean_interval(far[..., : LATER_LINE.start]).round(2).tolist()
-    return {
-        "heads": s.size,
-        "first_minus_middle": summary(measures.head_statistics(view.profiles()).delta),
-        "effect": summary(s) | {"residual_error_median": rounded(np.median(found.fit.residual_error))},
-        "r_squared_within_rows_median": rounded(np.median(found.fit.r_squared_within_rows)),
-        "placebos": {
-            "frames": [found.frames[0], found.frames[-1]],
-            "largest_mean": rounded(mean.max()),
-            "its_frame": found.frames[int(mean.argmax())],
-            "heads_above_all": int((found.rank == 1).sum()),
-            "heads_above_all_to_24": int(found.above_placebos.sum()),
-        },
-        "contrasts": mean_interval(found.contrasts).round(2).tolist(),  # mean, low, high
-        "contrasts_to_frames_12_to_35": later,
-    }
+    figures = {"key_frames_published": contrasts_by_frame(lines, title, block=3)}
+    save_finding(args, {"atlases": atlases, "correlation_of_s": correlations}, figures)
 
 
 def mean_interval(values: np.ndarray) -> np.ndarray:

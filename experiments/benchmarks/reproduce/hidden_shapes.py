@@ -86,18 +86,13 @@ def trials_of(scenes, config, session, args: argparse.Namespace, judges: int) ->
 
 def knockouts(study: HiddenShapes) -> dict[str, Any]:
     """Return what came back in each trial, by caption, and shares of captions."""
-    design, made = study.design, {one.name: one for one in study.conditions()}
-
-    def answers(name: str, question: str = BACK) -> np.ndarray:
-        return study.answers(made[name], question)
-
-    def means(name: str, question: str) -> list[float]:
-        return [round(float(answers(f"{name}: {n}", question).mean()), 3) for n in design.counts]
-
+    design, trials = study.design, {one.name: one for one in study.conditions()}
+    made = {q: {name: study.answers(one, q) for name, one in trials.items()} for q in QUESTIONS}
     measured, heads = study.selection_measures(), study.test.heads
     best = sorted(heads, key=lambda head: measured["effect"][head], reverse=True)[:SHOWN]
     scenes = [scene for _, scene in study.test.scenes][: design.captions]
     judged = read_json(SHIPPED / "evaluation.json")["captions"]["behind a wall"]["shares"]
+    others = [q for q in QUESTIONS if q != BACK]
     return {
         "captions": design.captions,
         "selection": design.selection,
@@ -106,9 +101,12 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
         "counts": list(design.counts),
         "heads": len(heads),
         "ceilings": {"rendered": judged["rendered"][BACK], "through the VAE": judged["vae"][BACK]},
-        "base": {q: rounded(bootstrap(answers("base", q))) for q in QUESTIONS},
-        "all": {q: rounded(bootstrap(answers("all", q))) for q in QUESTIONS},
-        "other_answers": {name: {q: means(name, q) for q in QUESTIONS if q != BACK} for name in ORDERS},
+        "base": {q: rounded(bootstrap(made[q]["base"])) for q in QUESTIONS},
+        "all": {q: rounded(bootstrap(made[q]["all"])) for q in QUESTIONS},
+        "other_answers": {
+            name: {q: rounded([made[q][f"{name}: {n}"].mean() for n in design.counts]) for q in others}
+            for name in ORDERS
+        },
         "ranking": [
             {"layer": head[0], "head": head[1]}
             | {name: round(float(values[head]), 3) for name, values in measured.items()}
@@ -117,7 +115,7 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
         "texts": [scene.caption for scene in scenes],
         "names_color": "".join(str(int(not scene.unnamed_color)) for scene in scenes),
         "seeds_that_come_back": {  # a digit a caption
-            name: "".join(str(round(x * design.seeds)) for x in answers(name)) for name in made
+            name: "".join(str(round(x * design.seeds)) for x in found) for name, found in made[BACK].items()
         },
     }
 

@@ -21,7 +21,7 @@ import numpy as np
 from experiments.analysis.drift import FPS
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.long_rollouts import read_strips
-from experiments.analysis.stats import bootstrap
+from experiments.analysis.stats import bootstrap, rounded
 from experiments.benchmarks.harness import finding_parser, save_finding, save_report
 from experiments.caches.files import require_ffmpeg
 from experiments.figures.long_rollouts import long_strips
@@ -107,29 +107,24 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
         matrices = [seen.atlas(run).view(step=0).frame_matrices() for run in seen.runs]
         every_head = np.stack([m.reshape(-1, *m.shape[-2:]) for m in matrices if m is not None])
         for length in sorted(args.lengths):
-            found = effects(every_head, length)
-            rows.append({"policy": short_label(label), "num_frames": length} | found)
+            cut, sizes = every_head[:, :, :length, :length], [3] * (length // 3)
+            effect = first_frame_effect(cut, sizes).effect  # [prompts, heads]
+            placebos = placebo_effects(cut, sizes, PLACEBOS)  # [prompts, heads, placebos]
+            known = placebos[..., ~np.isnan(placebos).any((0, 1))]
+            largest = np.abs(known.mean((0, 1))).max(initial=0)
+            exceeds = (effect[..., None] > np.abs(known)).all(-1).mean()
+            rows.append(
+                {
+                    "policy": short_label(label),
+                    "num_frames": length,
+                    "effect": rounded(bootstrap(effect.mean(1)), 4),
+                    "largest_placebo": round(float(largest), 4) if known.size else None,
+                    "heads_above_placebos": round(float(exceeds), 3) if known.size else None,
+                }
+            )
             print(rows[-1])
-    return {
-        "prompts": args.prompts,
-        "weights_sha256": seen.runs[0].extraction.common["weights_sha256"],
-        "rows": rows,
-    }
-
-
-def effects(matrix: np.ndarray, length: int) -> dict[str, Any]:
-    """Return the mean effect over heads with its interval over prompts, the size of the largest mean placebo,
-    and the share of heads whose effect exceeds the size of every placebo."""
-    cut, sizes = matrix[:, :, :length, :length], [3] * (length // 3)
-    effect = first_frame_effect(cut, sizes).effect  # [B, heads]
-    placebos = placebo_effects(cut, sizes, PLACEBOS)  # [B, heads, placebos]
-    known = placebos[..., ~np.isnan(placebos).any((0, 1))]
-    found = {"effect": [round(float(x), 4) for x in bootstrap(effect.mean(1))]}
-    if not known.size:
-        return found | {"largest_placebo": None, "heads_above_placebos": None}
-    exceeds = (effect[..., None] > np.abs(known)).all(-1)
-    largest = round(float(np.abs(known.mean((0, 1))).max()), 4)
-    return found | {"largest_placebo": largest, "heads_above_placebos": round(float(exceeds.mean()), 3)}
+    sha256 = seen.runs[0].extraction.common["weights_sha256"]
+    return {"prompts": args.prompts, "weights_sha256": sha256, "rows": rows}
 
 
 if __name__ == "__main__":

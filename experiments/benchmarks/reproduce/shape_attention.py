@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.analysis.stats import rounded
 from experiments.benchmarks.harness import finding_parser, save_finding
 from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.running.cli import count, main
@@ -36,7 +37,7 @@ def report_of(found: ShapeAttention) -> dict[str, Any]:
     for step, name in STEPS.items():
         mean, each = found.mean(step), followers(found, step)
         surely = np.where(each.follows, each.low, 0)
-        order = np.argsort(-surely, axis=None)[:LISTED].tolist()
+        top = [divmod(int(i), surely.shape[1]) for i in np.argsort(-surely, axis=None)[:LISTED]]
         passes[name] = {
             "mean": np.nanmean(mean, (0, 2)).round(3).tolist(),
             "follow": int(each.follows.sum()),
@@ -45,10 +46,11 @@ def report_of(found: ShapeAttention) -> dict[str, Any]:
                 {
                     "layer": layer,
                     "head": head,
-                    "lifts": mean[layer, :, head].round(3).tolist(),
-                    "interval": [round(float(x[layer, head]), 3) for x in (each.low, each.high)],
+                    "lifts": rounded(mean[layer, :, head]),
+                    "interval": rounded([each.low[layer, head], each.high[layer, head]]),
                 }
-                for layer, head in (divmod(i, surely.shape[1]) for i in order if surely.flat[i])
+                for layer, head in top
+                if surely[layer, head]
             ],
         }
     heads = found.lifts.shape[2] * found.lifts.shape[4]
