@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import ROOT
-from helpers.rollouts import TINY, tiny_pipeline
+from helpers.rollouts import TINY, drawn, tiny_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,21 +80,14 @@ def test_flags_override_the_yaml_and_none_does_not(tmp_path):
         assert load_config(path).block_sizes == [1, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("num_frame: 9\n", "unknown key 'num_frame'; did you mean num_frames"),
-        ("num_frames: many\n", "num_frames"),
-        ("- 1\n", "mapping"),
-        ("a: [\n", "not a YAML"),
-    ],
-)
-def test_bad_yaml_is_one_clear_line(tmp_path, text, message):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        load_config(path)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+def test_bad_yaml_is_one_clear_line(tmp_path):
+    path, unknown = tmp_path / "run.yaml", "unknown key 'num_frame'; did you mean num_frames"
+    bad = {"num_frame: 9": unknown, "num_frames: many": "num_frames", "- 1": "mapping", "a: [": "not a YAML"}
+    for text, message in bad.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message) as caught:
+            load_config(path)
+        assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
 # The family.
@@ -113,9 +106,7 @@ def test_a_configuration_says_all_that_its_model_needs_and_runs(name):
         assert f"\n{key}:" in text
     sizes = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
     pipeline = pipeline_of(tiny_pipeline(**sizes).model, config)
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(1, sum(config.block_sizes[:3]), 16, 2, 10, generator=generator)
-    embeds = torch.randn(1, 4, TINY["text_dim"], generator=generator)
+    noise, embeds = drawn(1, sum(config.block_sizes[:3]), 16, 2, 10), drawn(1, 4, TINY["text_dim"])
 
     def run() -> torch.Tensor:
         fresh = torch.Generator().manual_seed(1)

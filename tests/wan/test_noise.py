@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 import torch
-from helpers.rollouts import TINY, tiny_pipeline
+from helpers.rollouts import TINY, drawn, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wan.blocks import block_ranges
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError
 from wan.noise import CardGenerator, SeededNoise, TensorNoise, released_noise
 from wan.rolling_forcing import RollingForcingPipeline
 
 SHAPE, FRAMES, STEPS = (16, 2, 10), 9, 4
+EMBEDS = drawn(1, 4, TINY["text_dim"])
 
 
 def at_once(seed: int) -> torch.Tensor:
@@ -40,49 +42,34 @@ def test_blocks_have_the_bits_of_one_drawing_in_any_order(asked, skipped_at_once
             assert torch.equal(found, torch.stack([noise[step, first:stop] for noise in expected]))
 
 
-def test_frames_that_torch_does_not_draw_by_themselves_are_refused():
+def test_what_is_not_drawn_is_refused():
     with pytest.raises(ConfigError, match="15 values is not drawn by itself"):
         SeededNoise([0], FRAMES, (1, 3, 5), STEPS)
-
-
-@pytest.mark.parametrize("frames", [range(2, 5), range(11, 13)])
-def test_frames_beyond_the_noise_are_refused(frames):
-    with pytest.raises(ConfigError, match=rf"is not that of frames {frames[0]}\.\.{frames[-1]}; draw"):
-        SeededNoise([3], FRAMES, SHAPE, STEPS, start=3).first(frames)
-
-
-def embeds() -> torch.Tensor:
-    return torch.randn(1, 4, TINY["text_dim"], generator=torch.Generator().manual_seed(1))
+    for frames in (range(2, 5), range(11, 13)):
+        with pytest.raises(ConfigError, match=rf"is not that of frames {frames[0]}\.\.{frames[-1]}; draw"):
+            SeededNoise([3], FRAMES, SHAPE, STEPS, start=3).first(frames)
 
 
 def test_a_rollout_of_blocks_is_inference_and_goes_on_behind_given_frames():
-    pipeline, drawn, noise = tiny_pipeline(), SeededNoise([5], FRAMES, SHAPE, STEPS), at_once(5)
-    whole = pipeline.inference(noise[None, 0], prompt_embeds=embeds(), renoise=noise[1:, None])[1]
-    parts = list(pipeline.blocks(drawn, embeds()))
+    pipeline, seeded, noise = tiny_pipeline(), SeededNoise([5], FRAMES, SHAPE, STEPS), at_once(5)
+    whole = pipeline.inference(noise[None, 0], prompt_embeds=EMBEDS, renoise=noise[1:, None])[1]
+    parts = list(pipeline.blocks(seeded, EMBEDS))
     assert [frames for frames, _ in parts] == [range(3), range(3, 6), range(6, 9)]
     assert torch.equal(torch.cat([x0 for _, x0 in parts], 1), whole)
-    short = torch.cat([x0 for _, x0 in pipeline.blocks(drawn, embeds(), num_frames=6)], 1)
+    short = torch.cat([x0 for _, x0 in pipeline.blocks(seeded, EMBEDS, num_frames=6)], 1)
     assert torch.equal(short, whole[:, :6])
-    again = pipeline.blocks(
-        drawn, embeds(), num_frames=3, num_given=6, given=lambda f: whole[:, f.start : f.stop]
-    )
+    given = {"num_given": 6, "given": lambda f: whole[:, f.start : f.stop]}
+    again = pipeline.blocks(seeded, EMBEDS, num_frames=3, **given)
     assert torch.equal(torch.cat([x0 for _, x0 in again], 1), whole)
 
 
-@pytest.mark.parametrize("rolls", [False, True])
-@pytest.mark.parametrize(
-    "drawn", [SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))]
-)
-def test_a_rollout_beyond_its_noise_is_refused_before_its_first_forward(rolls, drawn):
+def test_a_rollout_beyond_its_noise_is_refused_before_its_first_forward():
     pipeline = tiny_pipeline()
-    if rolls:
-        pipeline = RollingForcingPipeline(pipeline.model, denoising_step_list=[1000, 500])
-    forwards = pipeline.blocks(drawn, embeds(), num_frames=12, on_pass=lambda: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
-        next(forwards)
-
-
-DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+    for run in (pipeline, RollingForcingPipeline(pipeline.model, denoising_step_list=[1000, 500])):
+        for noise in (SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))):
+            forwards = run.blocks(noise, EMBEDS, num_frames=12, on_pass=lambda: pytest.fail("too late"))
+            with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
+                next(forwards)
 
 
 def public_draws(config: RunConfig, device: str) -> list[torch.Tensor]:
@@ -93,9 +80,8 @@ def public_draws(config: RunConfig, device: str) -> list[torch.Tensor]:
     if config.sampler == "blocks":
         for block, size in enumerate(config.block_sizes):
             x0 = torch.zeros(1, size, 16, 4, 6, device=device, dtype=torch.bfloat16)
-            steps = config.first_block_steps if config.first_block_steps and not block else None
-            for _ in (steps or config.denoising_step_list)[:-1]:
-                found.append(torch.randn_like(x0.flatten(0, 1)))
+            steps = (not block and config.first_block_steps) or config.denoising_step_list
+            found += [torch.randn_like(x0.flatten(0, 1)) for _ in steps[:-1]]
         return found
     blocks, steps = len(config.block_sizes), len(config.denoising_step_list)  # Rolling Forcing
     for window in range(blocks + steps - 1):
@@ -108,7 +94,7 @@ def public_draws(config: RunConfig, device: str) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", *["cuda"] * torch.cuda.is_available()])
 @pytest.mark.parametrize("settings", [
     {"num_frames": 9},  # Self-Forcing, Causal Forcing, Reward Forcing, LongLive, MemFlow, Krea, CausVid
     {"num_frames": 7, "independent_first_frame": True},
@@ -122,8 +108,7 @@ def test_released_noise_has_the_bits_of_the_public_calls_in_their_order(settings
     noise, renoise = released_noise(config, 16, torch.device(device))
     first, *between = public_draws(config, device)
     assert torch.equal(noise, first) and noise.dtype == torch.bfloat16
-    blocks, ours = [range(sum(config.block_sizes[:i]), sum(config.block_sizes[: i + 1]))
-                    for i in range(len(config.block_sizes))], []  # fmt: skip
+    blocks = block_ranges(config.block_sizes)
     if config.sampler == "blocks":
         order = [(b, step) for b in range(len(blocks)) for step in range(len(config.passes_of_block(b)) - 2)]
     else:

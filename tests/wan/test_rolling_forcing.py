@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from helpers.rollouts import TINY, drawn, tiny_pipeline
 
 from experiments.analysis.tables import describe
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders, causal
-from tests.helpers.rollouts import TINY, tiny_pipeline
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -23,10 +23,8 @@ def sampler(steps=STEPS, **kwargs) -> RollingForcingPipeline:
 
 
 def inputs(frames: int, steps: int = 5):
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(1, frames, 16, 2, 10, generator=generator)
-    renoise = torch.randn(steps - 1, *noise.shape, generator=generator)
-    return noise, renoise, torch.randn(1, 4, TINY["text_dim"], generator=generator)
+    noise = drawn(steps, 1, frames, 16, 2, 10)
+    return noise[0], noise[1:], drawn(1, 4, TINY["text_dim"])
 
 
 def by_hand(run, noise, renoise, embeds) -> torch.Tensor:
@@ -44,9 +42,7 @@ def by_hand(run, noise, renoise, embeds) -> torch.Tensor:
         block = torch.arange(past.shape[1]).repeat_interleave(5) // 3
         room = (21 - 3 - 3 * len(shown)) // 3  # blocks of clean frames that fit beside anchor and window
         mask = block[None, :] <= block[:, None]
-        mask[block >= first] = (block < 1) | (
-            block >= first - room
-        )  # a window sees later blocks of itself too
+        mask[block >= first] = (block < 1) | (block >= first - room)  # a window sees later blocks of itself
         flow = run.model(past, torch.tensor([levels]), text, frames=range(past.shape[1]), mask=mask)
         for block_flow, b in zip(flow[:, 3 * first :].split(3, 1), shown, strict=True):
             step = newest - b
@@ -68,17 +64,13 @@ def test_the_rollout_is_that_of_full_forwards(frames, steps):
     torch.testing.assert_close(latents[:, :first], expected[:, :first], atol=2e-5, rtol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def calls():
+def test_every_block_is_seen_once_at_every_level():
     """Layer 1 of a rollout of 30 frames."""
     noise, renoise, embeds = inputs(30)
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame") as found:
         latents = sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
     assert torch.equal(latents, sampler().inference(noise, prompt_embeds=embeds, renoise=renoise)[1])
-    return {(call["block"], call["step"]): call for call in found}
-
-
-def test_every_block_is_seen_once_at_every_level(calls):
+    calls = {(call["block"], call["step"]): call for call in found}
     assert sorted(calls) == [(block, step) for block in range(10) for step in range(6)]
     for (block, step), call in calls.items():
         assert call["query_frames"] == list(range(3 * block, 3 * block + 3))
@@ -88,11 +80,7 @@ def test_every_block_is_seen_once_at_every_level(calls):
         torch.testing.assert_close(call["frame_mass"].sum(-1), torch.ones(1, 3, 3), atol=1e-5, rtol=0)
     levels = sampler().timesteps  # block 6 at step 2 stands in the window of blocks 4-8, from frame 12 on
     assert calls[6, 2]["frame_timesteps"] == {frame: levels[8 - frame // 3] for frame in range(12, 27)}
-
-
-@pytest.mark.parametrize(
-    ("at", "frames", "positions"),
-    [
+    for at, frames, positions in (
         ((0, 0), range(3), range(3)),  # windows that begin with block 0 see themselves
         ((0, 4), range(15), range(15)),
         ((1, 4), range(18), range(18)),  # the anchor stands at its own frames
@@ -102,16 +90,14 @@ def test_every_block_is_seen_once_at_every_level(calls):
         ((7, 5), range(3, 24), range(3, 24)),  # a clean pass sees the newest 21
         ((6, 5), range(21), range(21)),
         ((9, 5), range(9, 30), range(9, 30)),
-    ],
-)
-def test_what_a_pass_sees(calls, at, frames, positions):
-    assert calls[at]["key_frames"] == list(frames) and calls[at]["slot_position"] == list(positions)
+    ):
+        assert calls[at]["key_frames"] == list(frames) and calls[at]["slot_position"] == list(positions), at
 
 
 def test_the_anchor_is_rotated_from_its_own_keys():
-    generator, S = torch.Generator().manual_seed(0), 2
+    S = 2
     cache = tiny_pipeline().model.new_kv_cache(1, 6, 2, 4, CleanFrames(window=5, sink=1), 1)
-    raw, values = torch.randn(2, 6, 1, S, 3, 16, generator=generator)
+    raw, values = drawn(2, 6, 1, S, 3, 16)
 
     def turned(frame: int, position: int) -> torch.Tensor:
         return rotate(raw[frame], *cache.rope(range(position, position + 1)))
@@ -149,14 +135,10 @@ def test_what_it_does_not_know_is_refused():
 ROLLING = {"sampler": "rolling_forcing", "denoising_step_list": [1000, 600, 200], "num_frames": 15}
 
 
-@pytest.fixture(scope="module")
-def atlas():
+def test_an_atlas_holds_what_the_window_saw_and_views_say_which_frames_are_noise_at_which_level():
     config = load_config("configs/wan_mini.yaml", ROLLING)
     requests = cache_builders.atlas_requests(config, mass=True, key_curve=True, cross=True)
-    return cache_builders.atlas_cache(causal.extract(config, requests))
-
-
-def test_an_atlas_holds_what_the_window_saw(atlas):
+    atlas = cache_builders.atlas_cache(causal.extract(config, requests))
     assert len(atlas["rolling_timesteps"]) == 3
     seen = ~atlas["frame_logits"][0, :, 0].isnan()  # [P, F, F]
     for step in range(3):
@@ -164,9 +146,6 @@ def test_an_atlas_holds_what_the_window_saw(atlas):
             later = min(5, block + step + 1)  # the window ends so many blocks later
             assert seen[step, 3 * block].nonzero()[-1].item() == 3 * later - 1
     assert not seen[3].triu(3).any()  # clean passes look back alone
-
-
-def test_views_say_which_frames_are_noise_and_at_which_level(atlas):
     t, view, late = atlas["pass_timesteps"], open_profiles(atlas, 0), open_profiles(atlas, 2)
     assert view.noise_levels == {f: t[4 - f // 3] for f in range(6, 15)}
     assert view.context_frames == tuple(range(6))
