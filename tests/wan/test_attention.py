@@ -4,7 +4,6 @@ A module of flash-attn's signature stands in for it; CUDA tensors are pretended,
 """
 
 import sys
-from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -24,7 +23,6 @@ from wan.errors import ConfigError
 from wan.keys import KeyBias
 from wan.policies import make_policy
 
-aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32
 GPU, LONG, SHORT = torch.device("cuda:0"), backends.FEWEST_KEYS_OF_FUNCTION, backends.FEWEST_KEYS - 1
 INSTALLED = backends.LAUNCHED
@@ -61,13 +59,7 @@ def test_the_fused_call_is_sdpa_bit_for_bit_on_the_cpu():
     assert torch.equal(attention.attention(q, k, v[:, :11]), expected.transpose(1, 2))
 
 
-@given(
-    heads=st.integers(1, 4),
-    slots=st.integers(1, 6),
-    S=st.integers(1, 7),
-    queries=st.integers(1, 11),
-    seed=st.integers(0, 2**30),
-)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 7), st.integers(1, 11), st.integers(0, 2**30))
 @settings(max_examples=80, deadline=None)
 def test_groups_of_keys_agree_with_a_biased_softmax(heads, slots, S, queries, seed):
     """Any pattern of left-out and biased slots in which every head keeps a slot; logits may be far apart."""
@@ -80,9 +72,8 @@ def test_groups_of_keys_agree_with_a_biased_softmax(heads, slots, S, queries, se
     bias = KeyBias(values.masked_fill(out, -torch.inf), S)
     unseen = bias.per_token().isinf().all(0)
     k[:, :, unseen] = v[:, :, unseen] = torch.nan  # keys that no head sees are not read
-    expected, expected_lse = by_formula(
-        q, k.nan_to_num(), v.nan_to_num(), bias.per_token()[:, None].expand(-1, queries, -1)
-    )
+    added = bias.per_token()[:, None].expand(-1, queries, -1)
+    expected, expected_lse = by_formula(q, k.nan_to_num(), v.nan_to_num(), added)
     found, lse = attend_by_groups(q, k, v, bias)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=0)
@@ -120,7 +111,7 @@ def machine(monkeypatch):
     calls = []
 
     def counted(way, function):
-        return lambda *args, **more: (calls.append(way), function(*args, **more))[1]
+        return lambda *args, **more: calls.append(way) or function(*args, **more)
 
     def prepare(installed=INSTALLED, capability=(9, 0), wanted="") -> list[str]:
         package, module, of_hopper = map(ModuleType, ("flash_attn", "flash_attn.cute", "wan.kernels.fa4"))
@@ -147,13 +138,6 @@ def machine(monkeypatch):
     forget()
 
 
-def fake_call(keys: int, dtype=HALF, head_dim: int = 128, trains: bool = False):
-    """Queries, keys and values [B, H, L, D] of a call on a GPU."""
-    q = torch.empty(1, 2, 48, head_dim, dtype=dtype, device=GPU, requires_grad=trains)
-    k = torch.empty(1, 2, keys, head_dim, dtype=dtype, device=GPU)
-    return q, k, k
-
-
 @pytest.mark.parametrize(
     "found, capability, wanted, expected",
     [
@@ -167,15 +151,11 @@ def fake_call(keys: int, dtype=HALF, head_dim: int = 128, trains: bool = False):
     ],
 )
 def test_the_rule(machine, found, capability, wanted, expected):
-    calls = machine(found, capability, wanted)
-    for keys, way in (
-        (LONG, expected),
-        (LONG - 1, expected if expected == "launched" else None),
-        (SHORT, None),  # cuDNN wins there
-    ):
+    calls, short = machine(found, capability, wanted), expected if expected == "launched" else None
+    for keys, way in ((LONG, expected), (LONG - 1, short), (SHORT, None)):  # cuDNN wins at few keys
         with FakeTensorMode():
-            q, k, v = fake_call(keys)
-            out, lse = attention_with_lse(q, k, v)
+            q, k = (torch.empty(1, 2, n, 128, dtype=HALF, device=GPU) for n in (48, keys))
+            out, lse = attention_with_lse(q, k, k)
         assert out.shape == q.shape and out.dtype == q.dtype and lse.shape == q.shape[:3]
         assert calls == ([way] if way else [])
         calls.clear()
@@ -221,8 +201,7 @@ def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch)
         assert torch.equal(captured(**other)[0], latents) and not asked
 
 
-CUDNN = aten._scaled_dot_product_cudnn_attention.default
-EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+EFFICIENT, CUDNN = pretended_gpu.FUSED_ATTENTION
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: this counts calls of the pretended one")
@@ -232,13 +211,9 @@ EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 )
 def test_kernels_get_the_rows_that_they_can_read(dtype, head_dim, kernel, monkeypatch):
     called = []
-
-    def counted(operation, does, *given):
-        called.append(operation)
-        return does(*given)
-
-    for operation, does in pretended_gpu.FUSED_ATTENTION.items():
-        monkeypatch.setitem(pretended_gpu.FUSED_ATTENTION, operation, partial(counted, operation, does))
+    for name, does in pretended_gpu.FUSED_ATTENTION.items():
+        counted = lambda *given, name=name, does=does: called.append(name) or does(*given)  # noqa: E731
+        monkeypatch.setitem(pretended_gpu.FUSED_ATTENTION, name, counted)
     with pretended_gpu.pretended_gpu() as gpu:
         q, k = (drawn(n, 2, 3, n, head_dim).to(gpu, dtype) for n in (5, 9))
         attention_with_lse(q, k, k)
@@ -246,11 +221,9 @@ def test_kernels_get_the_rows_that_they_can_read(dtype, head_dim, kernel, monkey
 
 
 # --- What is refused
-@pytest.mark.parametrize(
-    "found, capability, said",
-    [(None, (9, 0), "is not installed; run: pip"), ("4.0", (8, 6), "and cuda:0 has 8")],
-)
-def test_asked_for_where_it_cannot_be(machine, found, capability, said):
-    machine(found, capability, "fa4")
-    with pytest.raises(ConfigError, match=said):
-        backends.check(GPU)
+def test_asked_for_where_it_cannot_be(machine):
+    cannot = (None, (9, 0), "is not installed; run: pip"), ("4.0", (8, 6), "and cuda:0 has 8")
+    for found, capability, said in cannot:
+        machine(found, capability, "fa4")
+        with pytest.raises(ConfigError, match=said):
+            backends.check(GPU)

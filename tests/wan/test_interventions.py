@@ -3,9 +3,11 @@
 import cmath
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from helpers.rollouts import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +30,8 @@ from wan.interventions import (
 )
 from wan.keys import MIXED, KeyLayout, Slot
 from wan.sites import Pass, Site, Where
+
+close = partial(torch.testing.assert_close, atol=1e-5, rtol=0)
 
 # --- Values. A new edit has a row here
 EDITS = [
@@ -94,48 +98,37 @@ SLOTS = tuple(Slot(f, f) for f in FRAMES)
 LAYOUT = KeyLayout(SLOTS, S, range(4, 6), OWN, sink=range(2))
 HERE = Pass(query_frames=OWN, block=3, step=1, timestep=900.0)
 SITE = Site(2, "self")
-NAMED = {  # names of frames -> slots
-    "first": [0],
-    "sink": [0, 1],
-    "past": [0, 1, 2, 3],
-    "own": [4, 5],
-    "own:7": [5],
-    4: [2],
-    5: [3],
-    6: [],  # a number is never own
-}
+NAMED = {"first": [0], "sink": [0, 1], "past": [0, 1, 2, 3], "own": [4, 5], "own:7": [5]}  # -> slots
+NAMED |= {4: [2], 5: [3], 6: []}  # a number is never own
 
 
-def inputs(device="cpu"):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n * S, HEADS, DIM, generator=generator) for n in (2, 6, 6))
-    return [x.to(device) for x in (2 * q, k, v)]
+def inputs():
+    return drawn(2, 2 * S, HEADS, DIM) * 2, *drawn(2, 2, 6 * S, HEADS, DIM)
 
 
-def run(*edits, data=None, at=HERE, x=None, layout=LAYOUT, site=SITE, **capture):
+def run(*edits, data=None, at=HERE, layout=LAYOUT, site=SITE, **request):
     """Output of the call under edits, and what was captured of it."""
-    q, k, v = x or inputs()
-    before = [tensor.clone() for tensor in (q, k, v)]
-    with (
-        intervene(*edits, data=data),
-        ATTENTION_WEIGHT_CAPTURE.capture(
-            **({"granularity": "frame", "kinds": ("self", "cross")} | capture)
-        ) as calls,
-        ATTENTION_WEIGHT_CAPTURE.during(at),
-    ):
+    q, k, v = inputs()
+    capture = ATTENTION_WEIGHT_CAPTURE.capture(
+        **{"granularity": "frame", "kinds": ("self", "cross")} | request
+    )
+    with intervene(*edits, data=data), capture as calls, ATTENTION_WEIGHT_CAPTURE.during(at):
         out = attention(q, k, v, site, layout=layout)
-    assert all(map(torch.equal, before, (q, k, v)))  # views of the cache stay what they are
+    assert all(map(torch.equal, inputs(), (q, k, v)))  # views of the cache stay what they are
     return out, calls[0]
 
 
-def check(found, q, k, v, bias=None, atol=1e-5):
-    """Compare output and mass of an edited call with the float64 softmax of q, k and v under bias [H, Lk]."""
-    (out, call), (q, k, v) = found, (x.double().transpose(1, 2) for x in (q, k, v))
-    logits = q @ k.mT * DIM**-0.5
-    p = (logits if bias is None else logits + bias.double()[:, None].to(q.device)).softmax(-1)
-    torch.testing.assert_close(out.double(), (p @ v).transpose(1, 2), atol=atol, rtol=0)
+def logits_of(q, k):
+    return torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * DIM**-0.5
+
+
+def check(found, q, k, v, bias=0):
+    """Compare output and mass of a call with the float64 softmax of q, k and v under bias [H, 1, Lk]."""
+    out, call = found
+    p = (logits_of(q, k) + bias).softmax(-1)
+    close(out.double(), torch.einsum("bhqk,bkhd->bqhd", p, v.double()))
     mass = p.unflatten(3, (-1, S)).sum(-1).unflatten(2, (-1, S)).mean(3)
-    torch.testing.assert_close(call["frame_mass"].double(), mass.cpu(), atol=1e-5, rtol=0)
+    close(call["frame_mass"].double(), mass)
 
 
 @given(data=st.data())
@@ -153,36 +146,33 @@ def test_keys_left_out_and_biased_against_float64(data):
         added[torch.tensor(heads)[:, None], torch.tensor(slots)] += b
     blind = added.isinf().all(1)
     if blind.any():
-        with pytest.raises(
-            InterventionError, match=r"layer 2, block 3, step 1: head \d would lose all its keys"
-        ):
+        lost = r"layer 2, block 3, step 1: head \d would lose all its keys"
+        with pytest.raises(InterventionError, match=lost):
             run(*edits)
         return
-    out, call = run(*edits)
-    check((out, call), *inputs(), bias=added.repeat_interleave(S, 1))
+    (out, call), bias = run(*edits), added.repeat_interleave(S, 1).double()[:, None]
+    check((out, call), *inputs(), bias=bias)
     gone = added.isinf()[None, :, None].expand_as(call["frame_logits"])
     assert torch.equal(call["frame_logits"].isnan(), gone) and (call["frame_mass"][gone] == 0).all()
     assert ("attended" in call) == bool(gone.any())
     if gone.any():
         assert torch.equal(call["attended"], ~gone)
-    q, k, _ = (x.double().transpose(1, 2) for x in inputs())
-    for capture in ({"is_logits": True}, {"is_logits": False}, {"granularity": "key"}):
-        _, other = run(*edits, **{"granularity": "token"} | capture)
-        logits = q @ k.mT * DIM**-0.5 + added.repeat_interleave(S, 1).double()[:, None]
-        if "key_curve" in other:
-            found, expected = other["key_curve"], logits.mean(2)
-        else:
-            found = other["attn_weights"]
-            expected = logits if capture["is_logits"] else logits.softmax(-1)
+    logits = logits_of(*inputs()[:2]) + bias
+    for request, name, expected in (
+        ({"granularity": "token"}, "attn_weights", logits),
+        ({"granularity": "token", "is_logits": False}, "attn_weights", logits.softmax(-1)),
+        ({"granularity": "key"}, "key_curve", logits.mean(2)),
+    ):
         expected = expected.masked_fill(expected == -torch.inf, torch.nan)
-        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0, equal_nan=True)
+        close(run(*edits, **request)[1][name].double(), expected, equal_nan=True)
+
+
+class Means:
+    def of(self, where):
+        return torch.arange(2.0 * HEADS * DIM).view(1, 2, HEADS, DIM)
 
 
 def test_ablated_heads_are_replaced_and_the_others_keep_their_bits():
-    class Means:
-        def of(self, where):
-            return torch.arange(2.0 * HEADS * DIM).view(1, 2, HEADS, DIM)
-
     plain = attention(*inputs(), SITE, layout=LAYOUT)
     edit = Ablate("mean", heads=[1], passes="all")
     out, call = run(edit, data={edit: Means()})
@@ -204,27 +194,20 @@ class OtherRun:
 
 
 @pytest.mark.parametrize(
-    "what, frames, taken, slots",
-    [
-        ("qk", None, "qk", range(len(FRAMES))),
-        ("kv", None, "kv", range(4)),
-        ("kv", [0, 5], "kv", [0, 3]),
-    ],
+    "what, frames, slots", [("qk", None, range(6)), ("kv", None, range(4)), ("kv", [0, 5], [0, 3])]
 )
-def test_patched_heads_against_float64(what, frames, taken, slots):
+def test_patched_heads_against_float64(what, frames, slots):
     source, mixed = OtherRun(), dict(zip("qkv", inputs(), strict=True))
     keys = torch.tensor([slot * S + n for slot in slots for n in range(S)])
-    for name in taken:
+    for name in what:
         rows = torch.arange(len(OWN) * S) if name == "q" else keys
         for head in (0, 2):
             theirs = getattr(source.value(Where("self", 2, HERE)), name)
             mixed[name][:, rows, head] = theirs[:, rows, head]
     edit = Patch(what, {"seed": 1}, frames=frames, heads=[0, 2], passes="all")
     check(run(edit, data={edit: source}), *mixed.values())
-    for edit in (
-        Patch("z", {"seed": 1}, heads=[1], passes="all"),
-        Ablate("resample", {"seed": 1}, passes="all"),
-    ):
+    outputs = Patch("z", {"seed": 1}, heads=[1], passes="all"), Ablate("resample", {"seed": 1}, passes="all")
+    for edit in outputs:
         assert (run(edit, data={edit: source})[0][:, :, 1] == 7).all()
 
 
@@ -240,31 +223,25 @@ def frequencies(base) -> torch.Tensor:
     return torch.as_tensor(base).double() ** -(torch.tensor([0, 2], dtype=torch.float64) / 4)
 
 
-@pytest.mark.parametrize(
-    "edit, turns",
-    [
+def test_moved_keys_stand_elsewhere():
+    for edit, turns in (
         (Move("first", offset=3, passes="all"), {0: 3}),
         (Move(["sink", 5], position=9, heads=[1], passes="all"), {0: 9, 1: 8, 3: 4}),
-    ],
-    ids=["offset", "position"],
-)
-def test_moved_keys_stand_elsewhere(edit, turns):
-    q, k, v = inputs()
-    moved = k.double()
-    for slot, by in turns.items():
-        for head in edit.heads or range(HEADS):
-            rows = slice(slot * S, (slot + 1) * S)
-            moved[:, rows, head] = rope_by_hand(k[:, rows, head], (by * frequencies(1e4)).expand(2, S, 2))
-    check(run(edit), q, moved, v)
+    ):
+        q, k, v = inputs()
+        moved = k.double()
+        for slot, by in turns.items():
+            for head in edit.heads or range(HEADS):
+                rows = slice(slot * S, (slot + 1) * S)
+                moved[:, rows, head] = rope_by_hand(k[:, rows, head], (by * frequencies(1e4)).expand(2, S, 2))
+        check(run(edit), q, moved, v)
 
 
 def test_jitter_gives_every_head_its_own_base():
     edit, (q, k, v) = Jitter(scale=0.5, seed=3, heads=[0, 2]), inputs()
     bases = edit.bases(SITE.layer, HEADS)
-    drawn = [Jitter(0.5, seed=seed).bases(layer, HEADS).tolist() for layer in (0, 1) for seed in (0, 1)]
-    assert ((bases / 1e4 - 1).abs() <= 0.5).all() and len(
-        {base for row in drawn for base in row}
-    ) == 4 * HEADS
+    others = torch.stack([Jitter(0.5, seed=n % 2).bases(n // 2, HEADS) for n in range(4)])
+    assert ((bases / 1e4 - 1).abs() <= 0.5).all() and len(others.unique()) == 4 * HEADS
     turned = [q.double(), k.double()]
     for x, plain, frames in zip(turned, (q, k), (OWN, FRAMES), strict=True):
         position = torch.tensor(frames, dtype=torch.float64).repeat_interleave(S)[:, None]  # [L, 1]
@@ -318,34 +295,29 @@ def test_a_slot_with_another_frame_for_each_item_is_edited_where_all_items_agree
 def test_prompt_tokens_are_knocked_out_of_cross_attention():
     q, k, v = inputs()
     out, call = run(Knockout(tokens=[0, 3], heads=[1], passes="all"), site=Site(0, "cross"), layout=None)
-    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * DIM**-0.5
+    logits = logits_of(q, k)
     logits[:, 1, :, [0, 3]] = -torch.inf
     p = logits.softmax(-1)
-    torch.testing.assert_close(
-        out.double(), torch.einsum("bhqk,bkhd->bqhd", p, v.double()), atol=1e-5, rtol=0
-    )
-    torch.testing.assert_close(
-        call["cross_mass"].double(), p.unflatten(2, (-1, S)).mean(3), atol=1e-6, rtol=0
-    )
+    close(out.double(), torch.einsum("bhqk,bkhd->bqhd", p, v.double()))
+    close(call["cross_mass"].double(), p.unflatten(2, (-1, S)).mean(3), atol=1e-6)
     assert torch.equal(call["attended"], call["cross_mass"] > 0)
 
 
-NOT_SELECTED = [
-    (Knockout(frames="first", layers=[1], passes="all"), HERE),
-    (Knockout(frames="first", blocks=[0], passes="all"), HERE),
-    (Knockout(frames="first", steps=[0], passes="denoise"), HERE),
-    (Knockout(frames="first", branch="uncond", passes="all"), HERE),
-    (Knockout(frames=[2, 6], passes="all"), HERE),
-    (Ablate("zero", attention="cross", passes="all"), HERE),
-    (Knockout(frames="first", passes="all"), Pass(query_frames=OWN, step=-1, is_clean_pass=True)),
-]
-
-
-@pytest.mark.parametrize("edit, at", NOT_SELECTED, ids=str)
-def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_warns(edit, at):
-    with pytest.warns(UserWarning, match="no call was edited by"):
-        out, _ = run(edit, at=at, steps=[at.step])
-    assert torch.equal(out, attention(*inputs(), SITE, layout=LAYOUT))
+def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_warns():
+    recache, first = Pass(query_frames=OWN, step=-1, is_clean_pass=True), {"frames": "first", "passes": "all"}
+    for edit, at in (
+        *(
+            (Knockout(**first | one), HERE)
+            for one in ({"layers": [1]}, {"blocks": [0]}, {"branch": "uncond"})
+        ),
+        (Knockout(frames="first", steps=[0], passes="denoise"), HERE),
+        (Knockout(frames=[2, 6], passes="all"), HERE),
+        (Ablate("zero", attention="cross", passes="all"), HERE),
+        (Knockout(**first), recache),
+    ):
+        with pytest.warns(UserWarning, match="no call was edited by"):
+            out, _ = run(edit, at=at, steps=[at.step])
+        assert torch.equal(out, attention(*inputs(), SITE, layout=LAYOUT)), edit
 
 
 def test_an_edit_needs_the_pass_and_what_it_takes_its_values_from():
