@@ -363,15 +363,19 @@ class HeadMemory(Trials):
         for stage, trials in self.stages():
             self.run(stage, trials, watch, crew)
 
+    def of_folds(self, heads_of: Callable[[int], Iterable[Head]]) -> dict[frozenset[Head], list[int]]:
+        """Return the rows that each set of heads is judged on, that of a fold: folds of the same in one."""
+        found: dict[frozenset[Head], list[int]] = {}
+        for fold, own in enumerate(self.judged):
+            found.setdefault(frozenset(heads_of(fold)), []).extend(own)
+        return found
+
     def by_folds(
         self, name: str, heads_of: Callable[[int], Iterable[Head]], dropped: Dropped, **when: Any
     ) -> Iterator[Trial]:
-        """Yield trials of the heads of each fold, judged on its captions: folds of the same heads in one."""
-        rows: dict[frozenset[Head], list[int]] = {}
-        for fold, own in enumerate(self.judged):
-            rows.setdefault(frozenset(heads_of(fold)), []).extend(own)
-        for number, (heads, some) in enumerate(rows.items()):
-            trial = self.trial(f"{name}; {number}", heads, dropped, tuple(sorted(some)), **when)
+        """Yield trials of the heads of each fold, judged on its captions."""
+        for number, (heads, rows) in enumerate(self.of_folds(heads_of).items()):
+            trial = self.trial(f"{name}; {number}", heads, dropped, tuple(sorted(rows)), **when)
             yield replace(trial, drift=True)
 
     def first(self) -> Iterator[Trial]:
@@ -416,14 +420,13 @@ class HeadMemory(Trials):
             for passes in ("all", "denoise", "clean"):
                 yield from self.by_folds(f"known: {part}, {passes}", self.known_of, dropped, passes=passes)
         blocks, returns = len(self.config.block_sizes), self.read(self.base())["returns"]
-        for trial in self.by_folds("", self.known_of, PAST["past"]):
-            heads = [(edit.layers[0], head) for edit in trial.edits for head in edit.heads]
-            for back in sorted({returns[row] for row in trial.rows} - {0}):  # when the shape is seen again
-                rows = tuple(row for row in trial.rows if returns[row] == back)
+        for number, (heads, judged) in enumerate(self.of_folds(self.known_of).items()):
+            for back in sorted({returns[row] for row in judged} - {0}):  # when the shape is seen again
+                rows = tuple(sorted(row for row in judged if returns[row] == back))
                 for part, dropped in PAST.items():
                     for when, some in (("before", range(back)), ("after", range(back, blocks))):
-                        name = f"known: {part}, {when} it returns{trial.name}, block {back}"
-                        yield self.trial(name, {*heads}, dropped, rows, blocks=some)
+                        name = f"known: {part}, {when} it returns; {number}, block {back}"
+                        yield self.trial(name, heads, dropped, rows, blocks=some)
 
     def routes_of_heads(self) -> Iterator[Trial]:
         """Yield single heads, known on half of the captions, without parts of their past, on the others."""
