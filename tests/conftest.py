@@ -14,7 +14,7 @@ from helpers.pretended_gpu import pretended_gpu
 
 from wan.model import CausalWanModel, WanModel
 
-pytest_plugins = ["helpers.page_fixtures", "helpers.tiny_model"]
+pytest_plugins = ["helpers.page_fixtures", "helpers.tiny_model", "helpers.warmed"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items):
     """
     items.sort(key=lambda item: item.path.stem != "test_readme_commands")
     for item in items:
-        beside = item.get_closest_marker("beside")
+        beside = item.get_closest_marker("beside") or "warm" in item.fixturenames
         if beside or item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
 

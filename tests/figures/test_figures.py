@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -98,7 +97,7 @@ def test_bars_curve_maximum_and_reference():
 
 
 @pytest.mark.beside
-def test_a_notebooks_display_stays_on_after_the_first_figure():
+def test_a_notebooks_display_stays_on_after_the_first_figure(warm):
     code = """
 from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
@@ -109,8 +108,7 @@ survival_map(np.ones((2, 3)), "x")
 print(plt.isinteractive())
 """
     env = os.environ | {"MPLBACKEND": "inline"}
-    command = [sys.executable, "-c", code]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    said = subprocess.run([warm.python, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert said.stdout.split() == ["True"], said.stderr
 
 

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-import subprocess
+import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
@@ -110,10 +110,7 @@ def test_downloads(page, atlas_page, tmp_path):
     )
     drawn = browser.js("viewAsSvg()")
     assert "var(" not in drawn and drawn.count("<svg") >= 5 and "A: layer 0, head 1" in drawn
-    (tmp_path / "view.svg").write_text(drawn)
-    subprocess.run(
-        ["python3", "-c", f"import xml.dom.minidom as m; m.parse('{tmp_path}/view.svg')"], check=True
-    )
+    ET.fromstring(drawn)
     assert browser.js("fileName('svg', here())") == "wan-mini_layer5_head2_pass0_mean_logit.svg"
     browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     browser.js("document.getElementById('save-matrix').click()")

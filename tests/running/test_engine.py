@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from argparse import Namespace
@@ -103,7 +102,7 @@ def run(argv):
     folder = Path(sys.argv[1])
     flags = Namespace(workers=2, scheduler=None, slurm=None, quiet=False, log_file=None, deterministic=False)
     with observed(flags, "item") as watch, crew_of(flags, "cpu") as crew:
-        work_through(Sleeping(folder), items_of(100, 0.3), folder, watch, crew)
+        work_through(Sleeping(folder), items_of(100, 0.1), folder, watch, crew)
 
 if __name__ == "__main__":
     main(run)
@@ -111,59 +110,55 @@ if __name__ == "__main__":
 
 
 @pytest.mark.beside
-def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_path):
+def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_path, warm):
     (tmp_path / "stopped.py").write_text(STOPPED)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options |= {"start_new_session": True, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background
-    command = [sys.executable, str(tmp_path / "stopped.py"), str(tmp_path)]
+    command = [warm.python, str(tmp_path / "stopped.py"), str(tmp_path)]
     running, items = subprocess.Popen(command, **options), tmp_path / "items"
 
-    def wait_for(count):
+    def workers_after(count):
         while len(list(items.glob("*.json"))) < count and running.poll() is None:
             time.sleep(0.05)
-        return psutil.Process(running.pid).children(recursive=True)
+        started = psutil.process_iter(["cmdline"])
+        return [p for p in started if {warm.python, "--multiprocessing-fork"} <= {*(p.info["cmdline"] or ())}]
 
-    next(p for p in wait_for(4) if "spawn_main" in " ".join(p.cmdline())).kill()
-    children = wait_for(20)
+    workers_after(4)[0].kill()
+    workers = workers_after(20)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: workers get it too
     said = running.communicate(timeout=60)[0].splitlines()
     done = len(list(items.glob("*.json")))
     assert running.returncode == 130 and "stopping after this item" in "".join(said), said
     assert f"{done} of 100 are done and will not be made again" in said[-1] and 20 <= done < 100
-    assert not psutil.wait_procs(children, timeout=10)[1]
-    assert made(simulation.Sleeping(tmp_path), simulation.items_of(100, 0.3)) == (100, 0)
+    assert workers and not psutil.wait_procs(workers, timeout=10)[1]
+    assert made(simulation.Sleeping(tmp_path), simulation.items_of(100, 0.1)) == (100, 0)
 
 
 @pytest.mark.beside
-def test_a_scheduler_that_comes_back(tmp_path):
+def test_a_scheduler_that_comes_back(tmp_path, warm):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", address]
-    command += ["--dashboard-address", "127.0.0.1:0"]
-    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
-    running = {
-        "scheduler": subprocess.Popen(command, **options),
-        "worker": subprocess.Popen(worker, **options),
-    }
+    scheduler = [warm.python, "-m", "distributed.cli.dask_scheduler", "--host", address]
+    scheduler += ["--dashboard-address", "127.0.0.1:0"]
+    worker = [warm.python, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
+    running = [subprocess.Popen(command, **options) for command in (scheduler, worker)]
 
     def restart():
         while not list((tmp_path / "items").glob("*.json")):
             time.sleep(0.1)
-        running["scheduler"].kill()
-        running["worker"].kill()
-        running["scheduler"] = subprocess.Popen(command, **options)
-        running["worker"] = subprocess.Popen(worker, **options)
+        for process in running:
+            process.kill()
+        running[:] = [subprocess.Popen(command, **options) for command in (scheduler, worker)]
 
     thread = threading.Thread(target=restart)
     thread.start()
     try:
-        assert made(simulation.Sleeping(tmp_path), simulation.items_of(40, 0.5), scheduler=address) == (40, 0)
+        assert made(simulation.Sleeping(tmp_path), simulation.items_of(40, 0.2), scheduler=address) == (40, 0)
         thread.join()
     finally:
-        for process in running.values():
+        for process in running:
             process.kill()
 
 
@@ -174,7 +169,7 @@ FAKE = {  # a queue of jobs that run here at once
 
 
 @pytest.mark.beside
-def test_workers_that_slurm_starts(tmp_path, monkeypatch):
+def test_workers_that_slurm_starts(tmp_path, monkeypatch, warm_executable):
     for name, text in FAKE.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
 
@@ -44,15 +43,14 @@ def printed(path):
 
 
 @pytest.mark.beside
-def test_stopped_and_continued(layer_folder, tmp_path, capsys):
+def test_stopped_and_continued(layer_folder, tmp_path, capsys, warm_executable):
     out = tmp_path / "out"
     command = [NOTEBOOK.name, str(layer_folder), "all", "--output_dir", str(out), "--jobs", "1"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background
-    running = subprocess.Popen([sys.executable, "experiments/run_notebooks.py", *command], **options)
+    options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
+    running = subprocess.Popen([warm_executable, "experiments/run_notebooks.py", *command], **options)
     first = out / "notebooks" / "layer0.ipynb"
-    deadline = time.monotonic() + 120
-    while not first.exists() and running.poll() is None and time.monotonic() < deadline:
+    while not first.exists() and running.poll() is None:
         time.sleep(0.05)
     os.killpg(running.pid, signal.SIGINT)  # Ctrl-C reaches every process of the terminal's job
     said, errors = running.communicate(timeout=120)
@@ -78,7 +76,7 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     assert [runs.is_done(N) for N in LAYERS] == [False, True]
 
 
-def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
+def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch, warm_executable):
     """A cache that is damaged after the layers were chosen."""
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
     monkeypatch.setattr(LayerCaches, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})

@@ -85,17 +85,13 @@ def test_one_process_fails(tmp_path):
     assert not (tmp_path / "out.pt").exists()
 
 
-def start(path, *flags):
-    command = [sys.executable, "experiments/run_extraction_each.py", *MINI[:2], "--device", "cpu"]
-    command += ["--gpus", "2", "--output_path", str(path), *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
-
-
 @pytest.mark.beside
-def test_ctrl_c_saves_what_is_there(tmp_path):
+def test_ctrl_c_saves_what_is_there(tmp_path, warm):
     """torchrun's agent passes it on, and both processes stop after the same block."""
-    process = start(tmp_path / "out.pt", "--num_frames", "300")
+    command = [warm.python, "experiments/run_extraction_each.py", *MINI[:2], "--device", "cpu", "--gpus", "2"]
+    command += ["--num_frames", "300", "--output_path", str(tmp_path / "out.pt")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
     first = next(line for line in process.stderr if line.startswith("block 1/100"))
     process.send_signal(signal.SIGINT)
     said = first + process.stderr.read()

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -166,9 +165,9 @@ def test_several_checkpoints(tmp_path, prompts, monkeypatch):
 
 
 @pytest.mark.beside
-def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts):
+def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts, warm):
     sweeping(prompts, tmp_path / "one", seeds=("0",))()
-    command = [sys.executable, "experiments/run_extraction_all.py", *SHORT[:-1], "--device", "cpu"]
+    command = [warm.python, "experiments/run_extraction_all.py", *SHORT[:-1], "--device", "cpu"]
     command += ["--prompts", str(prompts), "--seeds", "0", "--output_dir", str(tmp_path / "two")]
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--workers", "1", "--gpus", "2"], timeout=200, **options)
