@@ -237,6 +237,7 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     assert less["other"][0] == pytest.approx(means[1][0] - means[1][1], abs=1e-3)
     assert less["all"][0] == pytest.approx(np.mean(np.subtract(*np.transpose(means))), abs=1e-3)
     about = report["miniatures"]["other"]
-    assert about["chosen"]["effect"]["rho with effect"] == 1 and about["paths"]["whole"]["past"][0] == 0.75
+    assert about["chosen"]["effect"]["rho with effect"] == 1 and len(about["paths"]["readers"]) == 4
+    assert shares["patched: past"]["way"]["all"][0] == 0.75
     assert about["classes"]["static"]["real model"] > 0 and about["classes"]["L1H1"]["miniature"] <= 1
     assert {name: len(figure.axes) for name, figure in head_memory.figures_of(report).items()}["routes"] == 1

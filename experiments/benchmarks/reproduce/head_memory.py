@@ -103,10 +103,8 @@ def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
         for ckpt_dir in args.ckpt_dir or [None]:
             config = miniature_config(argparse.Namespace(**vars(args) | {"ckpt_dir": ckpt_dir}))
             session = causal.prepare(config, [], texts, watch)
-            weights, vae = (
-                session.sha256.result(),
-                VAE.from_pretrained(config.ckpt_dir, device=session.device),
-            )
+            weights = session.sha256.result()
+            vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
             known = heads if weights == ranking["weights_sha256"] else []
             made_by, shared = (config, session, args.folder / weights[:12]), {"judges": pool, "vae": vae}
             study = HeadMemory(
@@ -182,8 +180,9 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
     first = next(iter(studies.values()))
     claims = {name: claims_of(study) for name, study in studies.items()}
     for name, study in studies.items():
-        ceilings = read_json(study.folder / "ceilings.json")
+        ceilings, whole = read_json(study.folder / "ceilings.json"), study.paths.get("whole", {})
         claims[name] |= {of: {"same": np.array(values, float)} for of, values in ceilings.items()}
+        claims[name] |= {f"patched: {of}": {"way": np.array(values)} for of, values in whole.items()}
     return {
         "environment": environment(first.session.device),
         "model": first.config.model,
@@ -204,8 +203,8 @@ def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
         found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
         found |= {"chosen": agreement_of_halves(study), "classes": classes_of(study)}
     found["returns in block"] = study.read(study.base())["returns"]
-    for name in claims:  # a digit a caption, or a number where there are several draws
-        values = claims[name]["same"]
+    for name in (name for name in claims if "same" in claims[name]):
+        values = claims[name]["same"]  # a digit a caption, or a number where there are several draws
         digits = "".join("-" if np.isnan(x) else str(round(x)) for x in values)
         whole = set(values[~np.isnan(values)]) <= {0, 1}
         found["answers"][name] = digits if whole else rounded(values, 2)
@@ -214,14 +213,10 @@ def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
 
 def paths_of(study: HeadMemory) -> dict[str, Any]:
     """Return what trace() found: of readers each pair's share, of writers means with intervals over pairs."""
-    if not (paths := study.paths).get("pairs"):
-        return paths
-    seen = {
-        name: {by: rounded(bootstrap(np.array(x))) for by, x in one.items()}
-        for name, one in paths["writers"].items()
-    }
-    whole = {name: rounded(bootstrap(np.array(x))) for name, x in paths["whole"].items()}
-    return paths | {"whole": whole, "writers": seen}
+    paths, seen = study.paths, {}
+    for name, one in paths.get("writers", {}).items():
+        seen[name] = {by: rounded(bootstrap(np.array(x))) for by, x in one.items()}
+    return {name: values for name, values in paths.items() if name != "whole"} | {"writers": seen}
 
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
@@ -252,16 +247,11 @@ def classes_of(study: HeadMemory) -> dict[str, Any]:
     """
     base, scores = study.read(study.base()), study.scores_of(study.everyone)
     rate, far = (np.mean(base["measures"][rule], 0) for rule in ("Pyramid Forcing", "Forcing-KV"))
-    sources = (
-        (kinds(rate, Thresholds()), KINDS, published.HEAD_LABELS_CSV),
-        (
-            *(locality(1 - far, Thresholds()), LOCALITY),
-            published.STATIC_HEADS_CSV,
-        ),
-    )
+    here = kinds(rate, Thresholds()), locality(1 - far, Thresholds())
+    files = published.HEAD_LABELS_CSV, published.STATIC_HEADS_CSV
     chosen = {rule: study.chosen(scores, rule, STABLE) for rule in RULES if rule in scores}
     found: dict[str, Any] = {}
-    for labels, names, file in sources:
+    for labels, names, file in zip(here, (KINDS, LOCALITY), files, strict=True):
         real = published.read_labels(published.FOLDER / file)
         for label, name in names.items():
             found[name] = {"real model": round(float((real == label).mean()), 3)}
@@ -285,10 +275,8 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     known = {claim: claim for claim in shares if claim.startswith("known: ")}
     names = {"8 others of their layers": "matched", "all heads: past, all": "no past"} | known
     rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
-    each = {
-        "one miniature": [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
-    }
-    others = each if len(report["miniatures"]) > 1 else {}
+    each = [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
+    others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
     means, title = {shown: row[ALL] for shown, row in rows.items()}, "Heads lose a part of their past"
     found = {
         "routes": share_bars(means, ceilings, title, SHARE, others),
