@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
 from experiments import run_causal_atlas
 from experiments.caches import load_cache, save_cache
@@ -54,7 +53,9 @@ def test_a_direct_effect_is_the_change_of_a_rollout_edited_in_that_block_alone(f
     assert atlas["floor"].max() < 1e-3 < atlas["effects"][..., 3:].max()
 
 
-def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, tiny, configs):
+def test_a_stopped_atlas_goes_on_and_is_the_same_and_its_cache_keeps_to_its_schema(
+    finished, tmp_path, tiny, configs
+):
     again, watch = Study(tmp_path, EDIT, "head", configs, tiny.session), Progress(quiet=True)
     watch.log = lambda event, **_: setattr(watch, "stopping", True)
     with pytest.raises(StoppedError, match="1 of 2 are done and will not be made again"):
@@ -69,9 +70,6 @@ def test_a_stopped_atlas_goes_on_and_is_the_same(finished, tmp_path, tiny, confi
     assert not other.items.keys() & again.items.keys()
     with pytest.raises(ConfigError, match="4 of 4 items are missing"):
         causal_atlas.merged(other)
-
-
-def test_the_cache_keeps_to_its_schema(finished, tmp_path):
     save_cache(tmp_path / "causal_atlas.pt", atlas_cache(finished))
     cache = load_cache(tmp_path / "causal_atlas.pt", expect=("causal_atlas",))
     assert cache["interventions"]["words"] == str(EDIT) and cache["units"] == [0, 1]
@@ -82,9 +80,7 @@ def test_the_cache_keeps_to_its_schema(finished, tmp_path):
 
 
 def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, tiny, monkeypatch, capfd):
-    (tmp_path / "edit.yaml").write_text(
-        yaml.safe_dump([{"edit": "ablate", "how": "zero", "passes": "denoise"}])
-    )
+    (tmp_path / "edit.yaml").write_text("- {edit: ablate, how: zero, passes: denoise}")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     monkeypatch.setattr(causal, "prepare", lambda *_: tiny.session)
     measured = causal_atlas.measure
@@ -117,10 +113,9 @@ def test_what_has_no_direct_effect_is_refused(tmp_path, tiny, configs):
 
 def test_attention_cross_attention_and_mlp_are_ablated_one_by_one(tmp_path, tiny, configs):
     edit = Ablate("frame_mean", layers=[1], passes="denoise")
-    make(Study(tmp_path / "means", edit, "site", configs, tiny.session))
+    make(Study(tmp_path / "means", edit, "site", configs[:1], tiny.session))
     edit = Ablate("zero", layers=[1], passes="denoise")
     atlas = atlas_cache(make(Study(tmp_path, edit, "site", configs[:1], tiny.session)))
-    save_cache(tmp_path / "atlas.pt", atlas)
     assert atlas["effects"].shape == atlas["head_control"].shape == (1, 1, 3, 9)
     plain = tiny.session.rollout(configs[0])
     for unit, site in enumerate(causal_atlas.ADDED):

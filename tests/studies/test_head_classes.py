@@ -11,7 +11,7 @@ from wan.policies import make_policy
 
 @pytest.fixture(scope="module")
 def atlas():
-    return causal.policy_atlas("configs/wan_mini.yaml", {"name": "full"}, 12)
+    return causal.policy_atlas("configs/wan_mini.yaml", {"name": "full"}, 6)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,8 @@ def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_r
     monkeypatch.setattr(policy_comparison.causal, "prepare", lambda *given: pytest.fail("was loaded"))
     folder = tmp_path / ("x" * 200)
     paths = [folder / f"{name}.yaml" for name in ("a/b", "a_b", "c" * 60)]
+    (folder / "a").mkdir(parents=True)
     for path in paths:
-        path.parent.mkdir(exist_ok=True, parents=True)
         path.write_text("name: full\n")
     with pytest.raises(ConfigError, match=r"two of --policies would write .*rename a file"):
         compare(tiny, tmp_path / "out", policies=[*map(str, paths[:2])], videos=1)
@@ -138,10 +138,9 @@ def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
     assert list(found["against_full"]) == [SINK, own, twin]  # what the map of sinks shows is no one's own
     assert found["against_full"][SINK] == plain["against_full"][SINK]
     assert found["against_full"][own]["p_holm"] is None and found["against_full"][own]["p"] < 0.05
-    assert list(found["curves"]) == ["full", SINK, own, twin, "frozen"]
     seen = LongRollouts(found)
-    assert [*seen.intervals()] == ["full", SINK, own, twin, "frozen"]  # two are window 9/3: said in full
-    rows = {row["policy"]: row for row in seen.rows()}
+    assert [*found["curves"]] == [*seen.intervals()] == ["full", SINK, own, twin, "frozen"]
+    rows = {row["policy"]: row for row in seen.rows()}  # two are window 9/3: said in full
     assert rows[own]["right"].startswith("0.6") and rows[own]["adjusted"] == "no"
 
 
