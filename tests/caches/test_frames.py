@@ -9,11 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.caches import frames
-from wan.blocks import (
-    block_ranges,
-    later_block,
-    visible_frames,
-)
+from wan.blocks import block_ranges, later_block, visible_frames
 
 BLOCKS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
 SEEDS = st.integers(0, 2**32)

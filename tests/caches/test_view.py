@@ -12,12 +12,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import AVERAGE
 from experiments.caches.store import layer_from_atlas, one_layer
-from experiments.caches.view import (
-    averages_of_tokens,
-    open_call,
-    open_passes,
-    open_profiles,
-)
+from experiments.caches.view import averages_of_tokens, open_call, open_passes, open_profiles
 
 
 def reference(entry, S, keys, F, mass=False):

@@ -7,21 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.miniature.moving_shapes import (
-    FPS,
-    KINDS,
-    Mover,
-    Scene,
-    render,
-    sample_scenes,
-)
-from experiments.miniature.tracking import (
-    answers,
-    held_out_scenes,
-    judge,
-    judge_seconds,
-    scene_of,
-)
+from experiments.miniature.moving_shapes import FPS, KINDS, Mover, Scene, render, sample_scenes
+from experiments.miniature.tracking import answers, held_out_scenes, judge, judge_seconds, scene_of
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")
