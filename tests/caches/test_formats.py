@@ -1,6 +1,5 @@
 """Caches: what is written comes back, the same bytes each time; what is wrong is said in one line."""
 
-import copy
 import os
 import pickle
 import tempfile
@@ -71,29 +70,30 @@ def test_any_layer_cache_comes_back_with_the_same_bytes(sizes, H, half, prompt, 
 
 
 # --- What is wrong
+def changed(values, **changes):
+    """The values with some replaced, or, given a function, changed."""
+    return values | {
+        name: value(values[name]) if callable(value) else value for name, value in changes.items()
+    }
+
+
 def told(kind, granularity=None, **changes):
-    """A cache with fields replaced, or, given a function, changed."""
     cache = getattr(synthetic_caches, kind)(**({"granularity": granularity} if granularity else {}))
-    return cache | {name: value(cache[name]) if callable(value) else value for name, value in changes.items()}
+    return changed(cache, **changes)
 
 
 def in_calls(kind, granularity=None, **changes):
-    cache = copy.deepcopy(told(kind, granularity))
-    for call in cache["attention_weights"]:
-        call |= {name: value(call[name]) if callable(value) else value for name, value in changes.items()}
-    return cache
+    cache = told(kind, granularity)
+    return cache | {"attention_weights": [changed(call, **changes) for call in cache["attention_weights"]]}
 
 
 def in_maps(cache_changes=(), **changes):
     cache = synthetic_caches.maps() | dict(cache_changes)
-    entry = cache["blocks"][0]
-    entry |= {name: value(entry[name]) if callable(value) else value for name, value in changes.items()}
-    return cache
+    return cache | {"blocks": [changed(cache["blocks"][0], **changes)]}
 
 
 ONES = torch.zeros(1, 3, 3, 9)
 ZEROS = torch.zeros(45).int()
-KEYS = {"key_frame": ZEROS, "key_token": ZEROS}
 WRONG = [
     (told("layer", seed="42"), "seed is '42', not int | none"),
     (told("layer", prompt=None), "prompt is None, not str"),
@@ -125,17 +125,9 @@ WRONG = [
     (in_calls("figure4", attn_logits=lambda x: x[..., 1:]), r"must be of 21 key frames of 16 tokens"),
     (in_calls("figure4", "frame", frame_mass=lambda x: x * 3), r"\[0\].frame_mass .*rows that sum to 1"),
     (in_calls("inference", block=99), r"query_frames is \[6, 7, 8\]; must be None, those of block 99"),
-    (
-        in_calls("inference", block=0, query_frames=[0, 1, 2]),
-        "key_frames .*must not come after the queries' block",
-    ),
-    (in_calls("inference", **KEYS), "must have key_frame, key_token, key_position"),
-    (
-        in_calls(
-            "inference", **KEYS | {"key_position": KEYS["key_frame"], "key_frame": KEYS["key_frame"] + 9}
-        ),
-        r"key_frame .*must be in -9\.\.8",
-    ),
+    (in_calls("inference", block=0, query_frames=[0, 1, 2]), "must not come after the queries' block"),
+    (in_calls("inference", key_frame=ZEROS, key_token=ZEROS), "must have key_frame, key_token, key_position"),
+    (in_calls("inference", key_frame=ZEROS + 9, key_token=ZEROS, key_position=ZEROS), r"must be in -9\.\.8"),
     (in_maps(map_mass=lambda x: x * 0), "map_mass .*must have rows that sum to 4"),
     (in_maps(key_frame=lambda x: x + 9), "key_frame .*must be in"),
     (in_maps({"heads": [1, 3]}), r"heads \[1, 3\] are not of"),
@@ -199,13 +191,8 @@ def test_what_cannot_be_read(tmp_path):
     (tmp_path / "empty.pt").write_bytes(b"")
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save({"state_dict": {}}, tmp_path / "weights.pt")
-    for name, why in {
-        "cut": "cannot be read",
-        "text": "cannot be read",
-        "empty": "cannot be read",
-        "list": "holds a list",
-        "weights": "not an attention cache, its keys are state_dict",
-    }.items():
+    said = dict.fromkeys(("cut", "text", "empty"), "cannot be read") | {"list": "holds a list"}
+    for name, why in (said | {"weights": "not an attention cache, its keys are state_dict"}).items():
         with pytest.raises(CacheError, match=f"{name}.*{why}.*; make it again: python") as error:
             load_cache(tmp_path / f"{name}.pt")
         assert "\n" not in str(error.value)

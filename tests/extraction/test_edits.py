@@ -16,10 +16,6 @@ EDITS = [
 ]
 
 
-def to_yaml(edits) -> str:
-    return json.dumps([edit.to_dict() for edit in edits])  # JSON is YAML
-
-
 def written(tmp_path, text, name="edits.yaml"):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -27,12 +23,11 @@ def written(tmp_path, text, name="edits.yaml"):
 
 
 def test_yaml_and_back(tmp_path):
-    path = written(tmp_path, to_yaml(EDITS))
-    assert read_edits(path) == EDITS
+    said = record_of(EDITS)
+    assert read_edits(written(tmp_path, json.dumps(said["edits"]))) == EDITS  # JSON is YAML
+    assert len(said["hash"]) == 16 and said["words"].startswith("Knockout(layers=5")
     bare = "- {edit: ablate, how: zero, layers: 3, heads: [0, 2], passes: denoise}"
     assert read_edits(written(tmp_path, bare)) == [Ablate("zero", layers=[3], heads=[0, 2], passes="denoise")]
-    said = record_of(EDITS)
-    assert len(said["hash"]) == 16 and said["words"].startswith("Knockout(layers=5")
 
 
 HOSTILE = {
@@ -81,18 +76,18 @@ def test_an_endless_file_is_refused(read):
 
 
 def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):
-    parser = run_parser("a script", "cache/x.pt")
-    mini = ["--config_path", "configs/wan_mini.yaml"]
-    file = str(written(tmp_path, to_yaml(EDITS)))
-    rows = ["0,0,0,0,0,0,0,0,0,0,0,0"] * 7 + ["1,0,0,0,0,0,0,0,0,0,0,0"]
-    heads = str(written(tmp_path, "\n".join(rows), "heads.csv"))
-    config = config_from(parser.parse_args([*mini, "--interventions", file]))
-    assert config.interventions == [edit.to_dict() for edit in EDITS]
+    def edits_by(*flags):
+        parser = run_parser("a script", "cache/x.pt")
+        return config_from(
+            parser.parse_args(["--config_path", "configs/wan_mini.yaml", *flags])
+        ).interventions
+
+    edits = [edit.to_dict() for edit in EDITS]
+    assert edits_by("--interventions", str(written(tmp_path, json.dumps(edits)))) == edits
+    heads = str(written(tmp_path, "0,0,0,0,0,0,0,0,0,0,0,0\n" * 7 + "1,0,0,0,0,0,0,0,0,0,0,0", "heads.csv"))
     both = ["--ablate_heads", heads, "--ablate_passes", "clean"]
-    assert config_from(parser.parse_args([*mini, *both])).interventions == [
-        {"edit": "ablate", "how": "zero", "layers": 7, "heads": 0, "passes": "clean"}
-    ]
+    assert edits_by(*both) == [Ablate("zero", layers=7, heads=0, passes="clean").to_dict()]
     for wrong in (both[:2], both[2:]):
         with pytest.raises(ConfigError, match="go together"):
-            config_from(parser.parse_args([*mini, *wrong]))
-    assert config_from(parser.parse_args(mini)).interventions == []
+            edits_by(*wrong)
+    assert edits_by() == []

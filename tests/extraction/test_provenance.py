@@ -1,12 +1,12 @@
 """One identity: everything that numbers depend on changes it, nothing else does, and studies go by it."""
 
+import shutil
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 
 from experiments.caches.files import CacheError, require_same
 from experiments.extraction import causal, devices, provenance
@@ -50,11 +50,6 @@ BESIDE = {
     "recompute_context": {"cache_policy": {"name": "window", "window": 3}},
     "independent_first_frame": {"num_frames": 7},
 }
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture
@@ -121,9 +116,7 @@ def test_the_code_of_the_sampler_counts_by_what_its_files_hold(tmp_path, monkeyp
 def test_files_count_by_what_they_hold(config, tmp_path):
     model = tmp_path / "model"
     for name in ("transformer", "text_encoder", "tokenizer", "vae"):
-        (model / name).mkdir(parents=True)
-        for file in (ROOT / "checkpoints/wan-mini" / name).iterdir():
-            (model / name / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(f"checkpoints/wan-mini/{name}", model / name)
     heads, means, lora, weights = (tmp_path / n for n in ("heads.csv", "means.pt", "lora.pt", "weights.pt"))
     heads.write_text("\n".join([",".join("ab" * 6)] * 8))
     for path in (means, lora, weights):
@@ -177,16 +170,14 @@ def session_of(config, weights="0"):
     return found
 
 
-EDIT = Knockout(frames="first", layers=[1], passes="denoise")
-
-
-def of_atlas(session, config, tmp_path, edit=EDIT, each="head"):
-    [name] = Study(tmp_path, edit, each, [config], session).items
+def of_atlas(session, config, tmp_path):
+    edit = Knockout(frames="first", layers=[1], passes="denoise")
+    [name] = Study(tmp_path, edit, "head", [config], session).items
     return name
 
 
-def of_comparison(session, config, tmp_path, policy="full", vae_dtype="float32"):
-    planned = Comparison(tmp_path, {"a": {"name": policy}}, [config], {}, vae_dtype=vae_dtype)
+def of_comparison(session, config, tmp_path):
+    planned = Comparison(tmp_path, {"a": {"name": "full"}}, [config], {})
     [item] = with_session(session, planned, 1).items
     return item.name
 
