@@ -46,9 +46,8 @@ class PerfectMiniature:
 
     def _videos(self, captions, name: str):
         self.calls.append(name)
-        by_caption = {
-            s.caption: s for kinds in tracking.SETS.values() for s in tracking.held_out_scenes(kinds, 2)
-        }
+        scenes = (scene for kinds in tracking.SETS.values() for scene in held_out_scenes(kinds, 2))
+        by_caption = {scene.caption: scene for scene in scenes}
         return evaluation.rendered([by_caption[caption] for caption in captions], 81)
 
     def causal(self, captions, size: int = -1, sink: int = 0):
@@ -62,12 +61,11 @@ class PerfectMiniature:
 
 
 def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "Miniature", PerfectMiniature)
-    monkeypatch.setattr(evaluation, "measure_vae", lambda mini, clips: {"clips": clips})
-    monkeypatch.setattr(evaluation, "LONG_SECONDS", 3)
-    monkeypatch.setattr(evaluation, "SETTLED", 0)
-    monkeypatch.setattr(evaluation, "PASTS", evaluation.PASTS[:2])
-    monkeypatch.setattr(evaluation, "SETS", {"behind a wall": tracking.SETS["behind a wall"]})
+    shorter = {"LONG_SECONDS": 3, "SETTLED": 0, "PASTS": evaluation.PASTS[:2]}
+    shorter |= {"Miniature": PerfectMiniature, "measure_vae": lambda mini, clips: {"clips": clips}}
+    shorter |= {"SETS": {"behind a wall": tracking.SETS["behind a wall"]}}
+    for name, value in shorter.items():
+        monkeypatch.setattr(evaluation, name, value)
     config, counts, path = RunConfig(ckpt_dir=str(tmp_path)), Counts(1, 1, 1, 1), tmp_path / "partial"
     undisturbed = evaluation.evaluate(config, counts, path)
     assert not path.exists()
@@ -83,9 +81,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
     assert done == {"vae", *(f"behind a wall, {source}" for source in ("rendered", "vae", "causal"))}
     assert evaluation.evaluate(config, counts, path, workers=2) == undisturbed
     assert undisturbed["captions"]["behind a wall"]["shares"]["causal"]["shape"] == 1.0
-    assert (
-        undisturbed["past"][0]["same"] == 1.0 and undisturbed["long"]["behind a wall"]["vae"]["right"] == 1.0
-    )
+    assert undisturbed["past"][0]["same"] == undisturbed["long"]["behind a wall"]["vae"]["right"] == 1.0
 
 
 # -- what is frozen --

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
+from helpers.refusals import refused
 
 from experiments import train_mini
 from experiments.caches.files import StoppedError
@@ -14,7 +15,6 @@ from experiments.miniature import stages, training, vae_training
 from experiments.miniature.recipe import MODEL, RECIPES, SHIPPED, Recipe, StageRun
 from experiments.miniature.training import Muon, Trainer
 from experiments.miniature.vae_training import receptive_field
-from experiments.running import cli
 
 LR = 1e-3
 SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu", "--no-compile"]
@@ -28,19 +28,17 @@ WEIGHTS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short_clips_without_measurements():
-    """Of 21 video frames at most; the VAE's PSNR and the teacher's paths take longer than these trainings."""
+def small_models_and_short_clips_without_measurements():
+    """The VAE's PSNR and the teacher's paths take longer than these trainings."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vae_training, "FRAMES", 21)
-        patch.setattr(vae_training, "SHORT_CLIPS", (5,))
-        patch.setattr(vae_training, "LONG_CLIPS", (9,))
-        small = {"base_dim": 8, "decoder_base_dim": 8}
-        patch.setattr(vae_training, "VAE", vae_training.VAE | small)
-        patch.setattr(vae_training, "vae_quality", lambda *_: {"psnr": 0.0})
-        patch.setattr(vae_training, "final_quality", lambda *_: {})
-        patch.setattr(stages, "MODEL", replace(MODEL, num_layers=2))
-        patch.setattr(stages, "TEACHER_STEPS", 4)
-        patch.setattr(stages, "EVERY", 1)
+        short = {"FRAMES": 9, "SHORT_CLIPS": (5,), "LONG_CLIPS": (9,)}
+        short |= {"VAE": vae_training.VAE | {"base_dim": 8, "decoder_base_dim": 8}}
+        short |= {"vae_quality": lambda *_: {"psnr": 0.0}, "final_quality": lambda *_: {}}
+        narrow = replace(MODEL, num_layers=2, num_heads=2, dim=32, ffn_dim=64, freq_dim=64)
+        few = {"MODEL": narrow, "TEACHER_STEPS": 4, "EVERY": 1}
+        for module, values in ((vae_training, short), (stages, few)):
+            for name, value in values.items():
+                patch.setattr(module, name, value)
         yield
 
 
@@ -52,38 +50,33 @@ def train(folder, stage: str, *more: str) -> None:
 def undisturbed(tmp_path_factory):
     """A folder with all four stages, each of a few steps, and with checkpoints of two."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    for stage, more in {
-        "vae": [],
-        "base": [],
-        "causal": ["--training_checkpoints", str(folder / "kept")],
-        "few_step": ["--training_checkpoints", str(folder / "kept")],
-    }.items():
-        train(folder, stage, *more)
+    for stage in STEPS:
+        kept = ["--training_checkpoints", str(folder / "kept")] if stage in ("causal", "few_step") else []
+        train(folder, stage, *kept)
         if stage == "causal":
             (folder / "kept/step_last.pt").touch()  # a user's own: of no step
     return folder
 
 
-def stop_at(monkeypatch, number: int) -> None:
-    """Ctrl-C before this step."""
-    update = Trainer.update
+def train_until(folder, undisturbed, stage, monkeypatch, step: int, error: type) -> None:
+    """Train a stage on what the others made until this step fails."""
+    for name in RECIPES[stage].needs:
+        (folder / name).symlink_to(undisturbed / name)
 
-    def stopped(self, kind, loss):
-        if self.step == number:
-            raise KeyboardInterrupt
+    def update(self, kind, loss, update=Trainer.update):
+        if self.step == step:
+            raise error
         update(self, kind, loss)
 
-    monkeypatch.setattr(Trainer, "update", stopped)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "update", update)
+        train(folder, stage)
 
 
 @pytest.mark.parametrize("stage", ["vae", "few_step"])
 def test_a_stopped_training_goes_on_to_the_same_bytes(stage, undisturbed, tmp_path, monkeypatch):
-    for name in RECIPES[stage].needs:
-        (tmp_path / name).symlink_to(undisturbed / name)
-    with monkeypatch.context() as patched:
-        stop_at(patched, 1)
-        with pytest.raises(StoppedError, match=r"at step 1; .* --resume"):
-            train(tmp_path, stage)
+    with pytest.raises(StoppedError, match=r"at step 1; .* --resume"):
+        train_until(tmp_path, undisturbed, stage, monkeypatch, 1, KeyboardInterrupt)  # Ctrl-C
     assert (tmp_path / f"{stage}.resume.pt").is_file() and not (tmp_path / WEIGHTS[stage]).exists()
     torch.manual_seed(99)  # another process has other random numbers
     train(tmp_path, stage, "--resume")
@@ -100,18 +93,9 @@ def test_a_killed_training_goes_on_from_the_state_of_the_last_minute(undisturbed
     class Killed(BaseException):
         """Nothing in the loop may handle it, as nothing handles SIGKILL."""
 
-    def kill_at_the_last_step(self, kind, loss, update=Trainer.update):
-        if self.step == 2:
-            raise Killed
-        update(self, kind, loss)
-
-    for name in RECIPES["causal"].needs:
-        (tmp_path / name).symlink_to(undisturbed / name)
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "SAVE_SECONDS", 0)
-        patched.setattr(Trainer, "update", kill_at_the_last_step)
-        with pytest.raises(Killed):
-            train(tmp_path, "causal")
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0)
+    with pytest.raises(Killed):
+        train_until(tmp_path, undisturbed, "causal", monkeypatch, 2, Killed)
     train(tmp_path, "causal", "--resume")
     assert (tmp_path / WEIGHTS["causal"]).read_bytes() == (undisturbed / WEIGHTS["causal"]).read_bytes()
 
@@ -136,16 +120,9 @@ def test_bad_input(more, said, undisturbed, tmp_path, capfd):
     (tmp_path / "vae").symlink_to(undisturbed / "vae")
     if "DAMAGED" in more:
         (tmp_path / "base.resume.pt").write_bytes(b"not a state")
-    argv = ["--stage", "base", "--steps", "2", "--output_dir", str(tmp_path), *SMALL, *more]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(train_mini.run, [word for word in argv if word != "DAMAGED"])
-    assert ended.value.code == 2 and said in capfd.readouterr().err
-
-
-def stage_run(steps=4, lr=LR) -> StageRun:
-    """Return a stage without files on the CPU."""
-    recipe = Recipe(steps, lr, batch=4)
-    return StageRun("base", recipe, Path(), torch.device("cpu"), torch.float32)
+        more = ["--resume"]
+    flags = ["--stage", "base", "--steps", "2", "--output_dir", tmp_path, *SMALL, *more]
+    refused(train_mini, flags, capfd, said)
 
 
 def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_average():
@@ -155,7 +132,8 @@ def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_avera
     weight = torch.nn.Parameter(layer.weight.detach().clone())
     average = weight.detach().clone()
     reference = torch.optim.AdamW([weight], betas=(0.9, 0.95), weight_decay=0.01)
-    trainer = Trainer(stage_run(), [layer])
+    stage = StageRun("base", Recipe(4, LR, batch=4), Path(), torch.device("cpu"), torch.float32)
+    trainer = Trainer(stage, [layer])
     for step in range(3):
         trainer.update("rows", lambda: 100 * layer(x).square().mean())
         reference.param_groups[0]["lr"] = (
@@ -173,11 +151,8 @@ def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_avera
 
 
 def test_the_receptive_field_is_the_evaluations():
-    vae = AutoencoderKLWan.load_config(SHIPPED / "vae")
-    assert (
-        receptive_field(vae)
-        == json.loads((SHIPPED / "evaluation.json").read_text())["vae"]["receptive_field"]
-    )
+    evaluated = json.loads((SHIPPED / "evaluation.json").read_text())["vae"]
+    assert receptive_field(AutoencoderKLWan.load_config(SHIPPED / "vae")) == evaluated["receptive_field"]
 
 
 def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
