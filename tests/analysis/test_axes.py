@@ -58,6 +58,5 @@ def test_a_table_is_aligned_and_numbers_keep_four_digits():
         "long        N/A",
         "                 0.0001234",
     ]
-    assert (
-        table([], "absent") == "absent" and table({"a": 1.5, "long": "words"}) == "a     1.500\nlong  words"
-    )
+    assert table([], "absent") == "absent"
+    assert table({"a": 1.5, "long": "words"}) == "a     1.500\nlong  words"

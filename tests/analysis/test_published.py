@@ -12,7 +12,6 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.published import Curve, compared_frames, match_rows, rank_heads
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_passes, open_profiles
-from experiments.running import cli
 
 CSV = ROOT / published.FOLDER / published.FIGURE4_CSV
 REAL = {"model": published.FIGURE4_MODEL}
@@ -35,17 +34,18 @@ def test_a_planted_head_is_found_whatever_noise_and_clipped_points_are():
     assert rank_heads(views, Curve(spoiled, clipped & False))[0]["r"] < 0.99
 
 
-@pytest.mark.parametrize(("cache", "quantity", "path"), [
-    (synthetic_caches.atlas(F=21), None, CSV),  # of another model
-    (synthetic_caches.atlas() | REAL, None, CSV),  # of other frames
-    (synthetic_caches.atlas(F=21) | REAL, "mass", CSV),
-    (synthetic_caches.atlas(F=21, blocks=[21]) | REAL, None, CSV),  # its queries see no earlier block
-    (synthetic_caches.atlas(), None, None),
-    (synthetic_caches.atlas(), None, "nowhere.csv"),
-])  # fmt: skip
-def test_what_cannot_be_compared_says_why(cache, quantity, path):
-    curves, why = published.curves_for(open_profiles(cache, quantity=quantity), path, published.FIGURE4_MODEL)
-    assert not curves and why.startswith("Not compared")
+def test_what_cannot_be_compared_says_why():
+    for cache, quantity, path in (
+        (synthetic_caches.atlas(F=21), None, CSV),  # of another model
+        (synthetic_caches.atlas() | REAL, None, CSV),  # of other frames
+        (synthetic_caches.atlas(F=21) | REAL, "mass", CSV),
+        (synthetic_caches.atlas(F=21, blocks=[21]) | REAL, None, CSV),  # its queries see no earlier block
+        (synthetic_caches.atlas(), None, None),
+        (synthetic_caches.atlas(), None, "nowhere.csv"),
+    ):
+        view = open_profiles(cache, quantity=quantity)
+        curves, why = published.curves_for(view, path, published.FIGURE4_MODEL)
+        assert not curves and why.startswith("Not compared")
 
 
 def test_other_curves(tmp_path):
@@ -64,16 +64,12 @@ def test_other_curves(tmp_path):
             read()
 
 
-def test_the_matching_script(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+def test_the_matching_script(capsys):
     match_curve.run(["--cache_path", "cache/published/self_forcing_dmd_castle_21f.pt"])
     said = capsys.readouterr().out
     for name, layer, head in (("L1H1", "1", "1"), ("L5H10", "5", "10")):
         (row,) = [row for row in map(str.split, said.splitlines()) if row[:2] == [name, "shown"]]
         assert row[2:4] == [layer, head] and float(row[5]) >= 0.98 and row[7:9] == ["1", "360"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(match_curve.run, ["--cache_path", "cache/published/self_forcing_dmd_eagle_72f.pt"])
-    assert ended.value.code == 2
 
 
 def test_heads_worth_a_look():

@@ -1,7 +1,5 @@
 """Waves of temporal RoPE: fits recover what was put in; the theory agrees with rotated queries and keys."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -28,17 +26,11 @@ from experiments.caches.view import open_profiles
 from wan.keys import RotaryTable, rotate
 from wan.reductions import temporal_means
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 def some_waves(seed: int, heads: int = 3, bands: int = 4) -> Waves:
     draw = np.random.default_rng(seed).normal
-    return Waves(
-        temporal_frequencies(128)[:bands],
-        draw(size=heads),
-        draw(size=(heads, bands)),
-        draw(size=(heads, bands)),
-    )
+    of_bands = draw(size=heads), draw(size=(heads, bands)), draw(size=(heads, bands))
+    return Waves(temporal_frequencies(128)[:bands], *of_bands)
 
 
 @settings(deadline=None, max_examples=8)

@@ -68,9 +68,8 @@ def test_older_zeros_are_absent_by_block(read, known):
     assert matrix.dtype == torch.float16 and (matrix[:, 4, 2] == 0).all()
     assert (older["full_frame_attention"][:, 0, 8] == 0).all()  # the input is left alone
     assert cache["last_block_query_frames"] == [6, 7, 8]
-    torch.testing.assert_close(
-        cache["last_block_frame_attention"].float(), matrix[:, 6:].float().mean(1), atol=2e-3, rtol=0
-    )
+    profile = cache["last_block_frame_attention"].float()
+    torch.testing.assert_close(profile, matrix[:, 6:].float().mean(1), atol=2e-3, rtol=0)
     whole = read(older_layer(orig_num_frames=33))
     assert not whole["full_frame_attention"].isnan().any() and whole["is_clean_pass"] is None
 
@@ -96,13 +95,8 @@ def test_calls_of_an_older_inference_cache_get_their_tags(read):
 
 def test_omegaconf_and_numpy_values(read):
     config = OmegaConf.create({"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None})
-    older = older_figure4(
-        layer_indices=config.layers,
-        config=config,
-        prompt=np.str_("x"),
-        key_frames=np.arange(21),
-        frame_seq_length=np.int32(5),
-    )
+    numbers = {"key_frames": np.arange(21), "frame_seq_length": np.int32(5)}
+    older = older_figure4(layer_indices=config.layers, config=config, prompt=np.str_("x"), **numbers)
     older["attention_weights"][0] |= {"num_heads": np.int64(3), "scale": np.float64(0.5)}
     cache = read(older)
     assert cache["config"] == {"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None}

@@ -1,6 +1,5 @@
 """Videos as mp4, and what is said where there is no ffmpeg to write them."""
 
-import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,28 +8,25 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from helpers.forked import exit_code
+from helpers.refusals import refused
 
 from experiments import run_intervention
 from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg, tag_in
 from experiments.extraction import video
 from experiments.extraction.provenance import video_tag
-from experiments.running.cli import main
-from wan.config import load_config
 from wan.vae import StreamedDecoder
 
 
 @pytest.fixture(params=["no package", "no program"])
 def without_ffmpeg(request, monkeypatch):
     """A machine where imageio-ffmpeg is not installed, or was installed without its program."""
+
+    def get_ffmpeg_exe():
+        raise RuntimeError("No ffmpeg exe could be found. Install ffmpeg on your system, or ...")
+
     if request.param == "no package":
         monkeypatch.setitem(sys.modules, "imageio_ffmpeg", None)
     else:
-
-        def get_ffmpeg_exe():
-            raise RuntimeError("No ffmpeg exe could be found. Install ffmpeg on your system, or ...")
-
         monkeypatch.setattr("imageio_ffmpeg.get_ffmpeg_exe", get_ffmpeg_exe)
 
 
@@ -42,14 +38,13 @@ def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
 
 
 def test_a_comment_behind_the_box_is_not_its_own(tmp_path):
-    (tmp_path / "a.mp4").write_bytes(
-        b"12345678moov" + b"\xa9cmt" + (20).to_bytes(4, "big") + b"data" + b"mine" * 4
-    )
+    comment = b"\xa9cmt" + (20).to_bytes(4, "big") + b"data" + b"mine" * 4
+    (tmp_path / "a.mp4").write_bytes(b"12345678moov" + comment)
     assert tag_in(tmp_path / "a.mp4", 8, 12) is None
     assert tag_in(tmp_path / "a.mp4", 8, 40) == "mine"
 
 
-def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tmp_path, monkeypatch, capsys):
+def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tmp_path, monkeypatch, capfd):
     def prepare(*given, **more):
         raise CacheError("this far")
 
@@ -61,11 +56,9 @@ def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tm
         ([], "pip install .*--no_video"),
         (["--no_video"], "this far"),
         (["--dry_run"], "this far"),
+        (["--no_video", "--save_video"], "leaves the mp4 out"),
     ):
-        assert exit_code(lambda more=more: main(run_intervention.run, [*flags, *more]))() == 2
-        assert re.search(said, capsys.readouterr().err)
-    assert exit_code(lambda: main(run_intervention.run, [*flags, "--no_video", "--save_video"]))() == 2
-    assert "leaves the mp4 out" in capsys.readouterr().err
+        refused(run_intervention, [*flags, *more], capfd, said)
 
 
 def test_what_a_video_is_of_is_read_back_from_a_whole_one(tmp_path):
@@ -94,10 +87,10 @@ def test_boxes_of_every_size_are_walked_and_torn_ones_left_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tmp_path, monkeypatch):
+def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(video, "has_room", lambda latents: True)
-    config = replace(load_config(ROOT / "configs/wan_mini.yaml"), ckpt_dir=str(ROOT / "checkpoints/wan-mini"))
-    latents = torch.randn(1, 9, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    config = replace(tiny.config, ckpt_dir="checkpoints/wan-mini")
+    latents = torch.randn(1, 6, 16, 8, 8, generator=torch.Generator().manual_seed(0))
     run = SimpleNamespace(latents=latents, common={"fingerprint": "f"}, config=config)
     with video.LiveVideo(config, tmp_path / "v.mp4") as live:
         live.ready()
@@ -105,14 +98,11 @@ def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tmp_path, m
         live.pieces[0].result().result()
         assert len(iio.imread(live.growing)) == 9  # the first block plays
         monkeypatch.setattr(live, "decoder", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError))
-        for block in latents[:, 3:].split(3, 1):
-            live.add(block)
+        live.add(latents[:, 3:])
         live.save(run)
     assert [path.name for path in tmp_path.iterdir()] == ["v.mp4"]
     assert mp4_tag(live.path) == video_tag("f", config) and b"VAE in float32" in live.path.read_bytes()
     pixels = video.to_pixels(StreamedDecoder(live.vae.result())(latents))[0].numpy().repeat(4, 1).repeat(4, 2)
     shown = iio.imread(live.path).astype(float)  # H.264 loses 5.7 of 255 of this noise
-    assert (
-        shown.shape == pixels.shape
-        and np.abs(shown - pixels).mean() < 8 < np.abs(shown[1:] - pixels[:-1]).mean()
-    )
+    assert shown.shape == pixels.shape
+    assert np.abs(shown - pixels).mean() < 8 < np.abs(shown[1:] - pixels[:-1]).mean()

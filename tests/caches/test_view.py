@@ -109,11 +109,9 @@ def test_atlas():
     np.testing.assert_array_equal(noisy.profiles()[1], noisy.frame_profile(1))
     means = noisy.key_curve(1).reshape(3, 9, 5).mean(-1)
     np.testing.assert_allclose(means, noisy.frame_profile(1), atol=2e-3)
-    mass = open_profiles(cache, quantity="mass")
+    mass, mean_prob = (open_profiles(cache, 0, quantity) for quantity in ("mass", "mean_prob"))
     np.testing.assert_allclose(np.nansum(mass.frame_matrix(0), -1), 1, atol=1e-5)
-    np.testing.assert_allclose(
-        open_profiles(cache, 0, "mean_prob").profiles() * 5, mass.profiles(), rtol=1e-6
-    )
+    np.testing.assert_allclose(mean_prob.profiles() * 5, mass.profiles(), rtol=1e-6)
     assert mass.key_curve(0) is None
     with pytest.raises(CacheError, match="layer 2 is not in this cache; it has 0, 1, 5"):
         noisy.frame_profile(2)
@@ -135,9 +133,8 @@ def test_the_last_block_that_was_done_and_has_the_pass(done, block, step):
 
 def test_atlas_of_published_profiles_alone(tmp_path):
     """Only the last block's mean is known: profiles yes, matrix and mass no."""
-    cache = synthetic_caches.common(
-        "atlas", F=9, H=3, weights="published", weights_file=None, weights_sha256=None
-    )
+    of_file = {"weights": "published", "weights_file": None, "weights_sha256": None}
+    cache = synthetic_caches.common("atlas", F=9, H=3, **of_file)
     exact = torch.randn(2, 1, 3, 9)
     cache |= {"layers": [0, 1], "pass_timesteps": [1000.0], "last_block_frame_logits": exact}
     save_cache(tmp_path / "c.pt", cache)
@@ -175,9 +172,8 @@ def test_averages_are_columns_after_the_frames():
     for block in range(3):
         slots[0, block, 2:] = torch.arange(3 * block, 3 * block + 3)
     slots[0, 2, :2] = slots[0, 1, 0] = AVERAGE
-    values = torch.randn(1, 1, 3, 9, 5).masked_fill(
-        (slots == -9).repeat_interleave(3, 1)[:, None, None], torch.nan
-    )
+    absent = (slots == -9).repeat_interleave(3, 1)[:, None, None]
+    values = torch.randn(1, 1, 3, 9, 5).masked_fill(absent, torch.nan)
     cache |= {"slot_frame": slots, "slot_logits": values, "schema_version": 2}
     for view in (open_profiles(cache), open_profiles(layer_from_atlas(cache, 1))):
         assert view.num_averages == view.caption.averages == 2

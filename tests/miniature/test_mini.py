@@ -2,12 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers.rollouts import TWO_STEPS
 
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
@@ -17,15 +17,11 @@ from experiments.miniature.evaluation import Miniature, read_report
 from experiments.miniature.recipe import MODEL
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
-from wan.config import RunConfig, load_config
+from wan.config import load_config
 from wan.text_encoder import clean_prompt
 
 MINI = ROOT / "checkpoints" / "wan-mini"
 EVALUATION = json.loads((MINI / "evaluation.json").read_text())
-
-
-def config(**overrides) -> RunConfig:
-    return load_config("configs/wan_mini.yaml", {"device": "cpu"} | overrides)
 
 
 def test_its_two_weight_sets_are_one_model():
@@ -40,7 +36,10 @@ def test_its_two_weight_sets_are_one_model():
 @pytest.mark.beside
 def test_its_evaluation_is_of_these_weights():
     """A caption, measured anew as evaluate_mini.py measures."""
-    mini, scenes = Miniature(config()), held_out_scenes(SETS["one shape"], 1)
+    mini, scenes = (
+        Miniature(load_config("configs/wan_mini.yaml", {"device": "cpu"})),
+        held_out_scenes(SETS["one shape"], 1),
+    )
     assert EVALUATION["weights"] == evaluation.weight_hashes(mini.config)
     (now,) = EvalPool(1).judge_all(mini.causal([scenes[0].caption]), scenes)
     then = EVALUATION["captions"]["one shape"]["each"][0]
@@ -49,8 +48,8 @@ def test_its_evaluation_is_of_these_weights():
 
 
 @pytest.mark.beside
-def test_a_video_has_its_own_noise_in_a_batch_of_any_size():
-    mini, videos = Miniature(config(num_frames=3, **TWO_STEPS)), {}
+def test_a_video_has_its_own_noise_in_a_batch_of_any_size(tiny):
+    mini, videos = Miniature(replace(tiny.config, num_frames=3)), {}
     captions = [scene.caption for scene in held_out_scenes(SETS["one shape"], 2)]
     for mini.batch in (1, 2):
         videos[mini.batch] = torch.stack(list(mini.causal(captions)))

@@ -35,9 +35,8 @@ def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(tiny, tmp_path):
     assert cache["interventions"]["edits"] == [EDIT.to_dict()] and len(cache["interventions"]["hash"]) == 16
     assert not cache["attended"][1, 0, 0, 3:, 0].any()
     assert cache["attended"][1, 2, 0, 3:, 0].all()  # the clean pass was not edited
-    assert (cache["frame_mass"][1, 0, 0, 3:, 0] == 0).all() and cache["frame_logits"][
-        1, 0, 0, 3:, 0
-    ].isnan().all()
+    assert not cache["frame_mass"][1, 0, 0, 3:, 0].any()
+    assert cache["frame_logits"][1, 0, 0, 3:, 0].isnan().all()
     view = open_profiles(cache)
     assert view.caption.subtitle.endswith(f"edited: {EDIT} ({cache['interventions']['hash']})")
     assert "this run was edited" in published.curves_for(view, published.FOLDER / published.FIGURE4_CSV)[1]
@@ -128,10 +127,8 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     run_intervention.run([*flags, "--dry_run"])
     assert "calls: 2" in capsys.readouterr().err and not (tmp_path / "effects.pt").exists()
     run_intervention.run([*flags, "--quiet"])
-    cache, base = (
-        load_cache(tmp_path / "effects.pt", expect=("effects",)),
-        (tmp_path / "base.pt").read_bytes(),
-    )
+    cache = load_cache(tmp_path / "effects.pt", expect=("effects",))
+    base = (tmp_path / "base.pt").read_bytes()
     assert cache["interventions"]["words"] == str(EDIT) and len(cache["psnr"]) == 21
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
     assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
