@@ -50,7 +50,7 @@ def run(argv=None):
     for path, view in zip(paths, views, strict=True):
         if view.model != config.model or view.quantity != "mean_logit":
             raise ConfigError(
-                f"{path} is of {view.quantity} of {view.model}, not of mean logits of {config.model}; "
+                f"{path} holds {view.quantity} of {view.model}, not mean logits of {config.model}; "
                 "name an atlas of this model by --reference"
             )
 

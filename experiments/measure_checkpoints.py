@@ -58,7 +58,7 @@ def run(argv=None):
     if args.extend and out.exists():
         report = read_report(out)
         if report.get("captions") != captions:
-            raise CacheError(f"{out} is of other captions; leave --extend out to replace it")
+            raise CacheError(f"{out} has other captions; leave --extend out to replace it")
         before = {"environment": report.get("environment")}
         measured = {row["step"]: before | row for row in report["training_checkpoints"]}
     for numbers, atlas in measure(config, files, captions):

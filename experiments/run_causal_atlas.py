@@ -25,7 +25,7 @@ def run(argv=None):
     cli.add_engine_flags(parser)
     args = parser.parse_args(argv)
     refuse(args, "the atlas is causal_atlas.pt of --output_dir", "output_path")
-    refuse(args, "an atlas is of every pass, and keeps no video", "step", "save_video")
+    refuse(args, "an atlas covers every pass and keeps no video", "step", "save_video")
     refuse(args, "pieces that are done are kept; make an atlas anew in another --output_dir", "overwrite")
     args.output_dir = args.output_dir or "cache/causal_atlas"
     config = config_from(args)

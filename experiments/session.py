@@ -310,7 +310,7 @@ def attention_requests(
     (before RoPE).
     """
     if of_sites:
-        raise ConfigError(f"{' and '.join(of_sites)} are of sites: capture(pipe, 'z', heads=[0])")
+        raise ConfigError(f"{' and '.join(of_sites)} need sites: capture(pipe, 'z', heads=[0])")
     if granularity == "frame" and blocks is steps is None:
         return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
     try:
@@ -488,7 +488,7 @@ class MeanAtlas:
 
     def __init__(self, atlases: Sequence[Atlas]):
         if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
-            raise CacheError("a mean is of two atlases or more, of the same layers")
+            raise CacheError("a mean takes two atlases or more, of the same layers")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
         for name in atlases[0].units:

@@ -67,7 +67,7 @@ def run(argv=None):
     recipe = replace(RECIPES[args.stage], **{name: v for name, v in given.items() if v is not None})
     start = args.start_from and args.start_from / STARTS.get(args.stage, "none")
     if start and not start.is_file():
-        raise ConfigError(f"--start_from is of the stages {', '.join(STARTS)}; {start} was not found")
+        raise ConfigError(f"--start_from takes the stages {', '.join(STARTS)}; {start} was not found")
     if missing := [path for path in recipe.needs if not (args.output_dir / path).exists()]:
         raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
     if this_rank().count > 1:

@@ -66,7 +66,7 @@ class AnyCache:
         self.policy: Any = copy(policy)  # its state belongs to one video
         model = len(sizes.num_heads), sizes.shard.total
         named = getattr(policy, "of_model", model)  # of a policy whose file names heads
-        policy.require(named == model, f"its file is of {named} layers and heads, the model has {model}")
+        policy.require(named == model, f"its file has {named} layers and heads, the model {model}")
         self.sizes, self.shard, self.rope = sizes, sizes.shard, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
         self.newest = range(0)  # frames of the newest block

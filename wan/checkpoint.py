@@ -320,7 +320,7 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     if any(name.startswith(("condition_embedder.", "proj_out.")) for name in found):
         report.names, found = "diffusers'", to_native_names(found)
     if not any(name.partition(".")[0] in NATIVE_ROOTS for name in found):
-        raise CheckpointError(f"{path} is of no Wan transformer; its keys begin with {prefixes_of(found)}")
+        raise CheckpointError(f"{path} holds no Wan transformer; its keys begin with {prefixes_of(found)}")
     found = dequantise(found, path, report)
     report.loaded = len(found)
     return found, report

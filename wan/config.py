@@ -172,7 +172,7 @@ class RunConfig:
         check_fields(self)
         check_device(self.device)
         if self.lora_path is None and (self.lora_rank is not None or self.lora_alpha is not None):
-            raise ConfigError("lora_rank and lora_alpha are of a file; give lora_path, or leave them out")
+            raise ConfigError("lora_rank and lora_alpha describe a file; give lora_path, or leave them out")
         layers = [*self.layer_indices, self.layer_index]
         if not 2 <= len(layers) <= MAX_LAYERS + 1 or not all(0 <= layer < MAX_LAYERS for layer in layers):
             said = f"{short_repr(layers)} are not 1..{MAX_LAYERS} in 0..{MAX_LAYERS - 1}"

@@ -265,7 +265,7 @@ class Edit(_Checked, ABC):
         of_none = self.layers is not None and {*self.sites} <= {*OF_FORWARD}
         refuse(
             (self.heads is not None and not self.has_heads, f"{self.sites[0]} has no heads: leave heads out"),
-            (of_none, f"{self.sites[0]} is of no layer: leave layers out"),
+            (of_none, f"{self.sites[0]} belongs to no layer: leave layers out"),
         )
 
     @abstractmethod
@@ -408,7 +408,7 @@ def of_source(x: Any, where: Where, data: Any) -> Any:
     source = data.value(where)
     parts = [(each.q, each.k) if isinstance(each, Call) else (each,) for each in (source, x)]
     theirs, mine = (tuple(part.shape for part in each) for each in parts)
-    refuse((theirs != mine, f"{where}: the source's call is of another shape: {theirs}, not {mine}"))
+    refuse((theirs != mine, f"{where}: the source's call has another shape: {theirs}, not {mine}"))
     return source
 
 
@@ -538,8 +538,8 @@ class Patch(Edit):
         is_kv = self.what == "kv"
         refuse(
             (not isinstance(self.source, Source), "Patch takes a source: a prompt, seed or weights"),
-            (not is_kv and self.frames is not None, f"frames are of what='kv', not of {self.what!r}"),
-            (is_kv and self.attention == "cross", "what='kv' is of cached frames: of self-attention"),
+            (not is_kv and self.frames is not None, f"frames go with what='kv', not with {self.what!r}"),
+            (is_kv and self.attention == "cross", "what='kv' patches cached frames, of self-attention"),
         )
 
     @property

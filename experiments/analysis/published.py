@@ -73,7 +73,7 @@ def curves_for(
     F = len(next(iter(curves.values())).values)
     reasons = {
         f"this run was edited: {view.edits}": bool(view.edits),
-        f"they are of {model}, this cache is of {view.model}": model not in (None, view.model),
+        f"they belong to {model}, this cache to {view.model}": model not in (None, view.model),
         f"they have {F} frames, this cache has {view.num_frames}": view.num_frames != F,
         f"they are mean logits, this is {view.quantity}": view.quantity != "mean_logit",
         "the queries of this cache see no earlier block": not view.context_frames,

@@ -96,7 +96,7 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
     """Raise CacheError where the fingerprint found in a file is not the one that a run would give it."""
     if found != wanted:
         said = f"fingerprint {short_repr(found)}" if found else "no fingerprint, or not the whole file"
-        raise CacheError(f"{path} is of another run or of other code: it has {said}, not {wanted}; {remedy}")
+        raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
 
 
 def mp4_tag(path: str | Path) -> str | None:

@@ -404,7 +404,7 @@ class MapsCache(Cache):
     def check_own(self) -> None:
         numbers = [entry.block for entry in self.blocks]
         if not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= self.done:
-            raise CacheError(f"blocks are of the blocks {numbers}, not of some of {self.done}, each once")
+            raise CacheError(f"blocks are the blocks {numbers}, not some of {self.done}, each once")
         if self.rows * self.columns != self.frame_seq_length or max(self.heads) >= self.num_heads:
             raise CacheError(
                 f"{self.rows} x {self.columns} tokens and heads {self.heads} are not of frames of "

@@ -184,13 +184,13 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         command = f"bash experiments/extract_all_layers.sh CONFIG {folder}"
         raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
     caches = {path: load_cache(path, expect=formats) for path in paths}
-    remedy = "a folder of layers is of one rollout, each layer once: move one of the files out"
+    remedy = "a folder of layers belongs to one rollout, each layer once: move one of the files out"
     expected, holders = _rollout_of(open_profiles(caches[paths[0]])), dict[int, Path]()
     for path, cache in caches.items():
         view = open_profiles(cache)
         for mine, other in zip(_rollout_of(view), expected, strict=True):
             if mine != other:
-                both = f"{path} is of {short_repr(mine)}, {paths[0]} of {short_repr(other)}"
+                both = f"{path} has {short_repr(mine)}, {paths[0]} {short_repr(other)}"
                 raise CacheError(f"{both}; {remedy}")
         for layer in view.layers:
             if holders.setdefault(layer, path) != path:

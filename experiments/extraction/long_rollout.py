@@ -170,8 +170,8 @@ class LatentFile:
         with open(self.path, "rb") as file:
             if file.read(self.start) != head:
                 raise CacheError(
-                    f"{self.path} is of another run, or no file of latents; choose another --output_path, "
-                    "or --overwrite to make it again"
+                    f"{self.path} belongs to another run, or is no file of latents; choose another "
+                    "--output_path, or --overwrite to make it again"
                 )
 
     @property

@@ -298,7 +298,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     differing += [n for n in sorted({*ours, *theirs}) if ours and theirs and ours.get(n) != theirs.get(n)]
     differing += ["interventions"] * (edits_in_words(typed.interventions) != view.edits)
     if differing:
-        raise CacheError(f"{path} is of another rollout than the page, by its {', '.join(differing)}")
+        raise CacheError(f"{path} belongs to another rollout than the page, by its {', '.join(differing)}")
     if not (places := places_of(cache)):
         make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
         raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")

@@ -205,14 +205,14 @@ class Trainer:
             torch.save(state, file)
 
     def load_state(self, path: Path) -> None:
-        """Go on where save_state was called. Raises CacheError where the file is of another training."""
+        """Go on where save_state was called. Raises CacheError where the file belongs to another training."""
         if not path.is_file():
             raise CacheError(f"{path} not found, so nothing can be resumed; leave --resume out")
         with library_reads(f"{path}, a stage's state,", CacheError, "remove it"):
             state = torch.load(path, weights_only=True, map_location=self.lr.device)
             steps, wanted = state["total_steps"], self.run.recipe.steps
             if steps != wanted:
-                raise CacheError(f"{path} is of a stage of {steps} steps, not {wanted}; give --steps {steps}")
+                raise CacheError(f"{path} is a stage of {steps} steps, not {wanted}; give --steps {steps}")
             with torch.no_grad():
                 torch._foreach_copy_(self.masters, state["masters"])
                 torch._foreach_copy_(self.averages, state["averages"])

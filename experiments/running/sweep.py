@@ -97,7 +97,7 @@ class Sweep:
             return "waiting"
         require_same(run.path, cache.get("fingerprint"), run.fingerprint, REMEDY)
         if not self.is_of(run, cache):
-            raise CacheError(f"{run.path} is of a sweep that captured other quantities; {REMEDY}")
+            raise CacheError(f"{run.path} belongs to a sweep that captured other quantities; {REMEDY}")
         if cache.get("partial") or not self.has_video(run):
             return "partial" if cache.get("partial") else "waiting"
         self.record(name, run)
@@ -162,7 +162,7 @@ def run_sweep(
     and StoppedError after Ctrl-C.
     """
     if config.gpus > 1 and not (args.workers or args.scheduler or args.slurm):
-        raise ConfigError(f"--gpus {config.gpus} in a sweep is of each worker: give --workers N too")
+        raise ConfigError(f"--gpus {config.gpus} in a sweep counts for each worker: give --workers N too")
     planned = plan(args, config)
     folder, manifest = Path(args.output_dir), Path(args.output_dir) / "manifest.json"
     videos = [video for path in planned for video in videos_of(args, [path])]
@@ -224,18 +224,18 @@ class Manifest:
             self.settings[name] = {"fingerprint": fingerprint(settings), "settings": settings}
 
     def require_same_settings(self) -> None:
-        """Raise CacheError where the folder's manifest is of a sweep with other settings."""
+        """Raise CacheError where the folder's manifest belongs to a sweep with other settings."""
         found = read_json(self.path, CacheError)
         if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
-            raise CacheError(f"{self.path} is of no sweep, and this one would replace it; {REMEDY}")
+            raise CacheError(f"{self.path} belongs to no sweep, and this one would replace it; {REMEDY}")
         theirs: dict[str, Any] = {"": found, **found.get("checkpoints", {})}
         for folder, ours in self.settings.items():
             before, settings = theirs.get(folder, {}).get("settings"), ours["settings"]
             if before is not None and before != settings:
                 which = next((n for n in settings if before.get(n) != settings[n]), "a setting")
                 raise CacheError(
-                    f"{self.path} is of a sweep with {which} {short_repr(before.get(which))}, this one has "
-                    f"{short_repr(settings.get(which))}; {REMEDY}"
+                    f"{self.path} belongs to a sweep with {which} {short_repr(before.get(which))}, "
+                    f"this one has {short_repr(settings.get(which))}; {REMEDY}"
                 )
 
     def ended(self, name: str, state: str) -> None:

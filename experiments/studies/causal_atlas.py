@@ -141,7 +141,7 @@ class Study:
         ablates, of_frames = isinstance(edit, Ablate), isinstance(edit, (KeySelection, Move))
         wrong = {
             f"--each {each} is not one of {', '.join(EACH)}": each not in EACH,
-            "a causal atlas is of self-attention: its edit takes frames, not tokens": edit.kind != "self",
+            "a causal atlas edits self-attention: frames, not tokens": edit.kind != "self",
             "a clean pass has no direct effect on its block: take passes denoise": edit.passes == "clean",
             "--each site needs an ablate without heads": each == "site" and (not ablates or edit.heads),
             "--each frame needs knockout, bias or move, of frames": each == "frame" and not of_frames,
@@ -312,12 +312,12 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
     folder = Path(args.output_dir)
     edits = read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")]
     if len(edits) != 1:
-        raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas is of one")
+        raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas takes one")
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
     check_sources(edits, with_edit)
     check_outputs(args, with_edit, [folder / ATLAS])
     if configs[0].gpus > 1:
-        raise ConfigError(f"gpus {configs[0].gpus} is of one rollout; share an atlas by --workers N")
+        raise ConfigError(f"gpus {configs[0].gpus} splits one rollout; share an atlas by --workers N")
     with (
         claimed({str(folder / ATLAS): 0}),
         observed(args, "layer") as watch,

@@ -245,8 +245,8 @@ def test_a_folder_of_layers_is_of_one_rollout(tmp_path):
         save_cache(tmp_path / name, synthetic_caches.layer(N=layer))
     assert [path.name for path in open_layers(tmp_path)] == ["layer9.pt", "layer10.pt"]
     for wrong, message in (
-        (synthetic_caches.layer(N=9), "both hold layer 9; a folder of layers is of one rollout"),
-        (synthetic_caches.layer(N=3) | {"seed": 7}, "layer11.pt is of .*seed 7"),
+        (synthetic_caches.layer(N=9), "both hold layer 9; a folder of layers belongs to one rollout"),
+        (synthetic_caches.layer(N=3) | {"seed": 7}, "layer11.pt has .*seed 7"),
     ):
         save_cache(tmp_path / "layer11.pt", wrong)
         with pytest.raises(CacheError, match=message):

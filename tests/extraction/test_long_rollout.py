@@ -193,7 +193,7 @@ def test_files_of_others_are_left_alone(tmp_path):
         GrowingVideo(video, "mine")
     assert video.read_bytes() == b"not a video at all"
     LatentFile(latents, (6, 16, 8, 8), torch.float32, "mine")
-    with pytest.raises(CacheError, match="is of another run"):
+    with pytest.raises(CacheError, match="belongs to another run"):
         LatentFile(latents, (6, 16, 8, 8), torch.float32, "another")
     latents.write_bytes(bytes(range(256)) * 300)
     with pytest.raises(CacheError, match="no file of latents"):
@@ -226,7 +226,7 @@ def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):
     assert BlockCapture("none", step=1).missing(tmp_path, 4, "mine") == []
     with pytest.raises(CacheError, match="in another pass or with other keys"):
         BlockCapture("all", step=1).missing(tmp_path, 4, "mine")
-    with pytest.raises(CacheError, match="is of another run"):
+    with pytest.raises(CacheError, match="belongs to another run"):
         BlockCapture("all").missing(tmp_path, 4, "another")
 
 
@@ -241,12 +241,12 @@ def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, tiny, vae):
     made = path.read_bytes()
     run_rollout.run(flags)
     assert path.read_bytes() == made
-    with pytest.raises(CacheError, match="is of another run"):
+    with pytest.raises(CacheError, match="belongs to another run"):
         run_rollout.run([*flags, "--seed", "3"])
     finished = tmp_path / "b/a.mp4"
     finished.parent.mkdir()
     finished.write_bytes(made)
-    with pytest.raises(CacheError, match=r"is of another run .*choose another --output_path, or --overwrite"):
+    with pytest.raises(CacheError, match=r"another run.*choose another --output_path, or --overwrite"):
         make(finished.parent, tiny, vae)
 
 
@@ -266,7 +266,7 @@ def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
     path.write_bytes(once[:100])
     assert GrowingVideo(path, "mine").pieces == 0 and path.read_bytes() == b""
     path.write_bytes(twice)
-    with pytest.raises(CacheError, match="is of another run"):
+    with pytest.raises(CacheError, match="belongs to another run"):
         GrowingVideo(path, "another")
     assert path.read_bytes() == twice and mp4_tag(path) == "mine"
     video = GrowingVideo(path, "mine")

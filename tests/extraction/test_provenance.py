@@ -152,7 +152,7 @@ def test_files_count_by_what_they_hold(config, tmp_path):
 def test_another_fingerprint_is_refused_in_a_line_that_names_both():
     require_same("a.pt", "ab", "ab", "remove it")
     for found, said in (("cd", "fingerprint 'cd'"), (None, "no fingerprint"), ("", "no fingerprint")):
-        with pytest.raises(CacheError, match=f"^a.pt is of another run .*{said}.*, not ab; remove it$"):
+        with pytest.raises(CacheError, match=f"^a.pt belongs to another run .*{said}.*, not ab; remove it$"):
             require_same("a.pt", found, "ab", "remove it")
 
 
@@ -226,5 +226,5 @@ def test_means_of_another_run_under_this_ones_name_are_refused(tmp_path):
     torch.save({"self|0|0|cond": torch.zeros(3, 8, 12)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="holds no means"):
         causal._read_means(tmp_path / "other.pt", sizes)
-    with pytest.raises(CacheError, match=r"means.pt is of another run .*; remove it"):
+    with pytest.raises(CacheError, match=r"means.pt belongs to another run .*; remove it"):
         causal._read_means(path, sizes, "cd")

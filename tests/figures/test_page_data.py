@@ -69,7 +69,7 @@ def test_a_folder_of_layers(tmp_path):
         profile = open_profiles(load_cache(tmp_path / f"layer{N}.pt")).frame_profile(N)
         np.testing.assert_allclose(found[i], profile, atol=2e-4)
     save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3, F=12))
-    with pytest.raises(CacheError, match=r"layer3.pt is of '12 frames', .*layer2.pt of '9 frames'; a folder"):
+    with pytest.raises(CacheError, match=r"layer3.pt has '12 frames', .*layer2.pt '9 frames'; a folder"):
         data_of(tmp_path)
 
 
@@ -79,8 +79,8 @@ def test_the_video_in_a_folder_of_layers_is_known_by_its_run(tmp_path):
     for run, count in (("run", 9), ("another", 0)):
         (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film, tag=f"{run} vae"))
         shown, note = pictures_for(tmp_path, None, 9)
-        assert len(shown or []) == count and ("is of another run" in note) == (not count)
-    with pytest.raises(CacheError, match="is of another run"):
+        assert len(shown or []) == count and ("belongs to another run" in note) == (not count)
+    with pytest.raises(CacheError, match="belongs to another run"):
         pictures_for(tmp_path, tmp_path / "layer2.mp4", 9)
     (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film))  # says of no run: taken where it is named
     assert pictures_for(tmp_path, None, 9)[0] is None
@@ -226,7 +226,7 @@ def test_thumbnails(tmp_path):
         save_cache(tmp_path / "of a.pt", synthetic_caches.atlas() | {"fingerprint": run})
         data = read_page(save_page(tmp_path / "p.html", tmp_path / "of a.pt"))
         assert len(data["thumbnails"]) == count
-    assert "of a.mp4 is of another run" in data["notes"][0]
+    assert "of a.mp4 belongs to another run" in data["notes"][0]
     (tmp_path / "a.mp4").write_bytes(b"no video")
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert data["thumbnails"] == [] and data["notes"][0].startswith("The video beside the cache is left out")

@@ -81,7 +81,7 @@ def test_a_click_on_a_patch_shows_what_it_sees(page, files):
 
 def test_maps_of_another_rollout_are_refused(files, tmp_path):
     save_cache(tmp_path / "other.pt", maps(seed=43))
-    with pytest.raises(CacheError, match="is of another rollout"):
+    with pytest.raises(CacheError, match="belongs to another rollout"):
         save_page(tmp_path / "p.html", files / "a.pt", maps=tmp_path / "other.pt")
     sink = {"config": {"cache_policy": {"name": "deep_sink"}}}
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas(F=F, H=H, S=S) | sink)

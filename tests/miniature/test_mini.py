@@ -97,5 +97,5 @@ def test_a_report_is_extended_by_other_steps(tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == sorted([7, *(row["step"] for row in before)])
     assert rows[0]["environment"] == before[0].get("environment", REPORT["environment"])
     assert rows[1]["step"] == 7 and rows[1]["environment"]["device"].endswith("CPU threads")
-    with pytest.raises(CacheError, match="is of other captions; leave --extend out"):
+    with pytest.raises(CacheError, match="has other captions; leave --extend out"):
         measure_checkpoints.run([*flags, "--captions", "2"])

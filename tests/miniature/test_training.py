@@ -113,7 +113,7 @@ def test_checkpoints_of_the_training_are_kept(undisturbed):
     [
         (["--resume"], "not found, so nothing can be resumed"),
         (["--resume", "DAMAGED"], "a stage's state, cannot be read"),
-        (["--start_from", "."], "--start_from is of the stages vae, base, causal"),
+        (["--start_from", "."], "--start_from takes the stages vae, base, causal"),
     ],
 )
 def test_bad_input(more, said, undisturbed, tmp_path, capfd):

@@ -51,7 +51,7 @@ def test_what_is_captured_later_is_captured_as_if_at_once(tmp_path):
         make(tmp_path, "--capture", "band:3")
     with pytest.raises(CacheError, match="was captured in another pass or with other keys"):
         BlockCapture.read("last:1", 1).missing(place.attention, 2, run)
-    with pytest.raises(CacheError, match=r"is of another run .*move .* away, or --overwrite"):
+    with pytest.raises(CacheError, match=r"belongs to another run .*move .* away, or --overwrite"):
         BlockCapture.read("none", 0).missing(place.attention, 2, "another")
     path_of(place.attention, 0).write_bytes(b"torn")
     assert BlockCapture.read("all", 0).missing(place.attention, 2, run) == [0]

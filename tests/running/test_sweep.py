@@ -105,11 +105,11 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
         (["--no_checkpoint"], "weights_sha256 '.*', this one has '"),
     ):
         with pytest.raises(
-            CacheError, match=f"manifest.json is of a sweep with {name}.*choose another --output_dir"
+            CacheError, match=f"manifest.json belongs to a sweep with {name}.*choose another --output_dir"
         ):
             sweeping(prompts, tmp_path / "out", *flags)()
     (tmp_path / "out/manifest.json").write_text('{"name": "of another program"}')
-    with pytest.raises(CacheError, match="is of no sweep, and this one would replace it"):
+    with pytest.raises(CacheError, match="belongs to no sweep, and this one would replace it"):
         sweeping(prompts, tmp_path / "out", seeds=("0",))()
     (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
     before = load_cache(path, mmap=False)["fingerprint"]

@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, tiny, monkeypatch, capfd):
 def test_what_has_no_direct_effect_is_refused(tmp_path, tiny, configs):
     for message, edit, each in (
         ("a clean pass has no direct effect", replace(EDIT, passes="clean"), "head"),
-        ("its edit takes frames, not tokens", Knockout(tokens=[0], passes="denoise"), "head"),
+        ("edits self-attention: frames, not tokens", Knockout(tokens=[0], passes="denoise"), "head"),
         ("--each frame needs knockout", Ablate("zero", passes="denoise"), "frame"),
         ("is not one of head, layer, frame", EDIT, "token"),
         ("needs an ablate without heads", EDIT, "site"),

@@ -139,7 +139,7 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     kept = intervention_job.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
     assert torch.equal(kept[1], other) and torch.equal(kept[0][0], cache["latents_base"])
     assert (tmp_path / "base.pt").read_bytes() == base
-    with pytest.raises(CacheError, match=r"base.pt is of another run .*; choose another --save_base"):
+    with pytest.raises(CacheError, match=r"base.pt belongs to another run .*; choose another --save_base"):
         run_intervention.run([*flags, "--quiet", "--seed", "1"])
 
 

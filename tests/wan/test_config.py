@@ -35,7 +35,7 @@ def test_block_sizes_add_up_or_say_what_would(frames, per_block, independent):
         ({"dtype": "float64"}, "dtype 'float64' is not one of"),
         ({"sampler": "rolling_forcing", "gpus": 2}, "knows no gpus above 1"),
         ({"sampler": "rolling_forcing", "interventions": [1]}, "knows no interventions"),
-        ({"lora_rank": 4}, "are of a file; give lora_path"),
+        ({"lora_rank": 4}, "describe a file; give lora_path"),
         ({"lora_path": "a", "lora_alpha": 0.0}, "lora_alpha 0.0 is not float"),
         ({"layer_indices": []}, "are not 1..256 in 0..255"),
         ({"denoising_step_list": [500, 750]}, "does not go down within 1000..1"),
