@@ -32,7 +32,7 @@ def test_looking_changes_no_bit(dtype, device):
     plain = rollout(pipeline, 6)
     with intervene(*edits):
         edited = rollout(pipeline, 6)
-    for request in EVERYTHING:
+    for request in EVERYTHING if dtype == torch.float32 else EVERYTHING[-1:]:
         with ATTENTION_WEIGHT_CAPTURE.capture(request) as calls:
             assert torch.equal(plain, rollout(pipeline, 6))
             with intervene(*edits):
@@ -70,10 +70,9 @@ def test_maps_are_of_the_heads_and_queries_asked_for_in_their_order(edit):
         rollout(tiny_pipeline())
     logits = calls[1]["token_logits"][:, [2, 0]].double()
     mass = logits.nan_to_num(nan=-torch.inf).softmax(-1)
-    rows = [slice(0, 15), slice(S, 2 * S), slice(1, 2)]
     assert calls[0]["map_queries"].tolist() == [list(query) for query in queries[:3]]
-    for n, some in enumerate(rows):
-        close = partial(torch.testing.assert_close, atol=2e-5, rtol=2**-10, equal_nan=True)
+    close = partial(torch.testing.assert_close, atol=2e-5, rtol=2**-10, equal_nan=True)
+    for n, some in enumerate((slice(0, 15), slice(S, 2 * S), slice(1, 2))):
         close(calls[0]["map_logits"][:, :, n].double(), logits[:, :, some].mean(2))
         close(calls[0]["map_mass"][:, :, n].double(), mass[:, :, some].mean(2) * S)
     left_out = calls[0]["map_logits"].isnan()
@@ -102,9 +101,7 @@ def test_a_call_reads_like_a_dict():
     assert call["frame_logits"] is call.values["frame_logits"] and call == call and "none" not in call
     assert call.get("none", 3) == 3 and hash(call)
     assert call["frame_timesteps"] == {3: 0.0, 4: 0.0, 5: 0.0} and call["branch"] == "cond"
-    assert (
-        call["slot_frame"] == call["slot_position"] == [0, 1, 2, 3, 4, 5] and call["slot_tokens"] == [S] * 6
-    )
+    assert call["slot_frame"] == call["slot_position"] == [*range(6)] and call["slot_tokens"] == [S] * 6
 
 
 # --- The older face
@@ -129,22 +126,17 @@ def test_captured_weights_of_the_older_interface():
 
 
 # --- Refusals
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_wrong_model_is_refused_before_the_rollout():
+    for arguments, message in (
         ({"layer_indices": [0], "num_layers": 60}, "num_layers=60.*num_layers=8"),
         ({"layer_indices": [8]}, "call index 8 is not in 0..7"),
-    ],
-)
-def test_a_wrong_model_is_refused_before_the_rollout(arguments, message):
-    try:
+    ):
         ATTENTION_WEIGHT_CAPTURE.enable(**arguments)
-        with pytest.raises(ValueError, match=message):
-            rollout(tiny_pipeline(), on_pass=pytest.fail)
-    finally:
-        ATTENTION_WEIGHT_CAPTURE.disable()
+        try:
+            with pytest.raises(ValueError, match=message):
+                rollout(tiny_pipeline(), on_pass=pytest.fail)
+        finally:
+            ATTENTION_WEIGHT_CAPTURE.disable()
 
 
 @pytest.mark.parametrize(
@@ -172,16 +164,12 @@ def test_frames_need_the_pass_and_the_layout_of_a_call():
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
         with pytest.raises(ValueError, match="frames of each call"):
             attention(q, q, q, Site(0, "self"))
-        with (
-            pytest.raises(ValueError, match="without the layout"),
-            ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=(0,))),
-        ):
+        told = ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=(0,)))
+        with pytest.raises(ValueError, match="without the layout"), told:
             attention(q, q, q, Site(0, "self"))
 
 
 # --- Leaving leaves nothing
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize("started", [False, True])
 def test_what_was_captured_comes_to_the_cpu_as_it_was(started):

@@ -16,19 +16,12 @@ from wan.vae import Preview
 
 # taew2_1.pth has these, and an encoder's that nobody reads.
 SHAPES = {"1.weight": (256, 16, 3, 3), "1.bias": (256,), "22.weight": (3, 64, 3, 3), "22.bias": (3,)}
-SHAPES |= {
-    "7.conv.weight": (256, 256, 1, 1),
-    "13.conv.weight": (256, 128, 1, 1),
-    "19.conv.weight": (128, 64, 1, 1),
-}
-SHAPES |= {"8.weight": (128, 256, 3, 3), "14.weight": (64, 128, 3, 3), "20.weight": (64, 64, 3, 3)}
-for first, width in ((3, 256), (9, 128), (15, 64)):
+for first, width, grown, after in ((3, 256, 256, 128), (9, 128, 256, 64), (15, 64, 128, 64)):
+    SHAPES |= {f"{first + 4}.conv.weight": (grown, width, 1, 1), f"{first + 5}.weight": (after, width, 3, 3)}
     for number in range(first, first + 3):
         for conv, inputs in ((0, 2 * width), (2, width), (4, width)):
             SHAPES[f"{number}.conv.{conv}.weight"] = (width, inputs, 3, 3)
             SHAPES[f"{number}.conv.{conv}.bias"] = (width,)
-
-DTYPES = torch.float64, torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +48,8 @@ def by_definition(w: dict[str, torch.Tensor], frames: list[torch.Tensor]) -> lis
     for first, times in ((3, 1), (9, 2), (15, 2)):
         for layer in range(first, first + 3):
             before = [torch.zeros_like(frames[0]), *frames]
-            seen = [
-                conv(f"{layer}.conv.0", torch.cat(pair)).relu() for pair in zip(frames, before, strict=False)
-            ]
+            pairs = map(torch.cat, zip(frames, before, strict=False))
+            seen = [conv(f"{layer}.conv.0", pair).relu() for pair in pairs]
             seen = [conv(f"{layer}.conv.4", conv(f"{layer}.conv.2", y).relu()) for y in seen]
             frames = [(y + x).relu() for x, y in zip(frames, seen, strict=True)]
         wide = [x.repeat_interleave(2, 1).repeat_interleave(2, 2) for x in frames]
@@ -72,7 +64,10 @@ def test_a_video_knows_its_decoder_by_the_weights(weights, preview, tmp_path):
     bias = "decoder.22.bias"
     torch.save(weights | {bias: weights[bias] + 1}, other / "taew2_1.pth")  # the same name
     again = Preview.from_file(tmp_path / "taew2_1.pth", torch.float64, torch.device("cpu"))
-    of_others = [Preview.from_file(other / "taew2_1.pth", dtype, torch.device("cpu")) for dtype in DTYPES]
+    of_others = [
+        Preview.from_file(other / "taew2_1.pth", dtype, torch.device("cpu"))
+        for dtype in (torch.float64, torch.float32)
+    ]
     assert dtype_of(again) == dtype_of(preview) and again.made_by == of_others[0].made_by
     assert len({dtype_of(one) for one in (preview, *of_others)}) == 3
 
@@ -88,10 +83,8 @@ def test_frames_are_those_of_the_definition(preview, weights):
 
 
 def test_other_files_are_refused(weights, tmp_path):
-    for name, change in (
-        ("decoder.3.conv.0.bias", {}),
-        ("decoder.22.weight", {"decoder.22.weight": torch.ones(12, 64, 3, 3)}),
-    ):
+    wide = {"decoder.22.weight": torch.ones(12, 64, 3, 3)}
+    for name, change in (("decoder.3.conv.0.bias", {}), ("decoder.22.weight", wide)):
         torch.save({key: x for key, x in weights.items() if key != name} | change, tmp_path / "t.pth")
         with pytest.raises(CheckpointError, match=f"t.pth does not fit the model: .*{name}"):
             Preview.from_file(tmp_path / "t.pth", torch.float32, torch.device("cpu"))
