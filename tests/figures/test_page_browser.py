@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.pages import SHOWN, box, set_value, text_of
+from helpers.page_fixtures import SHOWN, box, set_value, text_of
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.pages import decode, decode_matrices
+from helpers.page_fixtures import decode, decode_matrices
 
 from experiments.analysis.first_frame import equal_distance_excess
 from experiments.analysis.measures import head_statistics

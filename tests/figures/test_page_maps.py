@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import synthetic_caches
-from helpers.pages import box, set_value, text_of
+from helpers.page_fixtures import box, set_value, text_of
 
 from experiments.analysis.video_maps import open_map
 from experiments.caches import save_cache

@@ -1,11 +1,12 @@
-"""The golden model as a diffusers folder, and a small text encoder."""
+"""The golden model as a diffusers folder, a small text encoder, and a small WanPipeline of diffusers."""
 
 import json
 
-from conftest import SIZES, golden_config
-from diffusers import WanTransformer3DModel
+import torch
+from conftest import ROOT, SIZES, golden_config
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
-from transformers import UMT5Config
+from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from wan.checkpoint import to_diffusers_names
 from wan.config import ModelConfig
@@ -53,3 +54,30 @@ def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffuser
         save_file(part, folder / file)
     index = {"weight_map": {key: file for file, part in parts.items() for key in part}}
     (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+
+
+MINI = ROOT / "checkpoints" / "wan-mini"
+
+
+def small_wan_pipeline() -> WanPipeline:
+    """The miniature's text encoder and VAE, and a transformer of random weights."""
+    torch.manual_seed(0)
+    transformer = WanTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, ffn_dim=64, num_layers=2, freq_dim=32, text_dim=64
+    )
+    pipeline = WanPipeline(
+        tokenizer=AutoTokenizer.from_pretrained(MINI / "tokenizer"),
+        text_encoder=UMT5EncoderModel.from_pretrained(MINI / "text_encoder"),
+        transformer=transformer.eval(),
+        vae=AutoencoderKLWan.from_pretrained(MINI / "vae"),
+        scheduler=UniPCMultistepScheduler.from_pretrained(MINI / "scheduler"),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def sample(pipeline: WanPipeline, **more) -> torch.Tensor:
+    """Latents [1, C, 3, 8, 8] of three steps, unless more says otherwise."""
+    sizes = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 3, "max_sequence_length": 16}
+    generator = torch.Generator().manual_seed(1)
+    return pipeline("a circle", output_type="latent", generator=generator, **sizes | more).frames

@@ -6,11 +6,13 @@ and draw every figure twice. Kernels are tested in tests/running.
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from papermill.iorw import load_notebook_node
@@ -61,12 +63,22 @@ def run(name, folder, **parameters):
 
 def figures(folder):
     """Bytes of the figures that a run wrote, by their path below folder/figures."""
-    return {
-        str(path.relative_to(folder / "figures")): path.read_bytes()
-        for path in (folder / "figures").rglob("*.svg")
-    }
+    here = folder / "figures"
+    return {str(path.relative_to(here)): path.read_bytes() for path in here.rglob("*.svg")}
 
 
 def words(svg):
     """The words of an SVG, which are text."""
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", svg.decode()))
+
+
+def smaller_atlas(atlas: dict[str, Any], layers: Sequence[int], heads: int) -> dict[str, Any]:
+    """Some layers and the first heads of an atlas; layers are numbers of the model's."""
+    rows = [atlas["layers"].index(layer) for layer in layers]
+    part = atlas | {"layers": list(layers), "num_heads": heads}
+    for name, values in atlas.items():
+        if torch.is_tensor(values) and len(values) == len(atlas["layers"]):
+            part[name] = values[rows]
+            if values.ndim > 2 and values.shape[2] == atlas["num_heads"]:  # [N, P, H, ...]
+                part[name] = part[name][:, :, :heads].contiguous()
+    return part

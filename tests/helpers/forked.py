@@ -1,4 +1,4 @@
-"""Run a function in a fork of this warmed process: its own memory, its own end, no cold start.
+"""Run a function in a fork of this warmed process: its own memory, its own end, no cold start; or stop a run.
 
 How much is tried: a little in CI, all of it with ROBUSTNESS=full.
 """
@@ -19,6 +19,7 @@ import psutil
 import torch
 
 import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
+from experiments.running.progress import Progress
 
 FULL = os.environ.get("ROBUSTNESS") == "full"
 
@@ -92,3 +93,16 @@ def exit_code(run: Callable[[], Any]) -> Callable[[], int]:
         return 0
 
     return call
+
+
+def stopping_after(monkeypatch, block: int) -> None:
+    """A Ctrl-C while a block is generated."""
+    original = Progress.block
+
+    def on_block(self, number, frames, num_blocks):
+        original(self, number, frames, num_blocks)
+        if number == block:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Progress, "block", on_block)

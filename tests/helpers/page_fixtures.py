@@ -30,13 +30,8 @@ class Browser:
 
         assert FOUND is not None  # who opens a browser has looked
         null = subprocess.DEVNULL
-        command = [
-            FOUND,
-            *(f"--{flag}" for flag in FLAGS.split()),
-            f"--user-data-dir={profile}",
-            "about:blank",
-        ]
-        self.process = subprocess.Popen(command, stdout=null, stderr=null)
+        flags = [f"--{flag}" for flag in (*FLAGS.split(), f"user-data-dir={profile}")]
+        self.process = subprocess.Popen([FOUND, *flags, "about:blank"], stdout=null, stderr=null)
         port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
         while not (port_file.exists() and port_file.read_text(encoding="utf-8").strip()):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -144,3 +139,41 @@ def page(browser, atlas_page):
 
     yield open_at
     assert browser.complaints() == []
+
+
+# --- What tests ask an open page, and how its numbers are read
+SHOWN = "document.getElementById('detail-title').textContent.split(' · ')[1]"
+
+
+def box(browser, selector) -> tuple[float, float, float, float]:
+    """x, y, width and height of an element, brought into view."""
+    return browser.js(
+        f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
+        "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
+    )
+
+
+def text_of(browser, name) -> str:
+    return browser.js(f"document.getElementById({name!r}).textContent")
+
+
+def set_value(browser, name, value, event="change"):
+    browser.js(
+        f"(() => {{ const e = document.getElementById({name!r}); e.value = {value!r}; "
+        f"e.dispatchEvent(new Event({event!r})); }})()"
+    )
+
+
+def decode(coded: dict, N: int, H: int) -> np.ndarray:
+    """Rows [N, H, n], NaN where absent, as the page decodes them."""
+    top = 256 ** coded["bytes"] - 2
+    codes = np.frombuffer(base64.b64decode(coded["codes"]), f"<u{coded['bytes']}").reshape(N, H, -1) / top
+    low, high = (np.array(coded[name])[..., None] for name in ("low", "high"))
+    return np.where(codes > 1, np.nan, low + (high - low) * codes ** coded["power"])
+
+
+def decode_matrices(coded: dict, N: int, H: int, F: int, averages: int = 0) -> np.ndarray:
+    """Frame matrices [N, H, F, F + averages]; the cells that no head has are NaN."""
+    out = np.full((N, H, F * (F + averages)), np.nan)
+    out[..., coded["cells"]] = decode(coded, N, H)
+    return out.reshape(N, H, F, F + averages)

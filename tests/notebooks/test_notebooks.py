@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import GOLDEN, ROOT
 from helpers import executed, long_findings, synthetic_caches
+from helpers.executed import smaller_atlas
 from helpers.older_caches import OLDER_LAYER_FIELDS
-from helpers.smaller import smaller_atlas
 from PIL import Image
 
 from experiments import run_extraction_maps

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from helpers import executed
-from helpers.smaller import smaller_atlas
+from helpers.executed import smaller_atlas
 
 from experiments import run_extraction, run_extraction_all, run_extraction_each
 from experiments.caches import load_cache, save_cache

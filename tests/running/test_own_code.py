@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import WanPipeline
-from helpers.diffusers_pipeline import small_wan_pipeline
+from helpers.checkpoints import small_wan_pipeline
 from matplotlib.figure import Figure
 
 from experiments import capture, load, run_extraction_all

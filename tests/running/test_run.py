@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from helpers.forked import forked
-from helpers.stopping import stopping_after
+from helpers.forked import forked, stopping_after
 
 from experiments import (
     extract_attention_wan,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from helpers.forked import stopping_after
 from helpers.rollouts import TWO_STEPS
-from helpers.stopping import stopping_after
 from safetensors import safe_open
 
 from experiments import run_rollout

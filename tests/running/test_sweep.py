@@ -7,8 +7,7 @@ import subprocess
 import pytest
 import torch
 from conftest import ROOT
-from helpers.forked import forked
-from helpers.stopping import stopping_after
+from helpers.forked import forked, stopping_after
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache, save_cache

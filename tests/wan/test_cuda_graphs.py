@@ -8,8 +8,7 @@ import warnings
 import pytest
 import torch
 from helpers import parallel_rollouts
-from helpers.parallel_rollouts import small_model
-from helpers.processes import together
+from helpers.parallel_rollouts import small_model, together
 
 from wan.capture import CaptureRequest
 from wan.interventions import Knockout, intervene

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.diffusers_pipeline import sample, small_wan_pipeline
+from helpers.checkpoints import sample, small_wan_pipeline
 
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, Site
 from wan.diffusers_capture import capture_diffusers

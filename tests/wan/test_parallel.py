@@ -2,8 +2,15 @@
 
 import pytest
 import torch
-from helpers.parallel_rollouts import POLICIES, REQUESTS, edited_runs, every_policy, roll_out, small_model
-from helpers.processes import together
+from helpers.parallel_rollouts import (
+    POLICIES,
+    REQUESTS,
+    edited_runs,
+    every_policy,
+    roll_out,
+    small_model,
+    together,
+)
 
 from wan.errors import ConfigError
 from wan.parallel import apply_head_parallel, check_size, legal_sizes

@@ -11,8 +11,7 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.parallel_rollouts import REQUESTS, roll_out, small_model
-from helpers.processes import together
+from helpers.parallel_rollouts import REQUESTS, roll_out, small_model, together
 
 from wan.kernels import peer_memory
 from wan.kernels.graphs import apply_cuda_graphs
