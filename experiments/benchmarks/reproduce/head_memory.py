@@ -270,7 +270,7 @@ def classes_of(study: HeadMemory) -> dict[str, Any]:
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
     name, mini = next(iter(report["miniatures"].items()))
-    shares = {claim: one["same"] for claim, one in report["shares"].items()}
+    shares = {claim: one["same"] for claim, one in report["shares"].items() if "same" in one}
     ceilings = {of: shares[of][ALL][0] for of in ("rendered", "VAE")}
     known = {claim: claim for claim in shares if claim.startswith("known: ")}
     names = {"8 others of their layers": "matched", "all heads: past, all": "no past"} | known
