@@ -75,7 +75,7 @@ def load(
     which streams weights from the host. cache_policy is a policy (also of one's own class), settings, a file,
     one of configs/policies, or a name with fields, such as "window,window=9,sink=3". preview is a file of
     TAEHV's small decoder, for run.show(); run.video and run.save() stay the VAE's. Weights are read by the
-    first video. Raises ConfigError for what is not there or does not fit.
+    first video. Raises ConfigError for missing files and settings that do not fit.
     """
     given = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None}
     known = [field.name for field in fields(RunConfig)]
@@ -265,7 +265,7 @@ def capture(pipe: Pipe, *sites: Any, stream_to: str | Path | None = None, **chos
 
     chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
     where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
-    stream_to is a folder that gets a file a block. Without a site it is attention, and chosen are those of
+    stream_to is a folder that gets a file a block. Without a site it captures attention, by the fields of
     attention_requests. Raises ConfigError for what the model does not have or does not fit in memory.
     """
     if sites and not isinstance(sites[0], str):  # capture(pipe, [1, 5]): the layers of an atlas

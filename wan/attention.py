@@ -102,9 +102,9 @@ def attention(
 def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) -> Tensor:
     """attention() of heads that see keys of their own: groups of h heads each -> [B, Lq, H, D].
 
-    Where q of the groups has one item for a larger batch, their heads are those of all its items in turn.
-    A group goes through attention at once. Captures get a call for each of its layouts; where somebody
-    watches, who may edit, each of these calls has a softmax of its own.
+    Where q of the groups has one item for a larger batch, their heads list all items' heads in turn.
+    A group goes through attention at once. Captures get a call for each of its layouts; under captures
+    or edits each of these calls has a softmax of its own.
     """
     items, len_q, _, head_dim = groups[0].q.shape
     num_heads = sum(len(group.numbers) for group in groups)

@@ -105,7 +105,7 @@ def imported(name: str) -> ModuleType:
 
 # --- Calls over [B, H, L, D]
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether a call on a GPU is FlashAttention-4's; those of a training step are not."""
+    """Return whether FlashAttention-4 computes a call on a GPU; never in a training step."""
     head_dim = q.shape[3]
     fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
     if not fits or k.shape[2] < FEWEST_KEYS or not has_fa4(q.device):
@@ -115,12 +115,12 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def launches(q: Tensor) -> bool:
-    """Return whether FlashAttention-4, where it takes such a call, goes past its own function."""
+    """Return whether we launch FlashAttention-4's kernel ourselves, without its Python function."""
     return q.shape[3] == LARGEST_HEAD and is_launched(q.device)
 
 
 def gives_tails(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the kernel of a call can say what mass key frames of TILE keys or more have."""
+    """Return whether the kernel can also give the mass of key frames of TILE keys or more."""
     return q.is_cuda and takes(q, k, v) and launches(q)
 
 

@@ -40,7 +40,7 @@ def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """What the cache of one video is made for."""
+    """Sizes of the cache of one video."""
 
     num_heads: Sequence[int]  # per layer, of those that are here
     head_dim: int
@@ -59,7 +59,7 @@ class CacheSizes:
 
 
 class AnyCache:
-    """What a model asks of every cache; a rollout also for advance(), flush(), recache(), begin_pass()."""
+    """Interface of caches to the model; rollouts also call advance(), flush(), recache(), begin_pass()."""
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy names heads of another model."""
@@ -87,7 +87,7 @@ class AnyCache:
 class KVCache(AnyCache):
     """One buffer of keys and one of values per layer, [B, capacity·S, H, D], written in place.
 
-    slots say what lies in them, in order; own are those of the newest block, which its passes overwrite.
+    slots describe them, in order; own are the newest block's, which its passes overwrite.
     Policies whose keys change their position keep them un-rotated as well, in raw_keys.
     """
 
@@ -200,7 +200,7 @@ class KVCache(AnyCache):
             self.keep([*range(start), *range(start + count, len(self.slots))])
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Make slots, in this order, the whole cache; one may come twice."""
+        """Keep these slots, in this order, and drop all others; a slot may appear twice."""
         moved = [index for index, slot in enumerate(slots) if index != slot]
         kept = [self.slots[slot] for slot in slots]
         if moved:
@@ -335,7 +335,7 @@ class HeadwiseCache(AnyCache):
         super().__init__(sizes, policy)
         self.head_dim, self.block_size = sizes.head_dim, sizes.block_size
         self.device = torch.device(sizes.device)
-        # Where items of a batch keep other frames, heads are those of all items, one item behind the other.
+        # Where items of a batch keep other frames, heads of all items stand one item after the other.
         self.items = sizes.batch if self.policy.keeps_items_apart else 1
         self.num_heads = sizes.num_heads[0] * self.items
         shape = sizes.batch // self.items, 0, self.num_heads, sizes.head_dim

@@ -60,7 +60,7 @@ class CapturedCall(Mapping[str, Any]):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Who called, in which pass, and what the keys were; None for what nobody told."""
+        """Site, pass and keys of the call; None for what is unknown."""
         at, layout = self.at, self.layout
         facts: dict[str, Any] = {
             "layer_idx": call_index(self.site),
@@ -73,7 +73,7 @@ class CapturedCall(Mapping[str, Any]):
         for name in ("block", "step", "timestep", "is_clean_pass", "branch"):
             facts[name] = None if at is None else getattr(at, name)
         facts["query_frames"] = None if at is None else list(at.query_frames)
-        # A frame that is not there is clean.
+        # An absent frame counts as clean.
         levels = {} if at is None else dict(at.levels) or dict.fromkeys(at.query_frames, at.timestep)
         return facts | {
             "frame_timesteps": levels,
@@ -352,7 +352,7 @@ def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor
 # --- Keep what is asked for
 @dataclass(eq=False)
 class Capture:
-    """Hold requests that were made together and what was kept for them so far."""
+    """Requests of one capture, and the calls that were kept for them."""
 
     requests: tuple[CaptureRequest, ...]
     calls: list[CapturedCall] = field(default_factory=list)

@@ -38,7 +38,7 @@ MOVES_AT_ONCE = 8  # weights on their way to a GPU, which converts them
 
 
 class CheckpointError(ConfigError):
-    """Weights that are not there or do not fit."""
+    """Weights that are missing or do not fit."""
 
 
 # Names of the transformer's weights: native and diffusers'.
@@ -153,7 +153,7 @@ def transformer_file(ckpt_dir: str | Path) -> Path:
 
 
 def file_or_index(path: Path) -> Path:
-    """Return path.index.json where it is there, and else the file itself."""
+    """Return path.index.json if it exists, else the file itself."""
     index = path.with_name(path.name + ".index.json")
     return index if index.is_file() else require_file(path)
 
@@ -241,7 +241,7 @@ def sampled_sha256(path: str | Path) -> str:
 def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     """Return name, bytes and sampled_sha256 of files, ordered by name; of an index its shards.
 
-    Raise CheckpointError for one that is not there.
+    Raise CheckpointError for a missing file.
     """
     files = {require_file(file) for path in paths for file in shards(Path(path))}
     return [

@@ -3,9 +3,9 @@
     with capture_diffusers(pipe.transformer, layers=[1], granularity="frame") as calls:
         pipe("a red circle moving right")
 
-The transformer attends to all frames at once: its calls are of block 0, the step counts the sampler's
+The transformer attends to all frames at once: its calls belong to block 0, the step counts the sampler's
 timesteps, and the branch is "uncond" where guidance calls the transformer a second time at one timestep.
-A third call there is of the next step, or of the next video where it is the first step.
+A third call at one timestep begins the next step; at the first step, the next video.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def capture_diffusers(
     transformer: Any, *requests: CaptureRequest, **fields: Any
 ) -> Iterator[list[CapturedCall]]:
-    """Capture the calls of a diffusers.WanTransformer3DModel; requests or fields are those of CaptureRequest.
+    """Capture the calls of a diffusers.WanTransformer3DModel; requests or fields as for CaptureRequest.
 
     Yields the list of calls. The transformer's own processors come back when the context ends. Raises
     ConfigError for an image-to-video model, and for a layer that the model does not have.

@@ -128,7 +128,7 @@ class _Checked:
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML and JSON; what is left at its default is left out."""
+        """Return plain values for YAML and JSON; fields at their defaults are left out."""
         values = {}
         for each in fields(self):  # type: ignore[arg-type]
             value = getattr(self, each.name)
@@ -173,7 +173,7 @@ class BlockKeys:
     sees_more: bool = False  # keys of its past may have no frame number
 
     def has(self, name: int | str) -> bool:
-        """Return whether some key is of a frame of that name."""
+        """Return whether the frame of any key has this name."""
         if name in ("past", "sink"):
             return bool(self.sink) if name == "sink" else bool(self.past) or self.sees_more
         if isinstance(name, int) or name == "first":
@@ -218,7 +218,7 @@ class RolloutPlan:
         ]
 
     def layers(self, edit: "Edit", site: str) -> int:
-        """Return in how many layers an edit stands at one of its sites."""
+        """Count the layers in which the edit applies to one of its sites."""
         return 1 if site in OF_FORWARD else len(edit.layers or range(self.num_layers))
 
     def count(self, edit: "Edit") -> int:
@@ -297,7 +297,7 @@ class Edit(_Checked, ABC):
 
     @property
     def needs(self) -> str:
-        """The data that it cannot do without; nothing for most."""
+        """Name the data that the edit requires; most require none."""
         return "its source as a RunInStep" if isinstance(getattr(self, "source", None), Source) else ""
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
@@ -307,7 +307,7 @@ class Edit(_Checked, ABC):
         return self.passes != "clean" and (self.steps is None or step in self.steps)
 
     def selects(self, site: str, layer: int | None, at: Pass) -> bool:
-        """Return whether an activation or a call is one of those that it is for."""
+        """Return whether the edit applies to an activation or a call."""
         return (
             site in self.sites
             and (self.layers is None or layer in self.layers)
@@ -336,7 +336,7 @@ class Edit(_Checked, ABC):
 
 # --- The parts of a call that edits change
 def heads_in(edit: Edit, call: Call) -> list[int]:
-    """Return the heads of an edit, by their indices in the call; none where the call is of others."""
+    """Return the indices in the call of the edit's heads; empty if the call has none of them."""
     return [n for n, number in enumerate(call.numbers) if edit.heads is None or number in edit.heads]
 
 
@@ -381,7 +381,7 @@ def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
 def replace_values(
     call: Call, name: str, heads: Sequence[int], values: Tensor, tokens: Tokens = EVERY
 ) -> None:
-    """Let q, k or v have other values [B, tokens, heads, D] in this call; the cache stays as it is."""
+    """Replace q, k or v [B, tokens, heads, D] in this call; the cache is not changed."""
     x, columns = getattr(call, name).clone(), as_index(heads, call.q.device)
     rows = tokens if isinstance(tokens, slice) or isinstance(columns, slice) else tokens[:, None]
     x[:, rows, columns] = values.to(x.dtype)
@@ -404,7 +404,7 @@ def with_heads(x: Tensor, where: Where, heads: Sequence[int] | None, new: Tensor
 
 
 def of_source(x: Any, where: Where, data: Any) -> Any:
-    """Return what stands in the place of x in another run; InterventionError where its shapes are others."""
+    """Return the source run's value at the place of x. InterventionError where shapes differ."""
     source = data.value(where)
     parts = [(each.q, each.k) if isinstance(each, Call) else (each,) for each in (source, x)]
     theirs, mine = (tuple(part.shape for part in each) for each in parts)

@@ -111,7 +111,7 @@ class Slot:
 
     frame: int  # or AVERAGE, EMPTY, CHOSEN
     position: int  # or MIXED
-    is_rotated: bool = True  # False: the keys stand there without RoPE
+    is_rotated: bool = True  # False: the keys are stored without RoPE
     items: tuple[int, ...] = ()  # the frame of each batch item where items choose; frame is the first's
 
     @property
@@ -175,9 +175,9 @@ class KeyLayout:
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
-        """The frames that captured values are of: those of all slots, or all that some key is of, ascending.
+        """The frames of captured values, ascending: the slots' frames, or every frame that has a key.
 
-        Averages and zeros are of no frame.
+        Averages and zeros belong to no frame.
         """
         if self.is_plain:
             return self.frames
@@ -198,7 +198,7 @@ class KeyLayout:
 
     @cached_property
     def is_in_place(self) -> bool:
-        """True where frames say it all: one to a slot, in order, each at its own position."""
+        """True where slots are the frames in order, each at its own position."""
         return self.is_plain and self.positions == self.frames and list(self.frames) == sorted(self.frames)
 
 
@@ -294,7 +294,7 @@ class HeadShard:
         return text if self.is_whole else [(self.of(k), self.of(v)) for k, v in text]
 
     def local(self, heads: range | list[int]) -> list[int]:
-        """Those of some heads of the model that are here, by their indices here."""
+        """Map heads of the model to local indices; heads of other processes are left out."""
         return [head - self.heads.start for head in heads if head in self.heads]
 
     def sum(self, x: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ class Block(nn.Module):
         return visit("resid_post", self.layer, self.gate2(x, fed, feed.gate))
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
-        """Return those of self-attention and of the FFN, each [B, F or 1, dim]."""
+        """Return the modulations of self-attention and of the FFN, each [B, F or 1, dim]."""
         rows = (self.modulation + time).unbind(2)  # float32 as time is
         return Modulation(*rows[:3]), Modulation(*rows[3:])
 

@@ -98,7 +98,7 @@ def is_first_to_fail(message: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ProcessShard(HeadShard):
-    """The heads of one process of a group. It also has the share of every call's tokens that is as large."""
+    """The heads of one process of a group; it has an equal share of every call's tokens, too."""
 
     group: Group
     all_to_all: AllToAll
@@ -198,7 +198,7 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
 def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
     """Let each token look at the text, which is whole everywhere, without an exchange.
 
-    Whoever captures it, or edits anything, gets whole sequences of own heads all the same.
+    Captures of it and edits get whole sequences of this process's heads all the same.
     """
     attn.site = replace(attn.site, shard=shard)
 

@@ -643,13 +643,13 @@ class HeadwisePolicy(CachePolicy):
         return 0 if how in ("keep", "recache") else None
 
     def admit(self, cache: HeadwiseCache, block: range) -> None:
-        """Make room for the frames of a block, where that takes more than finish() did."""
+        """Make room for the frames of a block, if finish() has not done so."""
 
     def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
         """Look at the queries [B, L, H, D] of a clean pass, whose keys lie in the cache."""
 
     def finish(self, cache: HeadwiseCache) -> None:
-        """Let heads keep what they may of what they saw, after a block's clean pass; by default all of it."""
+        """Choose after a block's clean pass which of the keys that they saw heads keep; by default all."""
         for layer, kinds in enumerate(cache.kinds):
             cache.keep(layer, [(kind.heads, cache.rows(range(kind.keys.shape[1]))) for kind in kinds])
 
@@ -871,7 +871,7 @@ class ForcingKV(HeadwisePolicy):
         self._chosen = 0 if chunks is None else chunks.shape[1]
 
     def _class(self, cache: HeadwiseCache, layer: int, kind: Kind) -> bool | None:
-        """Return whether a kind's heads are static; None where they are not divided."""
+        """Return whether a kind's heads are static; None before kinds are divided."""
         if not self.is_divided or layer == 0:
             return None
         return bool(self.is_static[layer, cache.shard.heads[kind.heads[0]]])
@@ -892,7 +892,7 @@ class ForcingKV(HeadwisePolicy):
         return torch.cat([sink, first.stop + self._chosen + chunks[:, :, None], newest], 1)
 
     def _divide(self, cache: HeadwiseCache) -> None:
-        """Let static and dynamic heads keep frames of their own, of what all of them saw."""
+        """Divide static from dynamic heads: each kind keeps its own part of the frames that all saw."""
         S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
         sink, own = min(self.sink * S, n), cache.block_size * S
         self.is_divided, self._chosen = True, 0
@@ -954,7 +954,7 @@ class Ring:
         self.values[layer][:, : self.valid] = held
 
     def write(self, layer: int, kind: Kind, own: Tensor) -> None:
-        """Store a block's values, and let a kind that has its keys see those of the ring."""
+        """Store a block's values in the ring, and copy its newest ones beside a kind's keys."""
         count = own.shape[1]
         rows = (self.pointer + count + torch.arange(count, device=own.device)) % self.size
         self.values[layer][:, rows] = own

@@ -190,11 +190,11 @@ def wanted(site: str, layer: int | None) -> bool:
 
 
 def visit(site: str, layer: int | None, x: Any, shard: HeadShard | None = None, of_heads: Any = None) -> Any:
-    """Show an activation to all watchers -> x, or what takes its place."""
+    """Show an activation to all watchers -> x, or its replacement."""
     for watcher in watchers():
         if (at := _PASS.get()) is None:
             raise ConfigError(
-                "whoever watches or edits needs to know the pass of each call: run the model through the "
+                "captures and edits need the pass of each call: run the model through the "
                 "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
             )
         changed = watcher.visit(x, Where(site, layer, at, shard, of_heads))

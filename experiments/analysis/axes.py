@@ -132,7 +132,7 @@ def slot_marks(atlas: dict, i: int, block: int) -> list[str]:
 
 
 def _slot_values(atlas: dict, i: int, step: int | None, quantity: str) -> np.ndarray:
-    """Values of slots [H, F, slots]; where slots are frames, those of the frames."""
+    """Values of slots [H, F, slots]; values of frames where slots are the frames."""
     if f"slot_{STORED[quantity]}" in atlas:
         return _stored(atlas, "slot", i, step, quantity)
     whole, (frames, _) = _stored(atlas, "frame", i, step, quantity), slots_of(atlas, i)
@@ -216,7 +216,7 @@ def query_profile(
 
 
 def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:
-    """Return a layer cache of the "cond" or "uncond" branch of guidance. CacheError where it is not there."""
+    """Return a layer cache of the "cond" or "uncond" branch of guidance. CacheError if it is absent."""
     if branch == "cond":
         return cache
     if branch != "uncond" or "full_frame_attention_uncond" not in cache:

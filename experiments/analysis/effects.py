@@ -1,4 +1,4 @@
-"""What an intervention did, in numbers: knockout curves, effects of edits, a causal atlas."""
+"""Numbers of interventions: knockout curves, effects of edits, a causal atlas."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -41,7 +41,7 @@ class LongRollouts:
 
     @classmethod
     def open(cls, path: str | Path) -> "LongRollouts":
-        """Read findings. Raises CacheError for a file that is not there, or that is no JSON."""
+        """Read findings. Raises CacheError for a missing file, or one that is no JSON."""
         return cls(read_report(path, "long_rollouts"))
 
     def interval(self, label: str, measure: str = PRIMARY) -> Interval:

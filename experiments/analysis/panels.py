@@ -27,7 +27,7 @@ class HeadPanel(NamedTuple):
     clipped: np.ndarray | None = None  # [F] bool: where that figure cuts it off
     agreement: str = ""  # how well the two agree, in words
     no_preference: float | None = None  # value of every frame if all tokens were alike; None for logits
-    averages: np.ndarray | None = None  # [averages] of frames that are gone, beside the frames
+    averages: np.ndarray | None = None  # [averages] of evicted frames, beside the frames
     group: int = 1  # tokens of which each value of the curve is the mean
 
 
@@ -40,7 +40,7 @@ class HeadMap(NamedTuple):
     scale: str  # "diverging" around 0, "ratio" around 1, "share" of 0..1, or "sequential"
     values: np.ndarray | None
     missing_reason: str = ""
-    queries: str = ""  # whose queries it is of, where they are not those of the figure's title
+    queries: str = ""  # queries of the panel, if others than the title's
 
 
 class LabelMap(NamedTuple):
@@ -51,17 +51,17 @@ class LabelMap(NamedTuple):
     labels: np.ndarray | None
     missing_reason: str = ""
     differs: np.ndarray | None = None  # [N, H] bool: not the label it is compared with
-    queries: str = ""  # whose queries it is of, where they are not those of the figure's title
+    queries: str = ""  # queries of the panel, if others than the title's
 
 
 class ProfileMap(NamedTuple):
-    """Profiles [H, F + averages] of a layer in one pass, or None and a line that says why there are none."""
+    """Profiles [H, F + averages] of a layer in one pass, or None and the reason why."""
 
     title: str
     quantity: str
     values: np.ndarray | None
     missing_reason: str = ""
-    averages: int = 0  # columns after the frames: averages of frames that are gone
+    averages: int = 0  # columns after the frames: averages of evicted frames
 
 
 def choose_heads(

@@ -42,7 +42,7 @@ def _cells(values: Sequence[Any]) -> list[str]:
 
 def describe(view: Profiles) -> dict[str, str]:
     """Return what a view holds: source, layers, frames, pass, quantity, and what its queries could see."""
-    averages = f" and {view.num_averages} averages of frames that are gone" if view.num_averages else ""
+    averages = f" and {view.num_averages} averages of evicted frames" if view.num_averages else ""
     facts = {
         "Source": view.source,
         "Layers": f"{ranges(view.layers)}; {view.num_heads} heads; {view.frame_seq_length} tokens per frame",

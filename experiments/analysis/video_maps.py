@@ -72,7 +72,7 @@ class VideoMap:
 
     @property
     def about(self) -> str:
-        """Return what stands under a figure's title: pass, query, model, prompt and seed."""
+        """Return the line under a figure's title: pass, query, model, prompt and seed."""
         frame, row, column = self.query
         query = f"frame {frame}" if row == ANY else f"patch ({row}, {column}) of frame {frame}"
         if frame == ANY:

@@ -1,4 +1,4 @@
-"""Whole files or none; what an output is of (its fingerprint); errors of runs; where an mp4 is encoded."""
+"""Write whole files or none; compare fingerprints; errors of runs; encode mp4s."""
 
 import errno
 import os
@@ -93,14 +93,14 @@ def require_ffmpeg(otherwise: str = "") -> str:
 
 # --- What an output is of: its fingerprint (experiments/extraction/provenance.py), not its name or size
 def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> None:
-    """Raise CacheError where the fingerprint found in a file is not the one that a run would give it."""
+    """Raise CacheError where a file's fingerprint differs from the run's."""
     if found != wanted:
         said = f"fingerprint {short_repr(found)}" if found else "no fingerprint, or not the whole file"
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
 
 
 def mp4_tag(path: str | Path) -> str | None:
-    """Return the text that encode_mp4 put into an mp4; None where it is not there, torn, or without one."""
+    """Return the text that encode_mp4 put into an mp4; None if it is missing, torn, or has none."""
     boxes = list(mp4_boxes(path)) if Path(path).is_file() else []
     if not boxes or boxes[-1][2] != Path(path).stat().st_size:
         return None

@@ -28,7 +28,7 @@ QUANTITIES = ("mean_logit", "mass", "mean_prob")
 MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 
 # In key_frame and slot_frame, where a key or slot is not of one frame:
-AVERAGE = -1  # of frames that are gone
+AVERAGE = -1  # of evicted frames
 NO_KEY = -9  # no key: others have more; between them -2 zeros, -3 tokens of several frames
 ANY = -1  # in queries of maps; frame: all queries of the block; row and column: all of the frame
 
@@ -291,7 +291,7 @@ class LayerCache(Sampling, OnePass, Cache):
     key_frames: Annotated[list[int], "int [F]"]
     last_block_query_frames: Annotated[list[int], "int [last]"]
     full_frame_attention_uncond: Annotated[Tensor | None, "f16/f32 [H, F, F]"] = None
-    # Under some cache policies keys that are averages of frames that are gone, in the order of their slots:
+    # Under some cache policies keys that are averages of evicted frames, in the order of their slots:
     average_attention: Annotated[Tensor | None, "f16/f32 [H, F, averages]"] = None
 
 

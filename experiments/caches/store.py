@@ -161,7 +161,7 @@ def select_passes(atlas: Mapping[str, Any], steps: Sequence[int]) -> dict[str, A
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
-    """Return one layer of an atlas in one pass (None: the first) as a layer cache. CacheError: not there."""
+    """Return one layer of an atlas in one pass (None: the first) as a layer cache. CacheError: absent."""
     view = open_profiles(atlas, step, "mean_logit")
     profile, matrix, _, averages = view.values(layer)
     one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
@@ -178,7 +178,7 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
 
 # --- A folder of layerN.pt: one rollout, each layer once
 def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[str, Any]]:
-    """Open every layerN.pt of a folder by number. CacheError unless they are of one rollout."""
+    """Open every layerN.pt of a folder by number. CacheError unless all belong to one rollout."""
     paths = sorted(folder.glob("layer*.pt"), key=lambda p: int("0" + "".join(filter(str.isdigit, p.stem))))
     if not paths:
         command = f"bash experiments/extract_all_layers.sh CONFIG {folder}"

@@ -44,12 +44,12 @@ class Caption:
     subtitle: str  # pass and queries, for titles: "pass 0 (t = 1000), query frames 18–20"
     highlighted_frames: Mapping[str, Sequence[int]] = field(default_factory=lambda: NOTHING)  # legend: frames
     unit: str = "latent"  # what the frame axis counts: latent or video frames
-    averages: int = 0  # columns after the frames: averages of frames that are gone
+    averages: int = 0  # columns after the frames: averages of evicted frames
     source: str = ""  # model, prompt and seed
 
     @property
     def about(self) -> str:
-        """Return what stands under a figure's title: pass, queries, model, prompt and seed."""
+        """Return the line under a figure's title: pass, queries, model, prompt and seed."""
         return "; ".join(filter(None, (self.subtitle, self.source)))
 
 
@@ -109,7 +109,7 @@ def short_source(source: str) -> str:
     return f"{model}, {cut}, seed {seed}"
 
 
-# --- Keys that are averages of frames that are gone: columns of their own, after the frames
+# --- Keys that are averages of evicted frames: columns of their own, after the frames
 def average_names(count: int) -> tuple[str, ...]:
     """Return the names of their columns: μ1, μ2, ..., in the order of their slots."""
     return tuple(f"μ{n}" for n in range(1, count + 1))
@@ -171,7 +171,7 @@ class Profiles:
     settings: Mapping[str, Any]  # of the rollout, those that caches keep; {} where the file has none
     edits: str  # of an edited run what was done, in words; nothing otherwise
     rolling_timesteps: tuple[float, ...]  # of a rolling window's blocks; () of other samplers
-    num_averages: int  # keys that are averages of frames that are gone; 0 but under some cache policies
+    num_averages: int  # keys that are averages of evicted frames; 0 but under some cache policies
     _read: Callable[[int], LayerValues]
 
     def values(self, layer: int) -> LayerValues:
@@ -194,14 +194,14 @@ class Profiles:
         return None if matrix is None else matrix.float().numpy()
 
     def frame_matrices(self) -> np.ndarray | None:
-        """[layers, H, F, F] float32: frame_matrix of all layers, None where a query frame is not there."""
+        """[layers, H, F, F] float32: frame_matrix of all layers, None where a query frame is absent."""
         if len(self.matrix_rows) < self.num_frames:
             return None
         found = [self.frame_matrix(layer) for layer in self.layers]
         return np.stack([matrix for matrix in found if matrix is not None])
 
     def key_profile(self, layer: int) -> np.ndarray:
-        """[H, F + num_averages] float32: frame_profile, then the averages of frames that are gone."""
+        """[H, F + num_averages] float32: frame_profile, then the averages of evicted frames."""
         gone = self.values(layer).averages
         if gone is not None:
             gone = gone[:, [self.matrix_rows.index(frame) for frame in self.query_frames]].mean(1)
@@ -212,7 +212,7 @@ class Profiles:
         return np.stack([self.key_profile(layer) for layer in self.layers])
 
     def key_matrix(self, layer: int) -> np.ndarray | None:
-        """[H, rows, F + num_averages] float32: frame_matrix, then the averages of frames that are gone."""
+        """[H, rows, F + num_averages] float32: frame_matrix, then the averages of evicted frames."""
         matrix = self.frame_matrix(layer)
         return None if matrix is None else self._beside(matrix, self.values(layer).averages)
 
@@ -292,7 +292,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     """Open a view of a cache that load_cache returned.
 
     step picks the pass (None: the first one stored). quantity is mean_logit, mass or mean_prob; None takes
-    mean_logit from logits, mass from probabilities. CacheError for a pass or quantity that is not there.
+    mean_logit from logits, mass from probabilities. CacheError for an absent pass or quantity.
     """
     typed = as_cache(cache)
     quantity = quantity or ("mean_logit" if typed.is_logits else "mass")
@@ -505,7 +505,7 @@ def _at_frames(curve: Tensor, entry: Tokens, keys: Sequence[int], S: int) -> Ten
 
 
 def _num_averages(entry: Tokens) -> int:
-    """Count the averages of frames that are gone, among the keys of a token matrix or among the slots."""
+    """Count the averages of evicted frames, among the keys of a token matrix or among the slots."""
     if not entry.has_tokens:
         slot_frame = getattr(entry, "slot_frame", None)
         return 0 if slot_frame is None else most_averages(slot_frame)

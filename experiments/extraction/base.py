@@ -125,7 +125,7 @@ def of_branch(run: Extraction, branch: str) -> Extraction:
 
 
 def base_atlas_cache(run: Extraction, steps: Sequence[int], branch: str) -> dict[str, Any]:
-    """Return mean logits and mass of every layer at those of the steps that were reached, of one branch."""
+    """Return mean logits and mass of every layer at the steps that were reached, of one branch."""
     layers, reached = list(range(run.num_layers)), {call["step"] for call in run.records}
     if not (steps := [step for step in steps if step in reached]):
         raise RunError(f"none of the steps was reached for {branch}")

@@ -239,7 +239,7 @@ def layer_requests(
 def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer, each block at the chosen pass."""
     step, name = run.config.step, "token_logits" if "token_logits" in run.quantities else "frame_logits"
-    pieces = []  # of keys that are averages of frames that are gone
+    pieces = []  # of keys that are averages of evicted frames
     for call in run.captured(name, layer, step):
         values, averages = call.values, None
         if "slot_logits" in values:

@@ -98,7 +98,7 @@ class LoadedModel:
         return kept("model", fingerprint(self.identity(self.config)), lambda: prepare(self.config, []))
 
     def require_loaded(self, config: RunConfig) -> None:
-        """Raise ConfigError where a config asks for what only loading again can give."""
+        """Raise ConfigError where a changed setting needs the model loaded again."""
         for name, loaded in vars(self.config).items():
             asked = getattr(config, name)
             if loaded != asked and name not in OF_A_ROLLOUT:
@@ -296,7 +296,7 @@ def run_in_background(function: Callable, *args) -> Future:
     def work() -> None:
         try:
             future.set_result(function(*args))
-        except BaseException as error:  # whoever asks for the result gets it
+        except BaseException as error:  # raised again by result()
             future.set_exception(error)
 
     Thread(target=work, daemon=True).start()
@@ -436,7 +436,7 @@ def edited(
 def data_of(
     loaded: LoadedModel, config: RunConfig, edits: Sequence[Edit], stack: ExitStack
 ) -> dict[Edit, object]:
-    """Return what edits need beside the run itself, by edit; a stack stops the runs in step."""
+    """Return the data that edits need, by edit; the stack stops their source runs."""
     check_sources(edits, config)
     data: dict[Edit, object] = {}
     made: dict[Any, Any] = {}  # runs by source, unedited outputs by sites: several edits share them

@@ -99,7 +99,7 @@ def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
 
 
 def require_means(path: str | Path) -> None:
-    """Raise ConfigError where a file of means is not there."""
+    """Raise ConfigError where a file of means is missing."""
     if not Path(path).is_file():
         raise ConfigError(f"{path} not found; leave source out: the run makes the means of reference_prompts")
 

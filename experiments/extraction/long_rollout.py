@@ -80,7 +80,7 @@ class BlockCapture:
         return range(max(0, first), num_blocks)
 
     def requests(self, blocks: Sequence[int]) -> list[CaptureRequest]:
-        """Return what the rollout is asked for."""
+        """Return the capture requests of the rollout."""
         return [CaptureRequest(blocks=list(blocks), steps=[self.step], granularity="frame")] if blocks else []
 
     def bytes(self, config: RunConfig, model: ModelConfig) -> int:
@@ -92,7 +92,7 @@ class BlockCapture:
         return total
 
     def missing(self, folder: Path, num_blocks: int, run: str) -> list[int]:
-        """List wanted blocks that a folder lacks. CacheError for those of another run, pass or band."""
+        """List wanted blocks that a folder lacks. CacheError for blocks of another run, pass or band."""
         wanted, kept = self.blocks(num_blocks), set()
         for path in sorted(folder.glob("block_*.pt")):
             try:
@@ -176,7 +176,7 @@ class LatentFile:
 
     @property
     def frames(self) -> int:
-        """Whole frames that are there."""
+        """Number of whole frames in the file."""
         return (self.path.stat().st_size - self.start) // self.frame_bytes
 
     def append(self, first: int, latents: Tensor) -> None:

@@ -40,7 +40,7 @@ BESIDE_TENSORS = 1 << 16  # bytes of a cache: names, numbers, the archive's dire
 
 # --- Bytes of each part of a run
 def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Keys and values of every slot in every layer, and what the policy keeps beside them."""
+    """Bytes of keys and values of every slot in every layer, and of the policy's own tensors."""
     size, slots = config.policy.capacity(config.num_frames, max(config.block_sizes)), cached_frames(config)
     per_value = (2 * slots + size.raw_slots) * dtype.itemsize + 2 * size.state_frames * FLOAT
     return model.num_layers * model.tokens_per_frame(config.height, config.width) * model.dim * per_value
@@ -95,7 +95,7 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
 
 
 def frames_at_once(config: RunConfig) -> int:
-    """Frames that one forward takes at most: a block or a window of them, or clean ones computed again."""
+    """Most frames of one forward: a block, a window of blocks, or clean frames computed again."""
     blocks = len(config.denoising_step_list) if config.sampler == "rolling_forcing" else 1
     again = [min(config.recompute_context, config.num_frames)]
     for switch in config.switches:

@@ -51,7 +51,7 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def missing_files(config: RunConfig) -> list[str]:
-    """List the weights that a config names and that are not there."""
+    """List the missing ones of the weights that a config names."""
     named = [path for path in (config.checkpoint_path, config.lora_path) if path is not None]
     return [path for path in named if not Path(path).is_file()]
 

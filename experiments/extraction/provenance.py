@@ -61,7 +61,7 @@ def identity(
     """Return all that the numbers of a run depend on, as plain values by name.
 
     weights_sha256 of the weights file and edits are the config's where they are not given; more is what else
-    a study's numbers depend on. Raises ConfigError for files that are not there.
+    a study's numbers depend on. Raises ConfigError for missing files.
     """
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
@@ -112,7 +112,7 @@ def provenance(
 
 
 def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
-    """Describe what a run reads: weights, umT5 or the file in its place, named_files. ConfigError: absent."""
+    """Describe the files of a run: weights, umT5 or its embeddings, named_files. ConfigError: missing."""
     check_sources(edits_of(config.interventions, "config"), config)
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named_files(config), *text_files])

@@ -109,7 +109,7 @@ class GrowingVideo:
     """Pieces of pixels as fragments of an mp4; a file that is there goes on after its last whole piece."""
 
     def __init__(self, path: str | Path, tag: str, about: str = ""):
-        """tag says what the video is of, about what decoded it. CacheError for a file that is of another."""
+        """tag names the run, about the decoder. CacheError for a file of another run."""
         self.path, self.tag, self.about = Path(path), tag, about
         self.pieces, self.is_finished = 0, False
         if self.path.exists():

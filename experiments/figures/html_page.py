@@ -113,7 +113,7 @@ def other_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]
 
 
 def add_differences(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
-    """Add to the measures of each pass how far they are from those of the same pass of the second cache."""
+    """Add the differences to the second cache's measures, pass by pass."""
     for one, other in zip(ours, others, strict=False):
         theirs = {m["name"]: m["values"] for m in other["measures"]}
         for m in [m for m in one["measures"] if m["name"] in theirs]:
@@ -264,7 +264,7 @@ def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
 
 
 def numbers(values: np.ndarray, digits: int = 4) -> Any:
-    """Return nested lists with a few significant digits; None for what is not there."""
+    """Return nested lists with a few significant digits; None for NaN."""
     if values.ndim:
         return [numbers(row, digits) for row in values]
     return float(f"{values:.{digits}g}") if np.isfinite(values) else None
@@ -330,7 +330,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
 
 
 def pooled(values: np.ndarray) -> np.ndarray:
-    """Mean of 2 x 2 patches [..., rows, columns], of what is there at an odd edge; NaN where none is."""
+    """Mean of 2 x 2 patches [..., rows, columns], of fewer at an odd edge; NaN where all are."""
     for axis in (-2, -1):
         lines = np.moveaxis(values, axis, -1)
         if (n := lines.shape[-1]) > 1:

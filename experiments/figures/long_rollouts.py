@@ -83,7 +83,7 @@ def drift_over_time(
 def against_motion(
     motion: Mapping[str, float], measures: Mapping[str, Mapping[str, float]], subtitle=""
 ) -> Figure:
-    """Draw a panel a measure of stability over motion: what stands still is stable for nothing."""
+    """Draw a panel a measure of stability over motion: a still video is trivially stable."""
     figure, axes = st.panels(len(measures), 2, (4.5, 2.7))
     for ax, (label, values) in zip(axes, measures.items(), strict=True):
         legend = _points(ax, {name: (motion[name], value) for name, value in values.items()})

@@ -205,7 +205,7 @@ class Trainer:
             torch.save(state, file)
 
     def load_state(self, path: Path) -> None:
-        """Go on where save_state was called. Raises CacheError where the file belongs to another training."""
+        """Go on where save_state was called. Raises CacheError for another training's file."""
         if not path.is_file():
             raise CacheError(f"{path} not found, so nothing can be resumed; leave --resume out")
         with library_reads(f"{path}, a stage's state,", CacheError, "remove it"):

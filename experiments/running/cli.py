@@ -299,7 +299,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
 
 
 def add_engine_flags(parser: Parser) -> None:
-    """Add the flags of who makes a list of items: this process one by one, or workers (engine.py)."""
+    """Add the flags that choose who makes the items: this process, or workers (engine.py)."""
     flag = parser.add_mutually_exclusive_group().add_argument
     flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")
     flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
@@ -318,7 +318,7 @@ def add_run_flags(parser: Parser) -> None:
     """Add flags of memory, and of how a run behaves."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")
     flag = parser.add_argument
-    flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace what is there")
+    flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace existing outputs")
     flag("--deterministic", action="store_true", help="equal bits in every run on one device")
     flag("--quiet", action="store_true", help="say nothing but errors")
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")

@@ -3,7 +3,7 @@
     with crew_of(args) as crew:            # of --workers, --scheduler or --slurm; without them None
         work_through(work, items, folder, watch, crew)
 
-The results of an item are files, written whole by whoever makes it. `is_done` looks at them, so the same
+The results of an item are files, written whole. `is_done` looks at them, so the same
 command goes on after anything. Dask gives a lost worker's item to another one. An item that fails TRIES times
 is recorded in FOLDER/failed, and the others go on. FOLDER/logs has a log of every item.
 """
@@ -278,7 +278,7 @@ def _at_start(dask_worker: Any) -> None:
 def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> Iterator[Crew | None]:
     """Start the workers that flags ask for, or join them; None where items are made here, one by one.
 
-    Raises ConfigError for flags that do not fit, GPUs that are not there, and where Dask is not.
+    Raises ConfigError for flags that do not fit, missing GPUs, and a missing Dask.
     """
     if this_rank().count > 1:
         raise ConfigError("torchrun is for one rollout; a list of items is shared by --workers N")

@@ -150,7 +150,7 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     """Return the config of this process of a rollout; one process alone needs nothing.
 
     Starts the processes where --gpus asks for more than there are, and then does not return. Raises
-    ConfigError for GPUs that are not there, and for a number over which the rollout does not split.
+    ConfigError for missing GPUs, and for a number over which the rollout does not split.
     """
     rank = this_rank()
     if rank.count == config.gpus == 1:

@@ -53,7 +53,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Makes a cache for each run, with what was asked for (the engine's Work)."""
+    """Makes a cache for each run (the engine's Work)."""
 
     args: argparse.Namespace
     requests: Sequence[CaptureRequest]
@@ -109,7 +109,7 @@ class Sweep:
             remove_leftovers(Path(path))
 
     def make(self, name: str, run: Run, watch: Progress) -> None:
-        """Make one cache, its video where it was asked for, and the item that says that they are whole."""
+        """Make one cache, its video if wanted, and the item that marks them as complete."""
         self.clean(name, run)
         key = fingerprint({"model": run.model, "requests": str(self.requests)})
         with deterministic(self.args.deterministic):
@@ -156,7 +156,7 @@ def run_sweep(
     build: BuildCache,
     quantities: Mapping[str, bool],
 ) -> None:
-    """Make every cache of a sweep that is not there yet. quantities: which optional fields each (not) has.
+    """Make every missing cache of a sweep. quantities: which optional fields each (not) has.
 
     Raises CacheError where the folder holds caches of other settings, RunError at the end where runs failed,
     and StoppedError after Ctrl-C.

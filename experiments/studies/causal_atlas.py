@@ -168,14 +168,14 @@ class Study:
 
     @property
     def items(self) -> dict[str, tuple[RunConfig, int | None]]:
-        """Run and layer of every item by its name, those of one run together."""
+        """Run and layer of every item by its name, grouped by run."""
         return {self.name(config, layer): (config, layer) for config in self.configs for layer in self.layers}
 
     def name(self, config: RunConfig, layer: int | None) -> str:
         return fingerprint(self.identity, prompt=config.prompt, seed=config.seed, layer=layer)
 
     def pieces(self, batch: int) -> dict[str, Piece]:
-        """Return what is made at a time, by name: a batch of runs and a layer, the same whoever makes it."""
+        """Return the items by name: a batch of runs and a layer each, the same for every worker."""
         batches = [self.configs[i : i + batch] for i in range(0, len(self.configs), batch)]
         return {
             fingerprint({"items": [self.name(config, layer) for config in configs]}): Piece(configs, layer)
@@ -229,7 +229,7 @@ class Study:
 
 
 def run(study: Study, batch: int, watch: Progress, crew: Crew | None = None) -> None:
-    """Make the items that are not done, up to batch runs at a time. Raises what work_through raises."""
+    """Make missing items, up to batch runs at a time. Raises as work_through does."""
     light = copy(study)  # with what it is of
     light.configs = study.configs[:1]  # pieces have their own, and it travels with each
     work_through(light, study.pieces(batch), study.folder, watch, crew)

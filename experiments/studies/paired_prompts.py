@@ -315,7 +315,7 @@ class HeadEffects:
         self.results.write(name, {"effects": effects.round(5).tolist()} | seconds)
 
     def edits(self, head: Head, block: int) -> list[Edit]:
-        """Return what takes from a head, or exchanges, the past that a window would drop."""
+        """Return edits that remove, or exchange, the part of a head's past that a window would drop."""
         dropped, sizes = outside(self.window, self.sink), self.config.block_sizes
         [lost] = knockouts([head], dropped, sizes, passes="denoise", blocks=[block])
         if self.how == "knockout":

@@ -148,7 +148,7 @@ class Comparison:
 
     @cached_property
     def items(self) -> list[Item]:
-        """All videos, those of one policy together."""
+        """All videos, grouped by policy."""
         controls = {label: {"control": label} for label in self.controls} if self.scenes else {}
         paths = {str(one["file"]) for one in self.policies.values() if one.get("file")}
         classes = {path: describe_files([path]) for path in paths}  # CSVs of head classes
@@ -355,7 +355,7 @@ def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None =
 
 
 def with_session(session: LoadedModel, planned: Comparison, batch: int | None) -> Comparison:
-    """Return what was planned, with the weights and files that a session has read."""
+    """Return the plan with the weights and files that a session has read."""
     plain = replace(planned.runs[0], prompt="", seed=0)
     return replace(
         planned,

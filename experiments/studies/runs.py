@@ -1,4 +1,4 @@
-"""Batches of rollouts of one model, what heads attend to in them, and edits that take heads their past."""
+"""Batches of rollouts of one model, their attention, and edits that hide the past from heads."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy

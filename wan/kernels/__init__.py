@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:
-    """Return the kernels where they apply to x: on CUDA, when nobody wants gradients."""
+    """Return the kernels if they apply to x: on CUDA, without gradients."""
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return None
     return import_module("wan.kernels.fused")  # Triton is there only beside CUDA

@@ -1,8 +1,8 @@
-"""CUDA graphs of what stands around self-attention in every layer, put on a model from outside.
+"""CUDA graphs of the parts of a layer before and after self-attention, added to a model from outside.
 
 A GPU may compute its share of a layer sooner than Python launches its thirty kernels. Two graphs a layer
 launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
-whoever looks at them run as without graphs, in between.
+captures run between them, as without graphs.
 
 Graphs read and write at fixed addresses. On one GPU keys and values are computed between the graphs, which
 keeps them out of these, and so is the product behind attention. On several GPUs the first graph
@@ -120,11 +120,11 @@ class OnOneGPU:
         attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
 
     def merged(self, attn: SelfAttention) -> Tensor:
-        """Return what self-attention gave, within the recorded part behind it."""
+        """Return self-attention's output, within the recorded part after it."""
         return self.normed
 
     def finish(self, block: Block, text: tuple[Tensor, Tensor]) -> None:
-        """Compute the recorded part behind attention, to x."""
+        """Compute the recorded part after attention, into x."""
         attend, feed = block.modulations(self.time)
         x, fed = block.feed(self.x, self.merged(block.self_attn), attend, feed, text)
         block.gate2(x, fed, feed.gate, self.x)
@@ -154,7 +154,7 @@ class OnSeveralGPUs(OnOneGPU):
 
 
 class ReplayedBlock:
-    """The forward of a layer, from graphs and what stands between them."""
+    """The forward of a layer: two graphs, and self-attention between them."""
 
     def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, OnOneGPU], after: int):
         self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after

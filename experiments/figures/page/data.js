@@ -6,7 +6,7 @@ const data = JSON.parse($("data").textContent);
 const F = data.num_frames,
   H = data.num_heads,
   N = data.layers.length,
-  // columns of keys: frames, then averages of frames that are gone
+  // columns of keys: frames, then averages of evicted frames
   C = F + data.averages.length;
 const there = (x) => x !== null && x !== undefined && !Number.isNaN(x);
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);

@@ -72,7 +72,7 @@ function drawMatrix() {
   put("matrix", g.left + size + 8, bottom + 80, `${out}<g id="matrix-cell"></g>`);
   $("matrix-note").textContent =
     (values.includes(null) ? "Grey was never attended. " : "") +
-    (C > F ? "Behind the line: averages of frames that are gone. " : "") +
+    (C > F ? "Behind the line: averages of evicted frames. " : "") +
     `The colours span ${SPANNED[state.scale]}.`;
 }
 
