@@ -28,6 +28,7 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
+from wan.model import CausalWanModel
 
 MIB = 2**20
 Rows = dict[str, dict[str, Any]]
@@ -138,12 +139,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a line a row: median seconds, the ratio with its interval, and what else is known of it."""
-    numbers = ("median_seconds", "beside", "ratio", "ratio_interval", "seconds", "sha256")
+    numbers = ("median_seconds", "ratio", "ratio_interval", "seconds", "sha256")
     for name, row in rows.items():
-        low, high = row["ratio_interval"]
         more = "".join(f", {field} {value}" for field, value in row.items() if field not in numbers)
-        ratio = f"{row['ratio']:.3f} ({low:.3f}-{high:.3f}) x {row['beside']}"
-        print(f"{row['median_seconds']:10.5f} s  {name}: {ratio}{more}", flush=True)
+        ratio = "{} ({}-{})".format(row["ratio"], *row["ratio_interval"])
+        print(f"{row['median_seconds']:10.5f} s  {name}: {ratio} x{more}", flush=True)
 
 
 def wait() -> None:
@@ -229,7 +229,10 @@ class Rollout:
         """Return the model with the config's weights, or with random ones made on its device in its dtype."""
         if not random_weights:
             return causal.load_pipeline(self.config, self.sizes, self.dtype, self.device).model
-        model = causal.blank_model(self.config, self.sizes, self.dtype, self.device)
+        window = {"local_attn_size": self.config.local_attn_size, "sink_size": self.config.sink_size}
+        with torch.device("meta"):
+            model = CausalWanModel(**vars(self.sizes), **window)
+        model.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
         for name, parameter in model.named_parameters():
             fill_(parameter, name)
         return model

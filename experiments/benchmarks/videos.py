@@ -1,6 +1,7 @@
 """Rows of what surrounds a rollout: the VAE's decoder, videos that are decoded meanwhile, smaller GPUs."""
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -185,6 +186,8 @@ def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
         }
         for (card, size), (name, (own, requests, decodes)) in product(CARDS.items(), runs.items()):
             torch.cuda.set_per_process_memory_fraction(min(1.0, (size - 1) * 2**30 / total) if size else 1.0)
+            gc.collect()
+            torch.cuda.empty_cache()  # of the row before
             memory = Memory(own, sizes, requests, torch.bfloat16, device, True, decodes=decodes)
             flags, fitting = memory.fitting(memory.free())
             if fitting is None:

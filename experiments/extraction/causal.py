@@ -256,16 +256,6 @@ def load_pipeline(
     return pipeline
 
 
-def blank_model(
-    config: RunConfig, sizes: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> CausalWanModel:
-    """Build a config's model whose weights are whatever was in memory."""
-    with torch.device("meta"):
-        window = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
-        model = CausalWanModel(**vars(sizes), **window)
-    return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-
-
 def replay_layers(model: CausalWanModel, after: int) -> None:
     """Replay a GPU model's layers from graphs after so many calls; streamed ones wait for weights anyway."""
     if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):

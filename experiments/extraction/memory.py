@@ -59,12 +59,11 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
     """The weights on the device and, with offload, on the host: two layers at a time are on the device."""
     with torch.device("meta"):
         module = CausalWanModel(**vars(model))
-    weights, layer = sum(p.numel() for p in module.parameters()) * dtype.itemsize, module.blocks[0]
+    whole, layer = (sum(p.nbytes for p in m.to(dtype).parameters()) for m in (module, module.blocks[0]))
     if not offload:
-        return weights, 0
-    layers = model.num_layers * sum(p.numel() for p in layer.parameters()) * dtype.itemsize
-    streamed = streamed_bytes(layer, dtype)
-    return weights - layers + 2 * streamed, model.num_layers * streamed
+        return whole, 0
+    streamed = streamed_bytes(module.blocks[0], dtype)
+    return whole - model.num_layers * layer + 2 * streamed, model.num_layers * streamed
 
 
 def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[str, int]:
@@ -97,11 +96,9 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
 def frames_at_once(config: RunConfig) -> int:
     """Most frames of one forward: a block, a window of blocks, or clean frames computed again."""
     blocks = len(config.denoising_step_list) if config.sampler == "rolling_forcing" else 1
-    again = [min(config.recompute_context, config.num_frames)]
-    for switch in config.switches:
-        if switch.how == "recache":
-            again.append(min(switch.frame, config.policy.recomputed_frames or switch.frame))
-    return max(min(config.num_frames, blocks * max(config.block_sizes)), *again)
+    frames, again = config.num_frames, [s.frame for s in config.switches if s.how == "recache"]
+    again = [min(frame, config.policy.recomputed_frames or frame) for frame in again]
+    return max(min(frames, blocks * max(config.block_sizes)), min(config.recompute_context, frames), *again)
 
 
 def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fused: bool) -> int:
@@ -125,43 +122,36 @@ def captured(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> int:
     """Bytes that requests keep of a rollout, in memory and in a cache alike."""
-    total = 0
-    for request in requests:
-        steps = _count(request.steps, num_passes or config.num_passes)
-        for block in range(len(config.block_sizes)) if request.blocks is None else request.blocks:
-            kept = sum(_kept_of_call(request, kind, config, model, block) for kind in request.kinds)
-            total += _count(request.layers, model.num_layers) * steps * kept
+    S, F, sizes = model.tokens_per_frame(config.height, config.width), config.num_frames, config.block_sizes
+    policy, rope, total = config.policy, RotaryTable(model.head_dim), 0
+    for r, kind in ((request, kind) for request in requests for kind in request.kinds):
+        rows = _count(r.layers, model.num_layers) * _count(r.steps, num_passes or config.num_passes)
+        rows *= _count(r.heads, model.num_heads)
+        for block in range(len(sizes)) if r.blocks is None else r.blocks:
+            queries, frames, of_self = sizes[block], sum(sizes[: block + 1]), kind == "self"
+            seen = min(frames, policy.num_frames or frames)
+            keys = seen * S if of_self else model.text_len
+            if r.granularity == "map" and of_self:  # logits and mass
+                size = len(queries_of(r.queries, block_frames(sizes, block))) * keys * 2 * HALF
+            elif r.granularity == "map":  # a token is a byte or more, but for two
+                most = min(model.text_len, len(config.prompt.encode()) + 2)
+                size = queries * S * (r.num_words or most) * HALF
+            elif r.granularity == "token":
+                size = queries * S * keys * r.token_dtype.itemsize
+            elif r.granularity == "key":
+                size = max(F, seen) * S * FLOAT
+            elif not of_self:
+                size = queries * keys * FLOAT
+            else:
+                slots = 0 if policy.keeps_whole_frames else policy.num_frames or F
+                numbers = (F + slots) * (1 + r.mass) + F * len(rope.bands) * r.rope_bands
+                size = queries * FLOAT * (numbers + 2 * rope.axes_dim[0] * r.query_key_means)
+            total += rows * size
     return total
 
 
 def _count(chosen: Collection[int] | None, every: int) -> int:
     return every if chosen is None else len(chosen)
-
-
-def _kept_of_call(
-    request: CaptureRequest, kind: str, config: RunConfig, model: ModelConfig, block: int
-) -> int:
-    S, num_frames = model.tokens_per_frame(config.height, config.width), config.num_frames
-    frames = sum(config.block_sizes[: block + 1])
-    seen = min(frames, config.policy.num_frames or frames)
-    queries, keys = config.block_sizes[block], seen * S if kind == "self" else model.text_len
-    heads, granularity = _count(request.heads, model.num_heads), request.granularity
-    if granularity == "map" and kind == "self":  # logits and mass
-        asked = queries_of(request.queries, block_frames(config.block_sizes, block))
-        return heads * len(asked) * keys * 2 * HALF
-    if granularity == "map":
-        most = min(model.text_len, len(config.prompt.encode()) + 2)  # a token is a byte or more, but for two
-        return heads * queries * S * (request.num_words or most) * HALF
-    if granularity == "token":
-        return heads * queries * S * keys * request.token_dtype.itemsize
-    if granularity == "key":
-        return heads * max(num_frames, seen) * S * FLOAT
-    if kind == "cross":
-        return heads * queries * keys * FLOAT
-    rope = RotaryTable(model.head_dim)
-    slots = 0 if config.policy.keeps_whole_frames else config.policy.num_frames or num_frames
-    values = (num_frames + slots) * (1 + request.mass) + num_frames * len(rope.bands) * request.rope_bands
-    return heads * queries * FLOAT * (values + 2 * rope.axes_dim[0] * request.query_key_means)
 
 
 def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> int:

@@ -127,9 +127,7 @@ def save_svg(figure: Figure, path: str | Path, metadata: Mapping[str, str | None
 def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes of a figure as "svg" or "pdf"."""
     content = BytesIO()
-    still = {
-        "figure.constrained_layout.use": False
-    }  # saving would leave a layout behind, for the next drawing
+    still = {"figure.constrained_layout.use": False}  # else the next drawing finds a layout
     with plt.rc_context(STYLE | still | {"savefig.bbox": None, "pdf.fonttype": 42}):
         figure.savefig(content, format=kind, metadata=metadata)
     return content.getvalue()

@@ -246,9 +246,7 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     made_of, tag = peek(layers[0] if layers else source).get("fingerprint"), mp4_tag(path)
     if made_of and (tag or video is None):
         require_same(path, (tag or "").partition(" ")[0], made_of, remedy)
-    elif (
-        video is None and not layers and path.stat().st_mtime < Path(cache_path).stat().st_mtime - COPIED
-    ):  # written last
+    elif video is None and not layers and path.stat().st_mtime < source.stat().st_mtime - COPIED:
         raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {remedy}")
     return path
 

@@ -47,9 +47,8 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     targets = {target_of(path): size for path, size in paths.items()}
     with ExitStack() as held:
         for target in sorted(targets):
-            lock = FileLock(
-                target.with_name(f".{target.name}.lock"), timeout=0
-            )  # flock ends with the process
+            # The lock of a killed process is free:
+            lock = FileLock(target.with_name(f".{target.name}.lock"), timeout=0)
             try:
                 lock.acquire()
             except (Timeout, OSError):

@@ -148,12 +148,12 @@ def report_of(train: Observed, test: Observed) -> dict[str, Any]:
         for layer, step in np.ndindex(*x.shape[:2]):
             a, b = (part[layer, step, place].double() for part in (x, y))
             right = shares(probe(a, colors, owners, b))
-            numbers = rounded([right.mean(), *np.percentile(right[draws].mean(1), (2.5, 97.5))], 4)
+            numbers = rounded([right.mean().item(), *np.percentile(right[draws].mean(1), (2.5, 97.5))], 4)
             rows.append({"layer": layer, "step": step} | dict(zip(NUMBERS, numbers, strict=True)))
         best = max(rows, key=lambda row: row["accuracy"])
         a, b = (part[best["layer"], best["step"], place].double() for part in (x, y))
         control = [shares(probe(a, of_video[order][owners], owners, b)).mean().item() for order in shuffles]
-        shuffled = rounded([np.mean(control), max(control)], 4)
+        shuffled = rounded([float(np.mean(control)), max(control)], 4)
         found["places"][name] = {"best": best, "shuffled": shuffled, "rows": rows}
     return found
 
