@@ -1,6 +1,5 @@
 """Whole rollouts under edit: where an edit reaches, what is refused before, and that leaving restores all."""
 
-import csv
 import threading
 import warnings
 from dataclasses import replace
@@ -150,19 +149,17 @@ PLANNED = {
 }
 
 
+BOTH = ("flush", "recache")
+SWITCHED = [("strided", BOTH, 4), ("longlive", BOTH, 0), ("lasting", (), 4)]
+
+
 @pytest.mark.parametrize(
-    ("policy", "hows", "context"),
-    [(name, (), 0) for name in PLANNED]
-    + [("strided", ("flush", "recache"), 4), ("longlive", ("flush", "recache"), 0), ("lasting", (), 4)],
-    ids=str,
+    ("policy", "hows", "context"), [*((name, (), 0) for name in PLANNED), *SWITCHED], ids=str
 )
 def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
-    schedule = [
-        PromptSwitch(9 + 3 * n, prompt_embeds=torch.ones(1, 4, TINY["text_dim"]), how=how)
-        for n, how in enumerate(hows)
-    ]
-    policy = make_policy(**{"name": policy} | PLANNED[policy])
-    model = tiny_pipeline().model
+    text = torch.ones(1, 4, TINY["text_dim"])
+    schedule = [PromptSwitch(9 + 3 * n, prompt_embeds=text, how=how) for n, how in enumerate(hows)]
+    policy, model = make_policy(**{"name": policy} | PLANNED[policy]), tiny_pipeline().model
     pipeline = CausalInferencePipeline(model, cache_policy=policy, recompute_context=context, **TWO_STEPS)
     jitter = Jitter(layers=[0])
     capture = ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame")
@@ -177,20 +174,15 @@ def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
 
 
 # --- Heads of several classes, under cache_policy per_head, against one policy for all
-def per_head(path, **policies):
-    """Heads 0 and 2 are of class a, head 1 of class b."""
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["a", "b", "a"]] * MODEL_LAYERS)
-    return make_policy("per_head", file=str(path), policies=policies)
-
-
 def test_classes_with_one_policy_are_edited_as_one_call(tmp_path):
     """All kinds of edits at once, each in a layer of its own, of a head of either class."""
+    path, full = tmp_path / "classes.csv", {"name": "full"}
+    path.write_text("a,b,a\n" * MODEL_LAYERS)
+    policy = make_policy("per_head", file=str(path), policies={"a": full, "b": full})
     chosen = [{"layers": [layer], "heads": [1, 2], "passes": "all"} for layer in range(MODEL_LAYERS)]
     edits = Knockout(frames=[0, 4], **chosen[0]), Jitter(0.5, layers=[1], heads=[1, 2])
     mean, patch = Ablate("mean", **chosen[2]), Patch("kv", {"seed": 5}, **chosen[3])
     whole, found = tiny_pipeline(), []
-    policy = per_head(tmp_path / "a.csv", a={"name": "full"}, b={"name": "full"})
     for pipeline in (whole, CausalInferencePipeline(whole.model, 3, cache_policy=policy)):
         with record_head_outputs() as outputs:
             plain = rollout(pipeline, FRAMES)
@@ -257,15 +249,13 @@ def test_a_run_patched_from_itself_keeps_its_bits_and_many_edits_share_a_source(
     plain, edits = mine(), [Patch(what, SEED_2, passes="all") for what in ("qk", "z", "kv")]
     with RunInStep(mine) as other, intervene(*edits, data=dict.fromkeys(edits, other)):
         assert torch.equal(mine(), plain)
-    with (
-        RunInStep(of_seed(pipeline, 2, frames)) as other,
-        intervene(edits[0], data={edits[0]: other}),
-        ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], steps=[1], blocks=[1]) as mixed,
-    ):
+    capture = partial(ATTENTION_WEIGHT_CAPTURE.capture, layers=[1], steps=[1], blocks=[1])
+    theirs = of_seed(pipeline, 2, frames)
+    with RunInStep(theirs) as other, intervene(edits[0], data={edits[0]: other}), capture() as mixed:
         mine()
-    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], steps=[1], blocks=[1]) as theirs:
-        of_seed(pipeline, 2, frames)()
-    assert torch.equal(mixed[0]["token_logits"], theirs[0]["token_logits"])  # qk transfers the map
+    with capture() as alone:
+        theirs()
+    assert torch.equal(mixed[0]["token_logits"], alone[0]["token_logits"])  # qk transfers the map
 
 
 def test_nothing_is_left_behind_also_where_the_edited_run_fails():
@@ -291,23 +281,16 @@ def no_weights():
     raise InterventionError("no weights")
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
+def test_a_source_that_does_not_fit_is_an_error():
+    for source, message in (
         (of_seed(tiny_pipeline(), 2, frames=3), "the source has no (self|z): layer 1, block 1, step 1"),
         (no_weights, "no weights"),  # its own error reaches whoever waits for it
-    ],
-    ids=["shorter", "failing"],
-)
-def test_a_source_that_does_not_fit_is_an_error(source, message):
-    for what in ("z", "kv"):
-        edit = Patch(what, SEED_2, layers=[1], heads=[2], blocks=[1], steps=[1], passes="denoise")
-        with (
-            pytest.raises(InterventionError, match=message),
-            RunInStep(source) as other,
-            intervene(edit, data={edit: other}),
-        ):
-            of_seed(tiny_pipeline(), 1)()
+    ):
+        for what in ("z", "kv"):
+            edit = Patch(what, SEED_2, layers=[1], heads=[2], blocks=[1], steps=[1], passes="denoise")
+            refused = pytest.raises(InterventionError, match=message)
+            with refused, RunInStep(source) as other, intervene(edit, data={edit: other}):
+                of_seed(tiny_pipeline(), 1)()
 
 
 def test_keys_that_the_source_chose_otherwise_are_an_error():
@@ -317,9 +300,6 @@ def test_keys_that_the_source_chose_otherwise_are_an_error():
     with RunInStep(mine) as same, intervene(edit, data={edit: same}):
         edited = mine()
     assert torch.equal(edited, mine())
-    with (
-        pytest.raises(InterventionError, match=r"the source chose other keys for slot [01]"),
-        RunInStep(of_seed(pipeline, 2, frames=15)) as other,
-        intervene(edit, data={edit: other}),
-    ):
+    refused = pytest.raises(InterventionError, match=r"the source chose other keys for slot [01]")
+    with refused, RunInStep(of_seed(pipeline, 2, frames=15)) as other, intervene(edit, data={edit: other}):
         mine()

@@ -27,8 +27,6 @@ from wan.parallel import apply_head_parallel
 from wan.policies import make_policy
 
 CPU = torch.device("cpu")
-
-
 GARBAGE = 0x7B  # in every byte of new memory: a finite number that nobody computes, in any dtype
 
 
@@ -78,15 +76,10 @@ def memory(monkeypatch, tmp_path):
     monkeypatch.setattr(peer_memory, "introduce", introduce)
 
 
-# One exchange.
-
-SHAPES = (  # batch, tensors, head dim; some whose rows are no elements of 16 bytes
-    (1, 3, 8, torch.bfloat16),
-    (2, 4, 8, torch.float32),
-    (2, 3, 6, torch.bfloat16),
-    (1, 1, 6, torch.float32),
-    (1, 2, 1, torch.float32),
-)
+# --- One exchange
+HALF, FULL = torch.bfloat16, torch.float32
+# Batch, tensors, head dim; some whose rows are no elements of 16 bytes.
+SHAPES = (1, 3, 8, HALF), (2, 4, 8, FULL), (2, 3, 6, HALF), (1, 1, 6, FULL), (1, 2, 1, FULL)
 
 
 @torch.no_grad()
@@ -139,9 +132,7 @@ def test_a_buffer_is_written_when_it_was_read():
         assert barriers == [(BEFORE, limit), (AFTER, limit)] * 3
 
 
-# Rollouts.
-
-
+# --- Rollouts
 def both_models(group):
     """The same model by peers' memory and by all-to-all."""
     direct, usual = small_model(), small_model()
@@ -158,11 +149,9 @@ def both_models(group):
 
 def same(found, expected) -> bool:
     """Latents and captured values, in bits."""
-    (latents, calls), (wanted, wanted_calls) = found, expected
-    pairs = [(latents, wanted)]
-    for call, other in zip(calls, wanted_calls, strict=True):
-        pairs += [(call.values[name], other.values[name]) for name in other.values]
-    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+    runs = found, expected
+    one, other = ([latents, *(x for c in calls for x in c.values.values())] for latents, calls in runs)
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(one, other, strict=True))
 
 
 def replayed(group):
@@ -183,12 +172,10 @@ def test_graphs_replay_their_exchange():
     assert together(2, replayed) == [[True] * 4] * 2
 
 
-# Whether it can be had.
-
-
+# --- Whether it can be had
 def decided(group):
     found = peer_memory_of(group, CPU)
-    return None if found is None else type(found)
+    return found and type(found)
 
 
 def test_all_decide_alike(monkeypatch):
