@@ -20,14 +20,11 @@ def test_video_frames_of_latent_ones():
     units = [axes.choose_view(*chosen).unit for chosen in ((cache,), (base,), (base, False))]
     assert units == ["latent", "video", "latent"]
     assert len(axes.choose_view(cache, True, 18).latent) == 18  # a last group that is not full
-    for wrong in (
-        lambda: axes.choose_view(cache, True, 17),
-        lambda: axes.choose_view(cache, True, 22),
-        lambda: axes.query_profile(open_profiles(cache), view, [21]),
-        lambda: axes.select_branch(cache, "uncond"),
-    ):
+    calls = [(axes.choose_view, cache, True, 17), (axes.choose_view, cache, True, 22)]
+    calls += [(axes.query_profile, open_profiles(cache), view, [21]), (axes.select_branch, cache, "uncond")]
+    for wrong, *given in calls:
         with pytest.raises(CacheError):
-            wrong()
+            wrong(*given)
 
 
 def test_queries_of_several_blocks_count_where_they_attend():

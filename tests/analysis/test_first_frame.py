@@ -63,13 +63,12 @@ def test_contrasts_tell_which_frame_it_is_whatever_frames_are_free():
 
 
 def test_what_the_cells_do_not_identify_is_nan_and_a_window_that_keeps_frame_0_is_measured():
-    A = np.random.default_rng(0).normal(size=(2, 9, 9))
-    assert np.isnan(np.stack(first_frame_effect(A, [9]))).all() and placebo_frames([9]) == []
-    assert np.isnan(placebo_effects(A, [9], [1, 2])).all() and np.isnan(key_frame_contrasts(A, [9])).all()
-    unseen = heads([1] * 9, n=1)
+    one_block, unseen = np.random.default_rng(0).normal(size=(2, 9, 9)), heads([1] * 9, n=1)
     unseen[..., :, 0] = np.nan  # a window without frame 0
-    assert np.isnan(np.stack(first_frame_effect(unseen, [1] * 9))).all()
-    assert np.isnan(key_frame_contrasts(unseen, [1] * 9)[..., 0]).all()
+    for A, sizes in ((one_block, [9]), (unseen, [1] * 9)):
+        assert np.isnan(np.stack(first_frame_effect(A, sizes))).all()
+        assert np.isnan(key_frame_contrasts(A, sizes)[..., 0]).all()
+    assert np.isnan(placebo_effects(one_block, [9], [1, 2])).all() and placebo_frames([9]) == []
     A = heads([3] * 8, n=2)
     A[..., 0] += np.array([1.5, -0.5])[:, None]
     q, k = np.mgrid[:24, :24]

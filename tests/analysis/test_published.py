@@ -66,9 +66,9 @@ def test_other_curves(tmp_path):
 
 def test_the_matching_script(capsys):
     match_curve.run(["--cache_path", "cache/published/self_forcing_dmd_castle_21f.pt"])
-    said = capsys.readouterr().out
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     for name, layer, head in (("L1H1", "1", "1"), ("L5H10", "5", "10")):
-        (row,) = [row for row in map(str.split, said.splitlines()) if row[:2] == [name, "shown"]]
+        (row,) = [row for row in rows if row[:2] == [name, "shown"]]
         assert row[2:4] == [layer, head] and float(row[5]) >= 0.98 and row[7:9] == ["1", "360"]
 
 

@@ -35,13 +35,13 @@ def test_thresholds_that_are_chosen_on_labels_give_them_back():
 
 
 def test_thresholds_are_checked(tmp_path):
-    assert Thresholds() == RULE  # the defaults are the config's
-    (tmp_path / "t.yaml").write_text("anchor_min: 0.9\n")
-    assert taxonomy.load_thresholds(tmp_path / "t.yaml") == Thresholds(anchor_min=0.9)
+    path = tmp_path / "t.yaml"
+    path.write_text("anchor_min: 0.9\n")
+    assert Thresholds() == RULE and taxonomy.load_thresholds(path) == Thresholds(anchor_min=0.9)
     for text in ("anchor: 1\n", "veil_max: 0.9\n", "veil_max: much\n"):
-        (tmp_path / "t.yaml").write_text(text)
+        path.write_text(text)
         with pytest.raises(ConfigError):
-            taxonomy.load_thresholds(tmp_path / "t.yaml")
+            taxonomy.load_thresholds(path)
     with pytest.raises(ConfigError, match="not found"):
         taxonomy.load_thresholds(tmp_path / "none.yaml")
 
@@ -49,8 +49,7 @@ def test_thresholds_are_checked(tmp_path):
 def test_our_labels_beside_the_published_ones():
     view = open_profiles(load_cache(ROOT / published.FOLDER / "self_forcing_dmd_castle_21f.pt"))
     labels = published.labels_for(view, ROOT / published.FOLDER)
-    maps = taxonomy.label_maps(view, None, RULE, labels)
-    ours, theirs, reach, static = maps
+    maps = ours, theirs, reach, static = taxonomy.label_maps(view, None, RULE, labels)
     assert reach.labels is None and reach.missing_reason == "no mass in this cache"
     assert static.labels.sum() == labels[1].sum() and ours.queries == "all query frames"
     assert ours.differs.sum() == (ours.labels != theirs.labels).sum() and 0 < ours.differs.sum() <= 43

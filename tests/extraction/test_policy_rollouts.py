@@ -23,17 +23,22 @@ from experiments.extraction.cache_builders import (
     layer_requests,
 )
 from experiments.extraction.memory import check_requests
+from wan.blocks import visible_frames
 from wan.errors import ConfigError
 
 POLICIES = [
     {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
     {"name": "ema_sink", "window": 6, "sink": 2},
     {"name": "deep_sink", "window": 9, "sink": 4},
+    {"name": "window", "window": 6, "sink": 1},
     {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1},
     {"name": "two_memories", "window": 6, "sink": 1},
     {"name": "relative", "window": 9, "sink": 5, "released": "longlive_infinity"},  # zeros in block 0
 ]
-EACH = pytest.mark.parametrize("settings", POLICIES[:3], ids=lambda settings: settings["name"])
+EACH, ALL = (
+    pytest.mark.parametrize("settings", some, ids=lambda settings: settings["name"])
+    for some in (POLICIES[:4], POLICIES)
+)
 
 
 def extract(tiny, settings, *asked, **more):
@@ -66,14 +71,16 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tiny, tmp_path):
         saved(figure4_cache(keeping(run, *names)), path)
         for names in (["token_logits"], ["key_curve", "frame_logits"], ["frame_logits"])
     )
-    assert {made["schema_version"] for made in (by_tokens, by_keys, by_frames)} == {2}
+    named = settings["name"] != "window"  # in a window keys are where they are
+    assert {made["schema_version"] for made in (by_tokens, by_keys, by_frames)} == {1 + named}
     for made in (by_keys, by_frames):
         entry = made["attention_weights"][0]
         np.testing.assert_allclose(entry.get("slot_mass", entry["frame_mass"]).nansum(-1), 1, atol=1e-5)
-        assert entry["slot_frame"].shape == entry["slot_position"].shape
+        assert not named or entry["slot_frame"].shape == entry["slot_position"].shape
     for quantity in ("mean_logit", "mass"):
         tokens, keys, means = (open_profiles(c, quantity=quantity) for c in (by_tokens, by_keys, by_frames))
         assert tokens.key_frames == keys.key_frames == means.key_frames
+        assert named or list(means.key_frames) == visible_frames([3] * 5, 4, 6, 1)
         for layer in (0, 1):
             wanted = means.key_profile(layer)  # frames, and averages of those that are gone
             assert wanted.shape == (2, 15 + 2 * (settings["name"] == "ema_sink"))
@@ -109,9 +116,7 @@ def test_a_layer_cache_has_averages_as_columns(settings, tiny, tmp_path):
         np.testing.assert_allclose(getattr(open_profiles(by_tokens), name)(1), values[0], atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "settings", [*POLICIES, {"name": "window", "window": 6, "sink": 1}], ids=lambda settings: settings["name"]
-)
+@ALL
 def test_an_atlas_says_what_lay_in_its_slots(settings, tiny, tmp_path):
     atlas = saved(atlas_cache(extract(tiny, settings, atlas_of)), tmp_path / "atlas.pt")
     frames, positions = slots_of(atlas, layer=1)

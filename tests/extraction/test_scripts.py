@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import imageio.v3 as iio
 import pytest
 import torch
-import yaml
 from conftest import ROOT
 from helpers.refusals import refused
 from helpers.synthetic_caches import token_matrix_to_frames
@@ -15,7 +13,7 @@ from helpers.synthetic_caches import token_matrix_to_frames
 from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_figure4
 from experiments.caches import load_cache
 from experiments.caches.view import open_call
-from wan.blocks import later_block, visible_frames
+from wan.blocks import later_block
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]
 
@@ -94,18 +92,6 @@ def test_chosen_layers_blocks_and_passes_as_logits(tiny, tmp_path):
     assert (last.layers, last.pass_label, last.matrix_rows) == ((1,), "clean pass (t = 0)", (3, 4, 5))
     assert abs(last.frame_matrix(1).sum(-1) - 1).max() < 1e-5
     assert (first.query_frames, first.own_block, first.context_frames) == ((0, 1, 2), (0, 1, 2), ())
-
-
-@pytest.mark.slow
-def test_a_window_keeps_global_frames(tiny, tmp_path):
-    config = tmp_path / "window.yaml"
-    settings = yaml.safe_load(Path(tiny.path).read_text()) | {"local_attn_size": 6, "sink_size": 1}
-    config.write_text(yaml.safe_dump(settings))
-    flags, seen = ["--config_path", str(config), "--num_frames", "12"], [0, 7, 8, 9, 10, 11]
-    cache = extract(run_extraction_figure4, tmp_path / "w.pt", *flags, "--granularity", "frame")
-    assert cache["key_frames"] == visible_frames([3] * 4, 3, 6, 1) == seen
-    present = ~cache["attention_weights"][0]["frame_logits"][0, 0].isnan()
-    assert present.nonzero().flatten().tolist() == seen
 
 
 @pytest.mark.slow
