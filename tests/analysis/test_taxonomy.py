@@ -1,14 +1,20 @@
-"""Kinds of heads: rules by hand, thresholds by brute force, and the published labels."""
+"""Kinds of heads, heads over sweeps, and published data and curves beside ours."""
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
-from experiments.analysis import published, taxonomy
+from experiments import match_curve
+from experiments.analysis import published, sweeps, taxonomy
+from experiments.analysis.first_frame import effects_of, first_frame_effect
+from experiments.analysis.panels import HeadMap
+from experiments.analysis.published import Curve, compared_frames, match_rows, rank_heads
 from experiments.analysis.taxonomy import ABSENT, ANCHOR, DYNAMIC, STATIC, VEIL, WAVE, Thresholds
-from experiments.caches import load_cache
-from experiments.caches.view import open_profiles
+from experiments.caches import load_cache, save_cache
+from experiments.caches.files import CacheError
+from experiments.caches.view import open_passes, open_profiles
 from wan.errors import ConfigError
 
 RULE = taxonomy.load_thresholds(ROOT / "configs/taxonomy.yaml")
@@ -59,3 +65,123 @@ def test_our_labels_beside_the_published_ones():
     assert published.labels_for(open_profiles(synthetic_caches.atlas()), ROOT / published.FOLDER) is None
     assert len(published.views_like(view, ROOT / published.FOLDER)) == 3
     assert taxonomy.agreements([ours.labels, theirs.labels])[0, 1] >= 0.88
+
+
+def test_mean_spread_and_order():
+    values = np.array([[[1.0, 2.0], [3.0, -4.0]], [[3.0, 2.0], [5.0, -8.0]]])  # two atlases, 2 x 2 heads
+    mean, spread, ratio = (one.values for one in sweeps.sweep_maps({"effect": values}))
+    np.testing.assert_allclose(mean, [[2, 2], [4, -6]])
+    np.testing.assert_allclose(spread, np.sqrt(2) * np.array([[1, 0], [1, 2]]))
+    np.testing.assert_allclose(ratio, np.log10([[2**0.5, np.nan], [8**0.5, 3 / 2**0.5]]))
+    (row,) = sweeps.sweep_rows({"effect": np.stack([values[0], -values[0]])})
+    assert (row["|mean| above spread"], row["pairs"]) == (0, 1) and row["least"] == pytest.approx(-1)
+
+
+def test_the_published_atlases_keep_the_order_of_heads_and_others_are_no_sweep(tmp_path):
+    views, note = sweeps.open_sweep(tmp_path / "none", ROOT / "cache/published")
+    effect = sweeps.measures_of(views)["effect"]
+    assert "published" in note and sweeps.rank_correlations(effect)[0, 1] > 0.8
+    save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
+    with pytest.raises(CacheError, match="sweep"):
+        sweeps.open_sweep(tmp_path, tmp_path)
+    save_cache(tmp_path / "b.pt", synthetic_caches.atlas(H=2))
+    with pytest.raises(CacheError, match="sweep"):
+        sweeps.open_sweep(tmp_path, tmp_path)
+
+
+def view(change=None):
+    cache = synthetic_caches.atlas(F=9, blocks=[3, 3, 3], curve=False)
+    if change is not None:
+        cache["frame_logits"] = change(cache["frame_logits"].clone())
+    return open_profiles(cache, 0, "mean_logit")
+
+
+def test_a_move_is_its_root_mean_square_and_other_kinds_are_marked():
+    """One context cell of a row of three moves by 3: without the row's mean it is 2, −1, −1."""
+
+    def change(logits):
+        logits[0, 0, 1, 3:6, 1] += 3.0  # the second block's rows, key frame 1
+        return logits
+
+    expected = np.zeros((3, 3))
+    expected[0, 1] = np.sqrt(3 * (4 + 1 + 1) / (3 * 3 + 3 * 6))  # over the 27 context cells
+    np.testing.assert_allclose(sweeps.moved(view(), view(change)), expected, atol=1e-6)
+    views = {"causal": view(), "flipped": view(lambda logits: -logits)}
+    effects = effects_of(views)
+    np.testing.assert_allclose(effects["causal"], -effects["flipped"])
+    kinds = sweeps.kind_maps(views, Thresholds(anchor_min=0.6, veil_max=0.4), "causal")
+    assert kinds[0].differs is None and kinds[1].differs.any()
+    far = sweeps.moved(views["causal"], views["flipped"])
+    distances = [HeadMap("flipped", "flipped", "logits", "sequential", far)]
+    rows = sweeps.model_rows(effects, kinds, distances)
+    assert "moved by" not in rows[0] and rows[1]["moved by"] == pytest.approx(distances[0].values.mean())
+    assert sum(rows[0][kind] for kind in ("anchor", "wave", "veil")) == rows[0]["heads"] == 9
+
+
+CSV = ROOT / published.FOLDER / published.FIGURE4_CSV
+REAL = {"model": published.FIGURE4_MODEL}
+
+
+def test_a_planted_head_is_found_whatever_noise_and_clipped_points_are():
+    """A three-layer atlas of noise with a curve in one head of one pass, rescaled: r is 1, the RMS is not."""
+    cache, values = synthetic_caches.atlas(layers=(0, 2, 5), curve=False), np.sin(np.arange(9.0))
+    cache["frame_logits"][1, 1, 1, 6:] = torch.from_numpy(2 * values + 1).float()
+    views, spoiled, clipped = open_passes(cache, open_profiles(cache)), values.copy(), np.arange(9) == 2
+    spoiled[[2, 4, 6, 7, 8]] = 50, np.nan, -50, 70, 30  # cut off, absent, and the own block
+    curve = Curve(spoiled, clipped)
+    assert compared_frames(views[0], curve) == [0, 1, 3, 5]
+    ranking = rank_heads(views, curve)
+    best = {"layer": 2, "number": 1, "pass": 4, "rank": 1, "r": pytest.approx(1)}
+    best["RMS"] = pytest.approx(np.sqrt(((values[[0, 1, 3, 5]] + 1) ** 2).mean()), rel=1e-6)
+    assert len(ranking) == 2 * 3 * 3 and ranking[0] == best
+    rows = match_rows(views, [(2, 1, "c"), (3, 1, "c")], {"c": curve}, 4)
+    assert rows[0]["rank"] == 1 and "rank" not in rows[1] and rows[-1]["rank"] == 3
+    assert rank_heads(views, Curve(spoiled, clipped & False))[0]["r"] < 0.99
+
+
+def test_what_cannot_be_compared_says_why():
+    for cache, quantity, path in (
+        (synthetic_caches.atlas(F=21), None, CSV),  # of another model
+        (synthetic_caches.atlas() | REAL, None, CSV),  # of other frames
+        (synthetic_caches.atlas(F=21) | REAL, "mass", CSV),
+        (synthetic_caches.atlas(F=21, blocks=[21]) | REAL, None, CSV),  # its queries see no earlier block
+        (synthetic_caches.atlas(), None, None),
+        (synthetic_caches.atlas(), None, "nowhere.csv"),
+    ):
+        view = open_profiles(cache, quantity=quantity)
+        curves, why = published.curves_for(view, path, published.FIGURE4_MODEL)
+        assert not curves and why.startswith("Not compared")
+
+
+def test_other_curves(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("key_frame,mine\n9,0.4\n0,5.1\n3,\n")  # some frames, as in the README
+    (curve,) = published.read_curves(path, 21).values()
+    assert len(curve.values) == 21 and np.flatnonzero(np.isfinite(curve.values)).tolist() == [0, 9]
+    wrong = ("frame,m\n0,1\n", "key_frame,m\n1,2\n1,1\n", "key_frame,m\n21,1\n", "", "key_frame,m\n0,x")
+    for text in wrong:
+        path.write_text(text)
+        with pytest.raises(CacheError, match=r"a\.csv is not a table of curves"):
+            published.read_curves(path, 21)
+    path.write_text("1,2\n3,x\n")
+    for read in (lambda: published.read_labels(path), lambda: published.read_curves(tmp_path / "c.csv")):
+        with pytest.raises(CacheError, match="csv"):
+            read()
+
+
+def test_the_matching_script(capsys):
+    match_curve.run(["--cache_path", "cache/published/self_forcing_dmd_castle_21f.pt"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for name, layer, head in (("L1H1", "1", "1"), ("L5H10", "5", "10")):
+        (row,) = [row for row in rows if row[:2] == [name, "shown"]]
+        assert row[2:4] == [layer, head] and float(row[5]) >= 0.98 and row[7:9] == ["1", "360"]
+
+
+def test_heads_worth_a_look():
+    own = open_profiles(synthetic_caches.atlas(F=12))
+    effect = first_frame_effect(own.frame_matrices(), own.block_sizes).effect
+    layer, head = np.unravel_index(effect.argmax(), effect.shape)
+    assert published.heads_of(own, "auto")[0] == (own.layers[layer], head, f"L{own.layers[layer]}H{head}")
+    assert published.heads_of(own, [[1, 2, "x"]]) == ((1, 2, "x"),)
+    with pytest.raises(CacheError, match='HEADS must be "auto"'):
+        published.heads_of(own, "all")

@@ -1,15 +1,19 @@
-"""What heads look at in moving shapes, for attention that is known: even, on the shape, a place, a wall."""
+"""What heads look at in moving shapes, for attention that is known; classes and mean queries of heads."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
+from helpers.rollouts import TWO_STEPS
 
 from experiments.analysis.stats import sign_flip_p
 from experiments.benchmarks.reproduce.shape_attention import report_of
+from experiments.caches.files import CacheError
+from experiments.extraction import causal
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.tracking import SETS, held_out_scenes
+from experiments.studies import head_classes
 from experiments.studies.shape_attention import (
     MASKS,
     Cover,
@@ -20,7 +24,9 @@ from experiments.studies.shape_attention import (
     measure,
 )
 from wan.capture import CapturedCall, Pass, Site
+from wan.config import load_config
 from wan.keys import KeyLayout
+from wan.policies import make_policy
 
 S = 9
 
@@ -90,7 +96,37 @@ def test_heads_that_follow_are_adjusted_for_all_of_them():
     assert max(by_hand) <= each.p[5, 2] <= 1
 
 
-def test_heads_are_measured(tiny):
-    found = measure(tiny.config, held_out_scenes(SETS["behind a wall"], 1), [2])
-    assert found.lifts.shape == (1, 1, 2, 5, 2) and np.isfinite(found.lifts[:, :, :, :4]).all()
+def test_heads_of_the_miniature_are_measured():
+    config = load_config("configs/wan_mini.yaml", {"num_frames": 9} | TWO_STEPS)
+    found = measure(config, held_out_scenes(SETS["behind a wall"], 1), [2])
+    assert found.lifts.shape == (1, 1, 8, 5, 12) and np.isfinite(found.lifts[:, :, :, :4]).all()
     assert 0.5 < np.nanmean(found.lifts[:, :, :, 0]) < 16
+
+
+@pytest.fixture(scope="module")
+def atlas():
+    return causal.policy_atlas("configs/wan_mini.yaml", {"name": "full"}, 12)
+
+
+@pytest.mark.parametrize(
+    ("rule", "labels"),
+    [("dummy", {0, 1, 2}), ("pyramid", {1, -1, 2}), ("mass", {0, 1}), ("forcing_kv", {0, 1})],
+)
+def test_every_head_has_a_class(rule, labels, atlas):
+    found = head_classes.classes_of(rule, atlas, num=40)
+    assert found.shape == (8, 12) and set(found.flat) <= labels
+    if rule in ("dummy", "mass"):  # 40 dummy heads, or 40 of the most mass
+        assert (found == max(labels)).sum() == 40
+
+
+def test_dummy_heads_have_the_least_mass_on_the_past(atlas):
+    mass = np.array([[[0.5, 0.1, 0.4], [0.1, 0.5, 0.4], [0.01, 0.02, 0.97]]])
+    assert head_classes.dummy(mass, [2], 1).tolist() == [[0, 1, 2]]
+    with pytest.raises(CacheError, match="needs an atlas"):
+        head_classes.classes_of("dummy", atlas, block=0)
+
+
+def test_mean_queries_are_those_that_a_policy_takes(tiny):
+    policy = make_policy("triattention", statistics=head_classes.query_means(tiny.config))
+    assert policy.q_mean.shape == (2, 2, 8)
+    assert (policy.q_mean.abs() <= policy.q_abs_mean + 1e-5).all() and policy.q_mean.abs().max() > 0.1
