@@ -42,6 +42,17 @@ def row_of(printed, *start):
     return row
 
 
+def test_stored_figures_are_svg_or_pngs_of_all_colours():
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+        pictures = [
+            Image.open(io.BytesIO(base64.b64decode(x["image/png"]))) for x in shown if "image/png" in x
+        ]
+        assert all(picture.mode in ("RGB", "RGBA") for picture in pictures), path.name
+        assert pictures or any("image/svg+xml" in x for x in shown), path.name
+
+
 def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
     """Older files have no format, float16, and zeros for what was not attended."""
     now = layer_from_atlas(load_cache(PUBLISHED / "self_forcing_dmd_eagle_21f.pt"), 20)
