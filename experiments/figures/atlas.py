@@ -184,7 +184,7 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -
 
 
 @styled
-def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], title: str, *, block: int) -> Figure:
+def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], subtitle: str, *, block: int) -> Figure:
     """Draw contrasts by key frame, [3, first]: mean over heads, low, high; every other block shaded."""
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
     colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
@@ -196,7 +196,7 @@ def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], title: str, *, block
         axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
     axis.axhline(0, color="0.4", linewidth=0.8)
     axis.set(ylabel="Contrast c(j) (logits)", xlim=(-0.5, longest - 0.5), xticks=range(longest))
-    st.label_figure(figure, [axis], title, legend=st.handles(axis))
+    st.label_figure(figure, [axis], "Key-frame contrasts", subtitle, legend=st.handles(axis))
     return figure
 
 

@@ -53,8 +53,8 @@ def run(argv=None):
         }
     prompts, lengths = (rounded(np.corrcoef(effects[0], s)[0, 1]) for s in effects[1:])
     correlations = {"between prompts": prompts, "between lengths": lengths}
-    title = "Key-frame contrasts, mean over 360 heads: Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000)"
-    figures = {"key_frames_published": contrasts_by_frame(lines, title, block=3)}
+    about = "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000); mean over 360 heads; grey: every other block"
+    figures = {"key_frames_published": contrasts_by_frame(lines, about, block=3)}
     save_finding(args, {"atlases": atlases, "correlation_of_s": correlations}, figures)
 
 
