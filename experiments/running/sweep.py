@@ -71,9 +71,10 @@ class Sweep:
             cache, made = Path(run.path).stat(), self.results.path(name).stat().st_mtime_ns
         except OSError:
             return False
-        record = self.results.read(name) or {}
-        unchanged = record.get("bytes") == cache.st_size and made >= cache.st_mtime_ns
-        return unchanged and self.is_of(run, peek(run.path)) and self.has_video(run)
+        size = (self.results.read(name) or {}).get("bytes")
+        unchanged = size == cache.st_size and made >= cache.st_mtime_ns
+        whole = unchanged and self.is_of(run, found := peek(run.path)) and "partial" not in found
+        return whole and self.has_video(run)
 
     def is_of(self, run: Run, cache: Mapping[str, Any]) -> bool:
         """Check that a cache is what this sweep makes of a run."""

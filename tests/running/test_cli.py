@@ -25,7 +25,6 @@ from experiments.extraction import causal
 from experiments.running import cli
 from experiments.running.progress import Progress
 
-SHORT = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6"]
 PUBLISHED = "cache/published/self_forcing_dmd_castle_72f.pt"
 START = {  # what makes a command line whole, so that more than the parser is reached
     "extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"],
@@ -172,52 +171,44 @@ def with_streams(script, argv, stdout, encoding="utf-8"):
     return forked(exit_code(call), timeout=240)
 
 
-@pytest.mark.parametrize(
-    "stream",
-    [closed_pipe, None],
-    ids=["closed pipe", "no stream"],
-)
-def test_streams_that_take_nothing_lose_no_file(stream, tmp_path):
-    done = with_streams(run_extraction_each, [*SHORT, "--output_path", tmp_path / "a.pt"], stream)
+@pytest.mark.parametrize("stream", [closed_pipe, None], ids=["closed pipe", "no stream"])
+def test_streams_that_take_nothing_lose_no_file(stream, tmp_path, tiny):
+    argv = ["--config_path", tiny.path, "--num_frames", "6", "--output_path", tmp_path / "a.pt"]
+    done = with_streams(run_extraction_each, argv, stream)
     assert done.value == 0 and load_cache(tmp_path / "a.pt")["format"] == "layer"
-    save_cache(tmp_path / "atlas.pt", synthetic_caches.atlas(layers=range(30)))
+    save_cache(tmp_path / "atlas.pt", synthetic_caches.atlas(layers=range(8)))
     done = with_streams(layers_from_atlas, [tmp_path / "atlas.pt", "--output_dir", tmp_path / "x"], stream)
-    assert done.value == 0 and len(list((tmp_path / "x").glob("layer*.pt"))) == 30
+    assert done.value == 0 and len(list((tmp_path / "x").glob("layer*.pt"))) == 8
     assert all(load_cache(path)["format"] == "layer" for path in (tmp_path / "x").glob("*.pt"))
 
 
-def hung_up(path, *numbers, ignored=False):
-    """A run of three blocks to which signals come during the first block."""
+def test_nohup_outlives_its_terminal(tmp_path, tiny):
+    """SIGHUP comes during the first block."""
 
     def call():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         original = Progress.block
 
-        def block(self, index, frames, num_blocks):
-            original(self, index, frames, num_blocks)
-            for number in numbers if index == 0 else ():
-                os.kill(os.getpid(), number)
+        def block(self, index, *more):
+            original(self, index, *more)
+            if index == 0:
+                os.kill(os.getpid(), signal.SIGHUP)
                 time.sleep(0.01)
 
         Progress.block = block
-        argv = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "9", "--output_path", str(path)]
+        argv = ["--config_path", tiny.path, "--output_path", str(tmp_path / "a.pt")]
         cli.main(run_extraction_each.run, argv)
 
-    return forked(exit_code(call))
+    assert forked(exit_code(call)).value == 0 and "partial" not in load_cache(tmp_path / "a.pt")
 
 
-def test_nohup_outlives_its_terminal(tmp_path):
-    done = hung_up(tmp_path / "a.pt", signal.SIGHUP, ignored=True)
-    assert done.value == 0 and "partial" not in load_cache(tmp_path / "a.pt")
-
-
-def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, monkeypatch):
+def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, monkeypatch, tiny):
     def surprise(*args):
         raise ZeroDivisionError("first\nsecond \x1b[31m")
 
     monkeypatch.setattr(causal, "extract", surprise)
     log = tmp_path / "log"
-    argv = [*SHORT, "--output_path", str(tmp_path / "a.pt"), "--log_file", str(log)]
+    argv = ["--config_path", tiny.path, "--output_path", str(tmp_path / "a.pt"), "--log_file", str(log)]
     done = forked(exit_code(lambda: cli.main(run_extraction_each.run, argv)))
     assert done.value == 1 and done.said.startswith(
         "error: unexpected ZeroDivisionError: first: please report"

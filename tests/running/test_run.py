@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers.forked import forked, stopping_after
 
 from experiments import (
@@ -34,15 +33,13 @@ from experiments.running.locks import claimed
 from experiments.running.progress import Progress
 
 pytestmark = pytest.mark.slow
-CONFIG = ["--config_path", "configs/wan_mini.yaml"]
-SHORT = [*CONFIG, "--num_frames", "3", "--quiet"]
-MINI = [*CONFIG, "--num_frames", "12"]  # four blocks
-BASE = ["--ckpt_dir", "checkpoints/wan-mini", "--num_frames", "9", "--num_steps", "4"]
+SHORT = ["--config_path", "tiny.yaml", "--num_frames", "3", "--quiet"]
+BLOCKS = ["--config_path", "tiny.yaml", "--num_frames", "12"]  # four blocks
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def beside_the_tiny_model(monkeypatch, tiny):
+    monkeypatch.chdir(Path(tiny.path).parent)
 
 
 @pytest.fixture
@@ -69,24 +66,23 @@ def test_no_output_is_an_input_by_any_name(tmp_path, not_loading):
     flags = ("--config_path", "--checkpoint_path", "--prompts", "--prompt_embeds")
     for flag in flags:
         path, soft, hard = (tmp_path / f"{name}{flag}" for name in ("file", "soft", "hard"))
-        shutil.copy("configs/wan_mini.yaml", path)
+        shutil.copy("tiny.yaml", path)
         soft.symlink_to(path)
         os.link(path, hard)
-        before, config = path.read_bytes(), [] if flag == "--config_path" else CONFIG
+        before, config = path.read_bytes(), [] if flag == "--config_path" else SHORT[:2]
         for name in (path, soft, hard, tmp_path / "x" / ".." / path.name):
             for output in ("--output_path", "--log_file"):
                 refused(run_extraction_all, [*config, *SHORT[2:], flag, path, output, name])
         assert path.read_bytes() == before
-    for path in ("transformer/config.json", "self_forcing_mini.pt"):  # a file of the model's folder
-        refused(run_extraction, [*SHORT, "--output_path", f"checkpoints/wan-mini/{path}"])
+    refused(run_extraction, [*SHORT, "--output_path", "transformer/config.json"])
 
 
 def test_what_a_config_names_is_read_too(tmp_path):
     """The LoRA, and what edits take from: no output, of no script."""
     lora, means = named = [tmp_path / name for name in ("lora.pt", "means.pt")]
-    shutil.copy("checkpoints/wan-mini/lora_window.pt", lora)
+    lora.write_bytes(b"a LoRA")
     means.write_bytes(b"means")
-    text = Path("configs/wan_mini.yaml").read_text(encoding="utf-8")
+    text = Path("tiny.yaml").read_text(encoding="utf-8")
     text += f"lora_path: {lora}\nlora_rank: 16\nlora_alpha: 16\n"
     (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
     edit = tmp_path / "edit.yaml"
@@ -188,7 +184,7 @@ def stopped(script, flags, capfd) -> str:
 
 
 def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
-    everything = [*MINI, "--cross", "--key_curve", "--quiet", "--output_path"]
+    everything = [*BLOCKS, "--cross", "--key_curve", "--quiet", "--output_path"]
     run_extraction_all.run([*everything, str(tmp_path / "whole.pt")])
     stopping_after(monkeypatch, 2)
     said = stopped(run_extraction_all, [*everything, str(tmp_path / "part.pt")], capfd)
@@ -208,19 +204,19 @@ def test_an_atlas_stopped_after_three_blocks(tmp_path, monkeypatch, capfd):
 def test_of_a_stopped_run_what_was_captured_is_kept(tmp_path, monkeypatch, capfd):
     """No whole cache is replaced."""
     path = tmp_path / "out.pt"
-    run_extraction_each.run([*MINI, "--quiet", "--output_path", str(path)])
+    run_extraction_each.run([*BLOCKS, "--quiet", "--output_path", str(path)])
     before = path.read_bytes()
     stopping_after(monkeypatch, 1)
-    flags = [*MINI, "--output_path", str(path), "--seed", "7"]
+    flags = [*BLOCKS, "--output_path", str(path), "--seed", "7"]
     stopped(run_extraction_each, flags, capfd)
     assert path.read_bytes() == before and load_cache(tmp_path / "out.partial.pt")["seed"] == 7
-    said = stopped(run_extraction_figure4, [*MINI, "--output_path", str(tmp_path / "last.pt")], capfd)
+    said = stopped(run_extraction_figure4, [*BLOCKS, "--output_path", str(tmp_path / "last.pt")], capfd)
     assert "none of what was asked for was captured yet" in said and not (tmp_path / "last.pt").exists()
 
 
 def test_a_line_per_block_and_a_log(tmp_path, capfd, monkeypatch):
     log = tmp_path / "logs/log.jsonl"
-    flags = [*MINI, "--output_path", str(tmp_path / "out.pt"), "--log_file", str(log), "--deterministic"]
+    flags = [*BLOCKS, "--output_path", str(tmp_path / "out.pt"), "--log_file", str(log), "--deterministic"]
     capfd.readouterr()
     run_extraction_each.run(flags)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("block", "4 blocks"))]
@@ -269,7 +265,8 @@ def stopping_after_step(monkeypatch, step: int) -> None:
 
 
 def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):
-    flags = [*BASE, "--quiet", "--all_layers", "--step", "first", "last", "--output_dir"]
+    flags = [*BLOCKS[:2], "--num_frames", "9", "--num_steps", "4", "--quiet", "--all_layers"]
+    flags += ["--step", "first", "last", "--output_dir"]
     extract_attention_wan.run([*flags, str(tmp_path / "whole")])
     stopping_after_step(monkeypatch, 1)
     said = stopped(extract_attention_wan, [*flags, str(tmp_path / "part")], capfd)

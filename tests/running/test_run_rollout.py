@@ -6,7 +6,6 @@ import pytest
 import torch
 import yaml
 from helpers.forked import stopping_after
-from helpers.rollouts import TWO_STEPS
 from safetensors import safe_open
 
 from experiments import run_rollout
@@ -17,21 +16,17 @@ from wan.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 
-def make(folder: Path, *flags: str) -> LongVideo:
-    """Six frames of the miniature in two steps, or in a rolling window, by the script."""
+@pytest.fixture(autouse=True)
+def beside_the_tiny_model(monkeypatch, tiny):
+    monkeypatch.chdir(Path(tiny.path).parent)
+
+
+def make(folder: Path, *flags: str, config: Path | str = "tiny.yaml") -> LongVideo:
+    """Six frames by the script."""
     path = folder / "a.mp4"
-    words = ["--num_frames", "6", "--device", "cpu", "--quiet", "--output_path", str(path), *flags]
-    if "--config_path" not in flags:
-        words += ["--config_path", str(written(folder, TWO_STEPS))]
-    run_rollout.run(words)
+    words = ["--config_path", str(config), "--num_frames", "6", "--quiet", "--output_path", str(path)]
+    run_rollout.run([*words, *flags])
     return LongVideo(path)
-
-
-def written(folder: Path, settings: dict) -> Path:
-    """The miniature's config with other settings."""
-    config = yaml.safe_load(Path("configs/wan_mini.yaml").read_text()) | settings
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    return folder / "config.yaml"
 
 
 def test_what_is_captured_later_is_captured_as_if_at_once(tmp_path):
@@ -59,14 +54,17 @@ def test_what_is_captured_later_is_captured_as_if_at_once(tmp_path):
 
 def test_a_rolling_window_goes_on_with_the_same_bits_and_is_not_captured(tmp_path, monkeypatch):
     rolling = {"sampler": "rolling_forcing", "denoising_step_list": [1000, 200]}
-    flags = ["--config_path", str(written(tmp_path, rolling))]
+    (tmp_path / "rolling.yaml").write_text(
+        yaml.safe_dump(yaml.safe_load(Path("tiny.yaml").read_text()) | rolling)
+    )
+    config = tmp_path / "rolling.yaml"
     with pytest.raises(ConfigError, match=r"--capture knows no rolling_forcing.* run_extraction_all.py"):
-        make(tmp_path, *flags, "--capture", "last:2")
+        make(tmp_path, "--capture", "last:2", config=config)
     (tmp_path / "whole").mkdir()
-    whole = make(tmp_path / "whole", *flags)
+    whole = make(tmp_path / "whole", config=config)
     stopping_after(monkeypatch, 0)
     with pytest.raises(StoppedError, match="stopped after block 1 of 2"):
-        make(tmp_path, *flags)
+        make(tmp_path, config=config)
     monkeypatch.undo()
-    place = make(tmp_path, *flags)
+    place = make(tmp_path, config=config)
     assert place.latents.read_bytes() == whole.latents.read_bytes()

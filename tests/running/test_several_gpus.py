@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ from experiments.extraction import causal
 from experiments.running import cli
 from wan.errors import ConfigError
 
-MINI = ["--config_path", "configs/wan_mini.yaml", "--num_frames", "6", "--device", "cpu"]
+TINY = ["--config_path", "tiny.yaml", "--num_frames", "6", "--device", "cpu"]
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def beside_the_tiny_model(monkeypatch, tiny):
+    monkeypatch.chdir(Path(tiny.path).parent)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(1)
@@ -59,17 +60,17 @@ def ranks(count: int, run, folder, prepare=lambda rank: None) -> tuple[list[int]
 
 
 def extracting(path, *flags):
-    return lambda: cli.main(run_extraction_all.run, [*MINI, "--quiet", "--output_path", str(path), *flags])
+    return lambda: cli.main(run_extraction_all.run, [*TINY, "--quiet", "--output_path", str(path), *flags])
 
 
 def test_the_numbers_of_one_process(tmp_path):
-    codes, said = ranks(3, extracting(tmp_path / "three.pt", "--cross"), tmp_path)
-    assert codes == [0, 0, 0] and not said, said
+    codes, said = ranks(2, extracting(tmp_path / "two.pt", "--cross"), tmp_path)
+    assert codes == [0, 0] and not said, said
     extracting(tmp_path / "one.pt", "--cross")()
-    three, one = load_cache(tmp_path / "three.pt"), load_cache(tmp_path / "one.pt")
-    assert three["gpus"] == 3 and set(three) - set(one) == {"gpus"}
+    two, one = load_cache(tmp_path / "two.pt"), load_cache(tmp_path / "one.pt")
+    assert two["gpus"] == 2 and set(two) - set(one) == {"gpus"}
     for name in ("frame_logits", "frame_mass", "cross_mass"):
-        torch.testing.assert_close(three[name], one[name], rtol=0, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=1e-5, equal_nan=True)
 
 
 def test_one_process_fails(tmp_path):
@@ -88,10 +89,10 @@ def test_one_process_fails(tmp_path):
 @pytest.mark.beside
 def test_ctrl_c_saves_what_is_there(tmp_path, warm):
     """torchrun's agent passes it on, and both processes stop after the same block."""
-    command = [warm.python, "experiments/run_extraction_each.py", *MINI[:2], "--device", "cpu", "--gpus", "2"]
-    command += ["--num_frames", "300", "--output_path", str(tmp_path / "out.pt")]
+    command = [warm.python, str(ROOT / "experiments/run_extraction_each.py"), *TINY[:2], "--device", "cpu"]
+    command += ["--gpus", "2", "--num_frames", "300", "--output_path", str(tmp_path / "out.pt")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     first = next(line for line in process.stderr if line.startswith("block 1/100"))
     process.send_signal(signal.SIGINT)
     said = first + process.stderr.read()
@@ -107,7 +108,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 @pytest.mark.parametrize(
     ("flags", "environment", "message"),
     [
-        (["--gpus", "5"], {}, "does not split wan-mini: its 12 heads and blocks of 48 tokens"),
+        (["--gpus", "5"], {}, "does not split tiny: its 2 heads and blocks of 48 tokens"),
         (["--gpus", "3"], TWO, "--gpus 3 under 2 ranks"),
     ],
 )
@@ -115,4 +116,4 @@ def test_what_does_not_split(flags, environment, message, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        run_extraction_all.run([*MINI, *flags])
+        run_extraction_all.run([*TINY, *flags])

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,19 @@ from experiments.extraction import causal
 from experiments.running import cli
 from wan.errors import ConfigError
 
-SHORT = ["--config_path", str(ROOT / "configs/wan_mini.yaml"), "--num_frames", "6", "--quiet"]
+SHORT = ["--config_path", "sweep.yaml", "--num_frames", "6", "--quiet"]
 
 
 @pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def beside_the_tiny_model(monkeypatch, tiny):
+    """With a checkpoint of its own."""
+    monkeypatch.chdir(Path(tiny.path).parent)
+    if not Path("weights").exists():
+        Path("weights").mkdir()
+        weights = {name: 1.1 * x for name, x in tiny.session.pipeline.model.state_dict().items()}
+        torch.save({"generator_ema": weights}, "weights/other.pt")
+        text = Path(tiny.path).read_text()
+        Path("sweep.yaml").write_text(text.replace("path: null", "path: weights/other.pt"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(1)
@@ -72,9 +80,7 @@ def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch):
     assert len(loads) == 1  # nothing to do: nothing is loaded
     cache = tmp_path / "whole" / NAMES[0]
     when = cache.stat().st_mtime_ns
-    save_cache(
-        cache, load_cache(cache) | {"partial": True}
-    )  # of a run that was stopped, copied with its time
+    save_cache(cache, load_cache(cache) | {"partial": True})  # of a stopped run, copied with its time
     os.utime(cache, ns=(when, when))
     sweeping(prompts, tmp_path / "whole", seeds=("0",))()
     assert cache.read_bytes() == whole[NAMES[0]] and len(loads) == 2
@@ -143,17 +149,17 @@ def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
 def test_several_checkpoints(tmp_path, prompts, monkeypatch):
     loads, original = [], causal.load_pipeline
     monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
-    weights = ["base", "checkpoints/wan-mini/self_forcing_mini.pt"]
+    weights = ["base", "weights/other.pt"]
     both = sweeping(prompts, tmp_path / "out", "--checkpoints", *weights, seeds=("0",))
     both()
     files = files_below(tmp_path / "out")
     manifest = json.loads(files["manifest.json"])
-    assert [run["checkpoint"] for run in manifest["runs"]] == ["base"] * 2 + ["self_forcing_mini"] * 2
+    assert [run["checkpoint"] for run in manifest["runs"]] == ["base"] * 2 + ["other"] * 2
     weights_of = [load_cache(tmp_path / "out" / run["file"])["weights"] for run in manifest["runs"]]
     assert len(loads) == 2 and weights_of == ["base"] * 2 + ["checkpoint"] * 2
     sweeping(prompts, tmp_path / "one", seeds=("0",))()
     alone = files_below(tmp_path / "one")
-    assert all(files[f"self_forcing_mini/{name}"] == alone[name] for name in (NAMES[0], NAMES[2]))
+    assert all(files[f"other/{name}"] == alone[name] for name in (NAMES[0], NAMES[2]))
     both()
     assert len(loads) == 3
     with pytest.raises(ConfigError, match="--no_checkpoint and --checkpoints exclude each other"):
@@ -166,7 +172,7 @@ def test_several_checkpoints(tmp_path, prompts, monkeypatch):
 @pytest.mark.beside
 def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts, warm):
     sweeping(prompts, tmp_path / "one", seeds=("0",))()
-    command = [warm.python, "experiments/run_extraction_all.py", *SHORT[:-1], "--device", "cpu"]
+    command = [warm.python, str(ROOT / "experiments/run_extraction_all.py"), *SHORT[:-1], "--device", "cpu"]
     command += ["--prompts", str(prompts), "--seeds", "0", "--output_dir", str(tmp_path / "two")]
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--workers", "1", "--gpus", "2"], timeout=200, **options)
@@ -193,6 +199,3 @@ def test_workers_that_do_not_fit(flags, environment, message, tmp_path, prompts,
     with pytest.raises(ConfigError, match=message):
         sweeping(prompts, tmp_path / "out", *flags)()
     assert not files_below(tmp_path / "out")
-
-
-# -- many prompts
