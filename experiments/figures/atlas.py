@@ -364,12 +364,13 @@ def share_bars(
     title: str,
     x: str,
     others: Mapping[str, Sequence[Any]] | None = None,
+    about: str = "",
 ) -> Figure:
     """Draw a dot with its interval for each name -> (share, low, high).
 
     ceilings are lines; others are further marks, a value or several for each name.
     """
-    figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.2 * len(shares)))
+    figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.24 * len(shares)))
     values, rows = np.array([row[:3] for row in shares.values()]), np.arange(len(shares))
     ends = np.stack([values[:, 0] - values[:, 1], values[:, 2] - values[:, 0]])
     axis.errorbar(values[:, 0], rows, xerr=ends, fmt="o", color=BLUE, markersize=5, label="share, 95 %")
@@ -378,7 +379,7 @@ def share_bars(
     _draw_ceilings(axis, "v", ceilings)
     axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 1.4) for name in shares])
     axis.set(ylim=(len(shares) - 0.4, -0.6), xlim=(None, 1.02))
-    st.label_figure(figure, [axis], title, legend=st.handles(axis), x=x)
+    st.label_figure(figure, [axis], title, about, legend=st.handles(axis), x=x)
     return figure
 
 

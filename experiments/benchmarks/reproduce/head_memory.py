@@ -279,7 +279,7 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
     means, title = {shown: row[ALL] for shown, row in rows.items()}, "Heads lose a part of their past"
     found = {
-        "routes": share_bars(means, ceilings, title, SHARE, others),
+        "routes": share_bars(means, ceilings, title, SHARE, others, ", ".join(report["miniatures"])),
         "head_budgets": budget_curves(*budget_panels(report)),
     }
     if readers := mini["paths"].get("readers"):
@@ -288,7 +288,7 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
         read = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
         panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", read)
         subtitle = f"{name}, {mini['paths']['pairs']} pairs of colours"
-        found["color_readers"] = head_maps([panel], layers, subtitle=subtitle)
+        found["color_readers"] = head_maps([panel], layers, subtitle=subtitle, title="Heads that read the colour")
     return found
 
 
