@@ -322,7 +322,7 @@ def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_wa
 
 def test_an_edit_needs_the_pass_and_what_it_takes_its_values_from():
     knockout = Knockout(frames=0, passes="all")
-    with pytest.raises(ConfigError, match="needs to know the pass"), intervene(knockout):
+    with pytest.raises(ConfigError, match="need the pass of each call"), intervene(knockout):
         attention(*inputs(), SITE, layout=LAYOUT)
     with pytest.raises(ValueError, match="takes no edits"), intervene(knockout):
         attention(*inputs(), SITE, torch.ones(10, 30, dtype=torch.bool), LAYOUT)

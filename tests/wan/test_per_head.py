@@ -167,7 +167,7 @@ REFUSED = {  # what is said -> settings; a file by its content
     "cannot be read": {"name": "forcing_kv"},
     "keeps 9 chunks": STATIC | {"sim_retention_ratio": 0.5},
     "length of 1 to 3": STATIC | {"temporal_context_length": 4},
-    r"of \(1, 2\) layers and heads, the model has \(5, 12\)": STATIC,
+    r"its file has \(1, 2\) layers and heads, the model \(5, 12\)": STATIC,
     "give a CSV, Forcing-KV's JSON or an array": STATIC | {"heads": LABELS},
     "nowhere.npz' cannot be read": TRI | {"statistics": "nowhere.npz"},
     "or a mapping of q_mean": TRI | {"statistics": {"q_mean": 1}},

@@ -294,7 +294,7 @@ REFUSED = {
     "several GPUs share the tokens of resid_post": lambda: replace(
         two_steps().plan(6), splits_tokens=True
     ).check([at("resid_post")(wrong_shape)]),
-    "needs to know the pass": lambda: tiny_pipeline().model.blocks[0].ffn(torch.zeros(1, 2, 48)),
+    "need the pass of each call": lambda: tiny_pipeline().model.blocks[0].ffn(torch.zeros(1, 2, 48)),
 }
 
 
