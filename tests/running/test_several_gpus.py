@@ -98,8 +98,9 @@ def test_ctrl_c_saves_what_is_there(tmp_path, warm):
     said = first + process.stderr.read()
     assert process.wait(60) == 130
     errors = [line for line in said.splitlines() if not line.startswith("block ")]
-    assert len(errors) == 2 and errors[0].startswith("stopping after this block"), said
-    assert errors[1].startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]
+    *stopping, error = errors  # none where the other process's signal came first, and they agreed to stop
+    assert [line[:25] for line in stopping] in ([], ["stopping after this block"]), said
+    assert error.startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]
 
 
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
