@@ -288,7 +288,8 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
         read = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
         panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", read)
         subtitle = f"{name}, {mini['paths']['pairs']} pairs of colours"
-        found["color_readers"] = head_maps([panel], layers, subtitle=subtitle, title="Heads that read the colour")
+        title = "Heads that read the colour"
+        found["color_readers"] = head_maps([panel], layers, subtitle=subtitle, title=title)
     return found
 
 
