@@ -30,7 +30,7 @@ def run(argv=None):
     flag("--budget", type=count, default=9, help="frames of the mean head's cache")
     flag("--window", type=count, default=6, help="frames of the heads that do not keep all")
     flag("--sink", type=int, default=3, help="of these, the first frames of the video")
-    flag("--layers", type=int, nargs="+", help="whose heads are measured; all where left out: a rehearsal")
+    flag("--layers", type=int, nargs="+", help="measure these alone: a rehearsal, in files *_rehearsal")
     flag("--folder", type=Path, default=Path("cache/head_effects"), help="where pairs are kept")
     add_engine_flags(parser)
     args = parser.parse_args(argv)
@@ -55,12 +55,12 @@ def run(argv=None):
     with observed(args, "pair") as watch, crew_of(args, config.device) as crew:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
         session = called(crew, causal.prepare, config, [], texts)
-        layers, every = (
-            args.layers or [*range(session.model_config.num_layers)],
-            session.model_config.num_layers,
-        )
+        every = session.model_config.num_layers
+        layers = sorted({*(args.layers or range(every))})
         if not {*layers} <= {*range(every)}:
             raise ConfigError(f"--layers {layers}: layers are 0..{every - 1}")
+        if len(layers) < every:  # no budget to use: other heads may have larger effects
+            out = out.with_stem(f"{out.stem}_rehearsal")
         work = HeadEffects(config, session, args.folder, args.window, args.sink, args.measure, layers)
         items = {work.name(pair): pair for pair in pairs}
         work_through(work, items, args.folder, watch, crew)
@@ -84,9 +84,8 @@ def run(argv=None):
         print(f"{out}: {report['seconds with budget']} s a rollout, {report['seconds without']} s without")
         whole, heads = (np.mean(report[f"seconds of {of}"]) for of in ("pairs", "heads"))
         all_heads = whole + heads * (every / len(layers) - 1)
-        print(
-            f"{whole:.0f} s a pair, {heads:.0f} s of them {len(layers)} layers: {all_heads:.0f} s for {every}"
-        )
+        parts = f"{heads:.0f} s of them for {len(layers)} layers"
+        print(f"{whole:.0f} s a pair, {parts}: {all_heads:.0f} s for all {every}")
 
 
 if __name__ == "__main__":

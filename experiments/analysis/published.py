@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis.first_frame import first_frame_effect
+from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadPanel
 from experiments.analysis.stats import pearson, rms_difference
 from experiments.caches import load_cache
@@ -86,15 +87,20 @@ def curves_for(
 def heads_of(
     view: Profiles, heads: Sequence[tuple[int, int, str]] | str, count=2
 ) -> tuple[tuple[int, int, str], ...]:
-    """Return (layer, head, label) as given, or of "auto" the paper's, in other models those of largest s."""
+    """Return (layer, head, label) as given, or of "auto" the paper's.
+
+    In other models of "auto" those of largest s; of largest first − middle where a cache has no matrices.
+    """
     if not isinstance(heads, str):
         return tuple((layer, head, label) for layer, head, label in heads)
     if heads != "auto":
         raise CacheError(f'HEADS must be "auto" or a list of (layer, head, label), not {heads!r}')
-    matrix = view.frame_matrices() if view.quantity == "mean_logit" and view.model != FIGURE4_MODEL else None
+    if view.model == FIGURE4_MODEL:
+        return FIGURE4_HEADS
+    matrix = view.frame_matrices() if view.quantity == "mean_logit" else None
     effect = None if matrix is None else first_frame_effect(matrix, view.block_sizes).effect
     if effect is None or not np.isfinite(effect).any():
-        return FIGURE4_HEADS
+        effect = head_statistics(view.profiles()).delta
     order = np.argsort(-np.nan_to_num(effect, nan=-np.inf), axis=None, kind="stable")[:count]
     chosen = [(view.layers[i // view.num_heads], int(i % view.num_heads)) for i in order]
     return tuple((layer, head, f"L{layer}H{head}") for layer, head in chosen)

@@ -111,7 +111,7 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 def _show(figure: Figure) -> None:
-    """Show a figure in a notebook as it is saved; Jupyter's own PNG is cut below the title."""
+    """Show a figure in a notebook as it is saved; Jupyter's own PNG cuts off the title."""
     from IPython.display import SVG, display
 
     display(SVG(drawn(figure, "svg", {"Date": None}).decode()))

@@ -130,7 +130,7 @@ def transformer_trainer(run: StageRun, model: WanModel, *others: nn.Module) -> T
         run, [model, *others], lambda name, p: muon and name.startswith("blocks.") and p.ndim == 2
     )
     for block in model.blocks if run.compile else ():
-        block.compile(fullgraph=True)  # all layers share one graph; a break would take four times as long
+        block.compile(fullgraph=True)  # all layers share one graph; a break fails
     return trainer
 
 

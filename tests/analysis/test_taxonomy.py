@@ -9,6 +9,7 @@ from helpers import synthetic_caches
 from experiments import match_curve
 from experiments.analysis import published, sweeps, taxonomy
 from experiments.analysis.first_frame import effects_of, first_frame_effect
+from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.published import Curve, compared_frames, match_rows, rank_heads
 from experiments.analysis.taxonomy import ABSENT, ANCHOR, DYNAMIC, STATIC, VEIL, WAVE, Thresholds
@@ -183,5 +184,8 @@ def test_heads_worth_a_look():
     layer, head = np.unravel_index(effect.argmax(), effect.shape)
     assert published.heads_of(own, "auto")[0] == (own.layers[layer], head, f"L{own.layers[layer]}H{head}")
     assert published.heads_of(own, [[1, 2, "x"]]) == ((1, 2, "x"),)
+    masses = open_profiles(synthetic_caches.atlas(F=12), quantity="mass")  # without matrices of logits
+    layer, head = np.unravel_index(head_statistics(masses.profiles()).delta.argmax(), effect.shape)
+    assert published.heads_of(masses, "auto")[0][:2] == (own.layers[layer], head)
     with pytest.raises(CacheError, match='HEADS must be "auto"'):
         published.heads_of(own, "all")

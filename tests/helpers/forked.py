@@ -95,14 +95,14 @@ def exit_code(run: Callable[[], Any]) -> Callable[[], int]:
     return call
 
 
-def stopping_after(monkeypatch, block: int) -> None:
-    """A Ctrl-C while a block is generated."""
-    original = Progress.block
+def stopping_after(monkeypatch, number: int, what: str = "block", by=signal.SIGINT) -> None:
+    """A Ctrl-C, or another signal, when a block or a step is reached."""
+    original = getattr(Progress, what)
 
-    def on_block(self, number, frames, num_blocks):
-        original(self, number, frames, num_blocks)
-        if number == block:
-            os.kill(os.getpid(), signal.SIGINT)
+    def on_progress(self, at, *more):
+        original(self, at, *more)
+        if at == number:
+            os.kill(os.getpid(), by)
             time.sleep(0.01)
 
-    monkeypatch.setattr(Progress, "block", on_block)
+    monkeypatch.setattr(Progress, what, on_progress)

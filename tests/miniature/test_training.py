@@ -326,3 +326,17 @@ def test_a_stage_writes_a_lora_that_loads(stage, tiny, tmp_path, monkeypatch):
     log = json.loads((tmp_path / "training.json").read_text())[stage]
     assert log["steps"] == 1 and log["rank"] == log["alpha"] == change.rank
     assert log["parameters"] == sum(down.numel() + up.numel() for down, up in lora.pairs.values())
+
+
+def test_layers_compile_into_one_graph():
+    """A break makes steps slower: nobody watches, so no site may be asked about."""
+    model = CausalWanModel(**asdict(replace(MODEL, num_layers=2)))
+    model.init_weights()
+    text, mask = model.text_keys_values(torch.randn(1, 5, MODEL.text_dim)), torch.ones(64, 64).bool()
+    torch._dynamo.reset()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    model(torch.randn(1, 4, 16, 8, 8), torch.full((1, 4), 500.0), text, frames=[0, 1, 0, 1], mask=mask)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()

@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from experiments.caches.view import open_profiles
 from experiments.extraction import causal
 from experiments.running import cli
 from experiments.running.locks import claimed
-from experiments.running.progress import Progress
 
 pytestmark = pytest.mark.slow
 SHORT = ["--config_path", "tiny.yaml", "--num_frames", "3", "--quiet"]
@@ -252,23 +250,11 @@ def test_out_of_memory_says_what_helps(tmp_path, monkeypatch, capfd):
 
 
 # --- The base model
-def stopping_after_step(monkeypatch, step: int) -> None:
-    original = Progress.step
-
-    def on_step(self, at, timestep, num_steps):
-        original(self, at, timestep, num_steps)
-        if at == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.01)
-
-    monkeypatch.setattr(Progress, "step", on_step)
-
-
 def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):
     flags = [*BLOCKS[:2], "--num_frames", "9", "--num_steps", "4", "--quiet", "--all_layers"]
     flags += ["--step", "first", "last", "--output_dir"]
     extract_attention_wan.run([*flags, str(tmp_path / "whole")])
-    stopping_after_step(monkeypatch, 1)
+    stopping_after(monkeypatch, 1, "step", signal.SIGTERM)
     said = stopped(extract_attention_wan, [*flags, str(tmp_path / "part")], capfd)
     assert "stopped after 2 of 4 steps; saved as partial: " in said
     for name in ("atlas_base.pt", "atlas_base_uncond.pt"):

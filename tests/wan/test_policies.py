@@ -11,7 +11,7 @@ from conftest import ROOT, golden_model
 from helpers.policies import POLICIES as ROWS
 from helpers.policies import settings_of_any_size
 from helpers.policy_oracle import NAMES, Frame, LayerOracle
-from helpers.rollouts import TWO_STEPS, golden_inputs
+from helpers.rollouts import TWO_STEPS, golden_inputs, rollout, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -300,3 +300,12 @@ def test_the_page_has_every_released_policy():
     assert all(f"| `{name}` |" in page for name, policy in POLICIES.items() if policy.releases)
     shown = re.findall(r"\]\(policies/(\w+)\.svg\)", page)
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "docs/policies").glob("*.svg"))
+
+
+@pytest.mark.parametrize("row", ROWS[1:], ids=lambda row: row["name"])
+def test_a_memory_as_large_as_the_video_is_the_whole_past_but_for_a_bank(row):
+    """A bank holds copies of frames that are in the window (docs/policies.md)."""
+    pipeline, large = tiny_pipeline(), {"window": 24} | ({"budget": 24} if "budget" in row else {})
+    policy = make_policy(**row | large)
+    latents = rollout(CausalInferencePipeline(pipeline.model, cache_policy=policy), num_frames=12)
+    assert torch.equal(latents, rollout(pipeline, num_frames=12)) == (row["name"] != "memory_bank")

@@ -53,7 +53,8 @@ def run(argv=None):
         }
     prompts, lengths = (rounded(np.corrcoef(effects[0], s)[0, 1]) for s in effects[1:])
     correlations = {"between prompts": prompts, "between lengths": lengths}
-    about = "Wan2.1-T2V-1.3B, Self-Forcing, pass 0 (t = 1000); mean over 360 heads; grey: every other block"
+    about = f"{view.model}, Self-Forcing, {view.pass_label}; mean over {s.size} heads"
+    about += "; grey: every other block"
     figures = {"key_frames_published": contrasts_by_frame(lines, about, block=3)}
     save_finding(args, {"atlases": atlases, "correlation_of_s": correlations}, figures)
 

@@ -102,6 +102,8 @@ def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
     ):
         for ckpt_dir in args.ckpt_dir or [None]:
             config = miniature_config(argparse.Namespace(**vars(args) | {"ckpt_dir": ckpt_dir}))
+            if (name := Path(config.ckpt_dir).name) in studies:
+                raise ConfigError(f"--ckpt_dir: two folders are called {name}; rename one")
             session = causal.prepare(config, [], texts, watch)
             weights = session.sha256.result()
             vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
@@ -117,7 +119,7 @@ def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
                 save_report(ceilings_of(study, vae, pool), ceilings)
             if not args.report:
                 study.make_all(watch)
-            studies[Path(config.ckpt_dir).name] = study
+            studies[name] = study
     return studies
 
 

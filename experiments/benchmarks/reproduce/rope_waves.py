@@ -1,6 +1,6 @@
 """Measure how much of Figure 4's curves are waves of temporal RoPE (docs/first_frame.md).
 
-python experiments/benchmarks/reproduce/rope_rw.py
+python experiments/benchmarks/reproduce/rope_waves.py
 """
 
 from functools import partial
