@@ -74,6 +74,12 @@ def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
             names.append(state_file(config, "a", sizes, torch.float32, CPU))
     assert len(set(names)) == len(names)
     assert state_file(replace(config, embeds_dir=None), "a", sizes, torch.float32, CPU) is None
+    asked = ["a", "b"], sizes, torch.float32, CPU
+    for path in names[:2]:  # umT5 is needed until every prompt has its states
+        assert prompt_embeds.needs_encoder(config, *asked)
+        torch.save({"fingerprint": path.stem}, path)
+    assert not prompt_embeds.needs_encoder(config, *asked)
+    assert prompt_embeds.needs_encoder(replace(config, embeds_dir=None), *asked)
 
 
 def test_a_file_takes_the_place_of_umt5_and_no_cache_holds_a_path(tiny, tmp_path, short, monkeypatch):

@@ -212,7 +212,10 @@ def test_thumbnails(tmp_path):
         assert picture.shape == (60, 90, 3) and abs(picture.mean() - 7 * f) < 8
     with pytest.raises(CacheError, match=r"a\.mp4 has 33 frames; 10 latent frames are 37"):
         pictures(tmp_path / "a.mp4", 10)
-    written = (tmp_path / "a.pt").stat().st_mtime
+    written = int((tmp_path / "a.pt").stat().st_mtime)
+    for age, name in ((0, "a.pt"), (1, "a.mp4")):  # copied with its cache, a second before it
+        os.utime(tmp_path / name, (written - age, written - age))
+    assert video_of(tmp_path / "a.pt", None) == tmp_path / "a.mp4"
     os.utime(tmp_path / "a.mp4", (written - 5, written - 5))  # of the run before this one
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert data["thumbnails"] == [] and "a.mp4 is older than" in data["notes"][0]
