@@ -1,11 +1,12 @@
 """Make the findings about long rollouts from what compare_policies.py wrote (docs/long_rollouts.md).
 
-    python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2
+    python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --videos 18
     python experiments/benchmarks/reproduce/long_rollouts.py outputs/policies/comparison.json
     python experiments/benchmarks/reproduce/long_rollouts.py --first_frame --output_path effects.json
 
-Writes docs/long_rollouts.json; where the comparison kept mp4s of its first prompt, also strips: a PNG of few
-colours a policy, and the README's figure. --first_frame rolls the miniature out instead and measures the
+Writes docs/long_rollouts.json; where the comparison kept the mp4s, also strips, a PNG of few colours a
+policy, and the README's figure. They show one prompt, that of the median video under the whole past; --strips
+writes them alone. --first_frame rolls the miniature out instead and measures the
 first-frame effect by length: mean logits of pass 0, fitted to the first frames of each length; placebos are
 the same fit for frames 1 to 14.
 """
@@ -29,7 +30,7 @@ from experiments.figures.style import save_svg
 from experiments.running.cli import count, main
 from experiments.session import capture, load
 from experiments.studies.policy_comparison import read_policies
-from experiments.studies.policy_findings import findings, short_label
+from experiments.studies.policy_findings import FROM, FULL, PRIMARY, TO, findings, short_label
 from wan.errors import ConfigError
 from wan.files import read_json
 
@@ -52,6 +53,7 @@ def run(argv=None):
     parser = finding_parser(__doc__, "docs/long_rollouts.json")
     flag = parser.add_argument
     flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
+    flag("--strips", action="store_true", help="write the strips of the comparison alone")
     flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
     flag("--lengths", type=count, nargs="+", default=[21, 45, 93, 141, 240], help="latent frames")
     flag("--prompts", type=count, default=4, help="reference prompts that are rolled out together")
@@ -62,36 +64,62 @@ def run(argv=None):
         save_finding(args, by_length(args))
         return
     comparison = read_json(args.comparison)
-    save_report(findings(comparison), args.output_path)
-    print(args.output_path)
-    videos = {name: args.comparison.parent / f"videos/{label}_0.mp4" for label, name in ROWS.items()}
-    if found := {name: path for name, path in videos.items() if path.is_file()}:
-        make_strips(comparison, found, args)
+    if not args.strips:
+        save_report(findings(comparison), args.output_path)
+        print(args.output_path)
+    prompt, seed, right = median_video(comparison)
+    number = comparison["prompts"].index(prompt)
+    videos = {label: args.comparison.parent / f"videos/{label}_{number}.mp4" for label in ROWS}
+    if all(path.is_file() for path in videos.values()):
+        make_strips(videos, right, comparison["weights_sha256"], prompt, seed, args)
+    elif args.strips:
+        raise ConfigError(f"{args.comparison.parent}/videos lacks some {number}.mp4: compare with --videos")
 
 
 # --- Frames of long videos side by side, a row a policy, small enough to be kept beside the findings
-def make_strips(comparison: dict[str, Any], videos: dict[str, Path], args: argparse.Namespace) -> None:
-    """Write the strips of the first prompt's videos, and draw those of the README."""
+def median_video(comparison: dict[str, Any]) -> tuple[str, int, dict[str, float]]:
+    """Return prompt and seed of the median video of the first seed's under the whole past.
+
+    With them the share of seconds right of every policy's video of that prompt and seed. Of two in the middle
+    it is the lower one, of equals the first prompt's.
+    """
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    for video in comparison["videos"]:
+        first.setdefault((video["label"], video["prompt"]), video)
+    right = {at: float(np.mean(video["tracker"][PRIMARY][FROM:TO])) for at, video in first.items()}
+    order = sorted(comparison["prompts"], key=lambda prompt: right[FULL, prompt])
+    prompt = order[(len(order) - 1) // 2]
+    shares = {label: right[label, prompt] for label, of in right if of == prompt}
+    return prompt, first[FULL, prompt]["seed"], shares
+
+
+def make_strips(
+    videos: dict[str, Path],
+    right: dict[str, float],
+    weights: str,
+    prompt: str,
+    seed: int,
+    args: argparse.Namespace,
+) -> None:
+    """Write the strips of videos by label, and draw those of the README."""
     import imageio.v3 as iio
     from PIL import Image
 
     require_ffmpeg()
     output, rows = args.output_path.with_name(f"{args.output_path.stem}_strips.json"), {}
-    for name, path in videos.items():
+    for label, path in videos.items():
         video = iio.imread(path)
         scale = video.shape[1] // SIDE
         frames = [video[min(second * FPS, len(video) - 1), ::scale, ::scale] for second in SECONDS]
         content = io.BytesIO()
         Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
-        rows[name] = base64.b64encode(content.getvalue()).decode()
-    prompt = comparison["prompts"][0]  # the videos that were kept are of its first seed
-    seed = next(video["seed"] for video in comparison["videos"] if video["prompt"] == prompt)
-    about = {"prompt": prompt, "seed": seed, "weights_sha256": comparison["weights_sha256"]}
+        rows[f"{ROWS[label]}: {right[label]:.0%}"] = base64.b64encode(content.getvalue()).decode()
+    about = {"prompt": prompt, "seed": seed, "weights_sha256": weights}
     save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
     drawn, seconds, subtitle = read_strips(output)
-    chosen = {name: drawn[name] for name in ROWS.values() if name in drawn and name not in UNRANKED}
-    figure = long_strips(chosen, seconds, f"{subtitle}; the first prompt and seed of the comparison")
-    print(save_svg(figure, args.figures / "long_rollouts.svg"))
+    chosen = {name: row for name, row in drawn.items() if not name.startswith(UNRANKED)}
+    rule = f"the median video of the whole past; share of seconds {FROM} to {TO} right"
+    print(save_svg(long_strips(chosen, seconds, f"{subtitle}; {rule}"), args.figures / "long_rollouts.svg"))
 
 
 # --- The first-frame effect by length
