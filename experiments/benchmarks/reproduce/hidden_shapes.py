@@ -33,6 +33,7 @@ from wan.files import read_json
 SCALE = 8  # pixels of a latent
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
 SHOWN = 12  # heads of the ranking in the report
+FIRST_PASS = ", first pass"
 
 
 def run(argv=None):
@@ -123,13 +124,14 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Draw the curves, and the effect of removing frame 0 against what heads attend to."""
     first = report["first_frame"]
-    shown = {name: np.array(x) for name, x in first["heads"].items() if name.endswith("first pass")}
-    notes = {}
-    for name in shown:
-        both = (first["correlations"][name][key][:3] for key in ("rho", "partial_rho"))
+    shown, notes = dict[str, np.ndarray](), dict[str, str]()
+    for measure in (measure for measure in first["heads"] if measure.endswith(FIRST_PASS)):
+        both = (first["correlations"][measure][key][:3] for key in ("rho", "partial_rho"))
+        name = measure.removesuffix(FIRST_PASS)
+        shown[name] = np.array(first["heads"][measure])
         notes[name] = "ρ = {}\npartial ρ = {}".format(*("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in both))
     about = f"{report['model']}, {first['prompts']} captions × {report['knockouts']['seeds']} seeds"
-    effect, about = np.array(first["heads"]["effect"]), f"knock out the first frame: {about}"
+    effect, about = np.array(first["heads"]["effect"]), f"knock out the first frame: {about}{FIRST_PASS}"
     return {
         "hidden_shapes": knockout_curves(*knockouts_of(report)),
         "first_frame_removed": effect_against(effect, shown, notes, subtitle=about),
