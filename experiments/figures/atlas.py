@@ -322,7 +322,8 @@ def budget_curves(
     panels: miniature, or all -> budget -> (share, low, high). Beside a rule stands the uniform window.
     """
     rules = [at for at in sorted(panels) if at[1] != "uniform"]
-    figure, axes = st.panels(len(rules), 4, (2.3, 1.9), sharey=True)
+    columns = min(4, sum(sink == rules[0][0] for sink, _ in rules))  # a row a sink, where it has room
+    figure, axes = st.panels(len(rules), columns, (2.3, 1.9), sharey=True)
     legend: dict[str, Artist] = {}
     for axis, (sink, rule) in zip(axes, rules, strict=True):
         of_rules = {"a uniform window": ("uniform", DARK), "the rule": (rule, BLUE)}
