@@ -37,7 +37,7 @@ class LongRollouts:
         self.family = list(dict.fromkeys(["full", *findings["against_full"], *beside]))
         self.mapped = [policy for policy, rows in findings["sink_map"].items() if rows]  # by window and sink
         videos = f"{findings['prompts']} held-out prompts × {findings['seeds']} seeds"
-        self.subtitle = f"wan-mini, {findings['num_frames']} latent frames, {videos}"
+        self.subtitle = f"{findings['model']}, {findings['num_frames']} latent frames, {videos}"
 
     @classmethod
     def open(cls, path: str | Path) -> "LongRollouts":
@@ -125,7 +125,8 @@ def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str
     kept = read_report(path, "long_rollouts")
     pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
     rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
-    about = f"“{kept['prompt']}”\nwan-mini, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
+    model = f"{kept['model']}, weights {kept['weights_sha256'][:9]}"
+    about = f"“{kept['prompt']}”\n{model}, seed {kept['seed']}"
     return rows, kept["seconds"], about
 
 

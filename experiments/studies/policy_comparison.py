@@ -380,6 +380,7 @@ def merged(comparison: Comparison) -> dict[str, Any]:
         "prompts": prompts,
         "kinds": [scene.kind for scene in scenes],
         "unnamed": [scene.unnamed_color for scene in scenes],
+        "model": comparison.runs[0].model,
         "num_frames": comparison.runs[0].num_frames,
         "weights_sha256": comparison.identity.get("weights_sha256", ""),
         "missing": len(read) - len(rows),

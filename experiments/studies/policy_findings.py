@@ -102,7 +102,7 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
         videos: dict[str, dict[str, list[Video]]] = {}  # by policy and prompt
         for video in comparison["videos"]:
             videos.setdefault(video["label"], {}).setdefault(video["prompt"], []).append(video)
-        num_frames = comparison["num_frames"]
+        model, num_frames = comparison["model"], comparison["num_frames"]
     except (KeyError, TypeError) as error:
         raise ConfigError(f"no comparison of compare_policies.py: {type(error).__name__} {error}") from None
     if FULL not in videos or not len(kinds):
@@ -133,6 +133,7 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "prompts": len(prompts),
         "kinds": counts,
         "seeds": len(videos[FULL][prompts[0]]),
+        "model": model,
         "num_frames": num_frames,
         "weights_sha256": comparison["weights_sha256"],
         "made": comparison.get("made"),

@@ -25,6 +25,7 @@ def comparison(gain: dict[str, float], prompts: int = 18, seconds: int = 59) -> 
         "prompts": [f"p{i}" for i in range(prompts)],
         "kinds": KINDS[:prompts],
         "unnamed": [i % 6 == 2 for i in range(prompts)],
+        "model": "wan-mini",
         "num_frames": 240,
         "weights_sha256": "0",
         "costs": {label: COST for label in gain if label not in ("frozen", "vae")},

@@ -71,7 +71,8 @@ def run(argv=None):
     number = comparison["prompts"].index(prompt)
     videos = {label: args.comparison.parent / f"videos/{label}_{number}.mp4" for label in ROWS}
     if all(path.is_file() for path in videos.values()):
-        make_strips(videos, right, comparison["weights_sha256"], prompt, seed, args)
+        about = {"prompt": prompt, "seed": seed} | {n: comparison[n] for n in ("model", "weights_sha256")}
+        make_strips(videos, right, about, args)
     elif args.strips:
         raise ConfigError(f"{args.comparison.parent}/videos lacks some {number}.mp4: compare with --videos")
 
@@ -94,14 +95,9 @@ def median_video(comparison: dict[str, Any]) -> tuple[str, int, dict[str, float]
 
 
 def make_strips(
-    videos: dict[str, Path],
-    right: dict[str, float],
-    weights: str,
-    prompt: str,
-    seed: int,
-    args: argparse.Namespace,
+    videos: dict[str, Path], right: dict[str, float], about: dict[str, Any], args: argparse.Namespace
 ) -> None:
-    """Write the strips of videos by label, and draw those of the README."""
+    """Write the strips of videos by label, and draw those of the README; about: what one run made them of."""
     import imageio.v3 as iio
     from PIL import Image
 
@@ -114,7 +110,6 @@ def make_strips(
         content = io.BytesIO()
         Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
         rows[f"{ROWS[label]}: {right[label]:.0%}"] = base64.b64encode(content.getvalue()).decode()
-    about = {"prompt": prompt, "seed": seed, "weights_sha256": weights}
     save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
     drawn, seconds, subtitle = read_strips(output)
     chosen = {name: row for name, row in drawn.items() if not name.startswith(UNRANKED)}
