@@ -8,35 +8,11 @@ from helpers import synthetic_caches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.analysis import axes, first_frame, measures, published, video_maps
-from experiments.analysis.first_frame import (
-    first_frame_effect,
-    key_frame_contrasts,
-    placebo_effects,
-    placebo_frames,
-)
+from experiments.analysis import axes, first_frame, measures, panels, published, rope_waves, video_maps
+from experiments.analysis.first_frame import first_frame_effect, placebo_effects, placebo_frames
 from experiments.analysis.measures import head_statistics
-from experiments.analysis.panels import (
-    NO_CONTEXT,
-    NO_LOGITS,
-    NO_MASS,
-    NO_MATRIX,
-    NOT_IDENTIFIED,
-    choose_heads,
-)
-from experiments.analysis.rope_waves import (
-    Waves,
-    first_by_block,
-    fit_matrix,
-    fit_waves,
-    held_out_r_squared,
-    jittered,
-    panels_of_view,
-    predicted_context,
-    r_squared,
-    split_first,
-    temporal_frequencies,
-)
+from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, NO_MATRIX, choose_heads
+from experiments.analysis.rope_waves import Waves, fit_waves, jittered, r_squared, temporal_frequencies
 from experiments.analysis.tables import table
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
@@ -110,7 +86,7 @@ def test_what_a_cache_does_not_hold_is_absent_with_the_reason():
     assert profiles["first_frame_effect"].missing_reason == NO_MATRIX
     assert logits < {n for n, m in profiles.items() if m.values is not None}
     whole["frame_logits"][..., 3:, 0] = torch.nan  # a window that never sees frame 0
-    assert maps_of(whole, "mean_logit")["first_frame_effect"].missing_reason == NOT_IDENTIFIED
+    assert maps_of(whole, "mean_logit")["first_frame_effect"].missing_reason == panels.NOT_IDENTIFIED
     rows = measures.measure_rows(list(base.values()))
     assert rows[0]["heads"] == 9 and rows[1]["absent"] == NO_CONTEXT
 
@@ -155,7 +131,7 @@ def test_contrasts_tell_which_frame_it_is_whatever_frames_are_free():
     A[..., :12] += expected
     A += 0.05 * np.arange(21)  # a trend in the key frame is no contrast
     for first in (12, 18):
-        c = key_frame_contrasts(A, [3] * 7, first)[:, :12]
+        c = first_frame.key_frame_contrasts(A, [3] * 7, first)[:, :12]
         np.testing.assert_allclose(c, np.broadcast_to(expected, (4, 12)), atol=1e-6)
 
 
@@ -164,7 +140,7 @@ def test_what_the_cells_do_not_identify_is_nan_and_a_window_that_keeps_frame_0_i
     unseen[..., :, 0] = np.nan  # a window without frame 0
     for A, sizes in ((one_block, [9]), (unseen, [1] * 9)):
         assert np.isnan(np.stack(first_frame_effect(A, sizes))).all()
-        assert np.isnan(key_frame_contrasts(A, sizes)[..., 0]).all()
+        assert np.isnan(first_frame.key_frame_contrasts(A, sizes)[..., 0]).all()
     assert np.isnan(placebo_effects(one_block, [9], [1, 2])).all() and placebo_frames([9]) == []
     A = heads([3] * 8, n=2)
     A[..., 0] += np.array([1.5, -0.5])[:, None]
@@ -268,7 +244,7 @@ def test_a_fit_finds_the_waves_that_a_curve_is_made_of(seed, n):
     angles = waves.frequencies[:, None] * distances + waves.phase[0][:, None]
     curve = waves.constant[0] + waves.amplitude[0] @ np.cos(angles)
     np.testing.assert_allclose(waves.at(distances)[0], curve)
-    assert (held_out_r_squared(waves.at(distances), distances, waves.frequencies) > 0.999).all()
+    assert (rope_waves.held_out_r_squared(waves.at(distances), distances, waves.frequencies) > 0.999).all()
     n = np.arange(1.0, 70)
     curves = waves.at(n)
     nulls = [fit_waves(curves, n, w).at(n) for w in jittered(waves.frequencies)]
@@ -283,19 +259,19 @@ def test_a_matrix_of_rows_waves_and_a_first_frame_is_taken_apart(block_sizes):
     matrix[..., 0] += s[:, None]
     later = np.repeat(np.arange(len(block_sizes)), block_sizes)
     matrix[:, later[:, None] < later] = np.nan
-    fit = fit_matrix(matrix, block_sizes, waves.frequencies)
+    fit = rope_waves.fit_matrix(matrix, block_sizes, waves.frequencies)
     np.testing.assert_allclose(fit.s, s, atol=1e-6)
     np.testing.assert_allclose(fit.waves.amplitude, waves.amplitude, atol=1e-6)
     np.testing.assert_allclose(fit.r_squared_within_rows, 1, atol=1e-9)
     for block in (-1, 2):
-        split = split_first(matrix, block_sizes, fit, block)
+        split = rope_waves.split_first(matrix, block_sizes, fit, block)
         np.testing.assert_allclose(split.rest, 0, atol=1e-6)
         np.testing.assert_allclose(split.total, split.waves + split.s, atol=1e-6)
 
 
 def test_the_papers_head_comes_and_goes_with_the_block_of_queries():
     view = open_profiles(load_cache(published.FOLDER / "self_forcing_dmd_eagle_21f.pt"))
-    by_block, parts = panels_of_view(view, choose_heads(view, [(1, 1, "L1H1")])[0])
+    by_block, parts = rope_waves.panels_of_view(view, choose_heads(view, [(1, 1, "L1H1")])[0])
     panel = by_block["L1H1"]
     assert panel.starts.tolist() == [6, 9, 12, 15, 18]
     np.testing.assert_allclose(panel.measured[1:], [-0.8, 2.9, -3.9, 5.2], atol=0.06)
@@ -309,7 +285,7 @@ def test_the_papers_head_comes_and_goes_with_the_block_of_queries():
 def test_frame_0_is_ranked_among_the_context_of_every_block():
     matrix = np.full((1, 9, 9), 1.0)
     matrix[0, 3:6, 0], matrix[0, 6:9, 0], matrix[0, 6:9, 4] = 5.0, 0.0, 3.0
-    queries, excess, rank = first_by_block(matrix, [3, 3, 3])
+    queries, excess, rank = rope_waves.first_by_block(matrix, [3, 3, 3])
     assert [list(b) for b in queries] == [[3, 4, 5], [6, 7, 8]]
     np.testing.assert_allclose(excess, [[4.0, 0.0 - (1 + 1 + 1 + 3 + 1) / 5]])
     assert rank.tolist() == [[1, 6]]
@@ -333,4 +309,4 @@ def test_means_before_rope_give_the_temporal_logits(seed, block_sizes, start):
     q, k = (x[0].double().unflatten(0, (F, S)).mean(1)[..., :temporal] for x in rotated)  # [F, H, temporal]
     n = F - block_sizes[-1]
     logits = torch.einsum("qhd,khd->hqk", q[n:], k[:n]).mean(1) / head_dim**0.5
-    np.testing.assert_allclose(predicted_context(*means, block_sizes, head_dim), logits, atol=1e-5)
+    np.testing.assert_allclose(rope_waves.predicted_context(*means, block_sizes, head_dim), logits, atol=1e-5)

@@ -16,19 +16,9 @@ import torch
 import torch.distributed as dist
 
 from helpers.rollouts import TWO_STEPS
+from wan import interventions
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
-from wan.interventions import (
-    Ablate,
-    Bias,
-    Jitter,
-    Knockout,
-    Move,
-    Patch,
-    ReferenceMeans,
-    RunInStep,
-    intervene,
-    record_head_outputs,
-)
+from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, RunInStep, intervene
 from wan.model import CausalWanModel
 from wan.parallel import gather_calls
 from wan.pipeline import CausalInferencePipeline
@@ -125,9 +115,9 @@ def stripped(run):
 def edited_runs(model, folder):
     """Latents and calls under edits of some heads, of means, of another run, of text."""
     frames = CaptureRequest(granularity="frame")
-    with record_head_outputs() as outputs:
+    with interventions.record_head_outputs() as outputs:
         roll_out(model)
-    means = ReferenceMeans.over([outputs])
+    means = interventions.ReferenceMeans.over([outputs])
     frame_mean = Ablate("frame_mean", layers=[1], heads=[0, 4], passes="denoise")
     mean = Ablate("mean", layers=[0], heads=[5], passes="all")
     swap = Patch("kv", source={"seed": 5}, layers=[1], heads=[3, 5], passes="denoise")

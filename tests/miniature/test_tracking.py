@@ -7,23 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.miniature.moving_shapes import (
-    BACK_BY,
-    COLORS,
-    CROSS_BETWEEN,
-    DIRECTIONS,
-    FPS,
-    KINDS,
-    STRAIGHT,
-    WALL,
-    Mover,
-    Scene,
-    combinations,
-    hidden_share,
-    positions,
-    render,
-    sample_scenes,
-)
+from experiments.miniature import moving_shapes
+from experiments.miniature.moving_shapes import FPS, KINDS, Mover, Scene, hidden_share, render, sample_scenes
 from experiments.miniature.tracking import answers, held_out_scenes, judge, judge_seconds, scene_of
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
@@ -150,15 +135,17 @@ def test_other_texts_and_sizes_have_no_answers():
 
 @pytest.mark.parametrize("direction", ["right", "left", "up", "down"])
 def test_a_wall_hides_the_mover_and_stands_where_it_goes(direction):
-    dx, dy = DIRECTIONS[direction]
+    dx, dy = moving_shapes.DIRECTIONS[direction]
     at = {"radius": 0.12, "speed": 0.3, "x": 0.5 - 0.2 * dx, "y": 0.5 - 0.2 * dy}
     scene = replace(HIDING, movers=(replace(MOVER, direction=direction, **at),))
     video, hidden = render(scene, 81, 64), hidden_share(scene, 81)
-    red, white = (2 * torch.tensor(COLORS[name])[:, None, None] - 1 for name in ("red", "white"))
+    red, white = (
+        2 * torch.tensor(moving_shapes.COLORS[name])[:, None, None] - 1 for name in ("red", "white")
+    )
     shown = ((video - red).abs().sum(1) < 0.01).sum((1, 2))
     assert shown[0] > 100 and hidden[0] == 0 and (shown[hidden == 1] == 0).all() and hidden.max() == 1
     wall = ((video[0] - white).abs().sum(0) < 0.01).float()
-    assert wall.mean() == pytest.approx(WALL, abs=1 / 64)
+    assert wall.mean() == pytest.approx(moving_shapes.WALL, abs=1 / 64)
     rows, columns = (wall.nonzero().float().mean(0) - 31.5).tolist()
     assert columns * dx + rows * dy > 10
 
@@ -167,19 +154,19 @@ def test_scenes_keep_the_promises_of_their_kinds():
     for kind in KINDS:
         for scene in itertools.islice(sample_scenes(4, held_out=True, kinds=[kind]), 12):
             assert scene.kind == kind
-            path = positions(scene, 81)
+            path = moving_shapes.positions(scene, 81)
             for n, mover in enumerate(scene.movers):  # straight at first, as the caption says
-                straight = path[: int(STRAIGHT * FPS) + 1, n]
+                straight = path[: int(moving_shapes.STRAIGHT * FPS) + 1, n]
                 moved = torch.arange(len(straight))[:, None] / FPS * torch.tensor(mover.velocity)
                 torch.testing.assert_close(straight, straight[0] + moved, atol=1e-5, rtol=0)
             if kind == "crossing":
                 gap = path.diff(dim=1).norm(dim=-1)[:, 0]
-                assert gap[: int(CROSS_BETWEEN[1] * FPS)].min() < 0.08 and gap[0] > 0.08
+                assert gap[: int(moving_shapes.CROSS_BETWEEN[1] * FPS)].min() < 0.08 and gap[0] > 0.08
             if kind == "wall":
-                hidden, back = hidden_share(scene, 81), int(BACK_BY * FPS) + 1
+                hidden, back = hidden_share(scene, 81), int(moving_shapes.BACK_BY * FPS) + 1
                 assert hidden[0] == 0 and (hidden == 1).any() and (hidden[back:] == 0).all()
 
 
 def test_split_is_disjoint():
-    train, held_out = set(combinations(False)), set(combinations(True))
+    train, held_out = set(moving_shapes.combinations(False)), set(moving_shapes.combinations(True))
     assert not train & held_out and 0.08 < len(held_out) / len(train | held_out) < 0.12

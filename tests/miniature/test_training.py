@@ -16,16 +16,7 @@ from experiments import train_mini
 from experiments.caches.files import StoppedError
 from experiments.miniature import stages, training, vae_training
 from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, SHIPPED, Recipe, StageRun
-from experiments.miniature.stages import (
-    CHANGES,
-    FewStep,
-    adapt,
-    encode_text,
-    frame_mask,
-    lora_state,
-    shipped_tokenizer,
-    teacher_sigmas,
-)
+from experiments.miniature.stages import CHANGES, FewStep, adapt, encode_text, frame_mask, lora_state
 from experiments.miniature.training import Muon, Trainer, generator_state
 from experiments.miniature.vae_training import receptive_field
 from wan.blocks import visible_frames
@@ -212,7 +203,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def clips():
-    tokens = shipped_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
+    tokens = stages.shipped_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
     latents = torch.randn(2, 16, 6, 8, 8, generator=torch.Generator().manual_seed(1))
     return SimpleNamespace(
         latents=latents,
@@ -234,7 +225,7 @@ def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, cli
     """All blocks at once under the mask of teacher forcing, and one by one with a cache."""
     loss = loss_of(run, clips)
     paths, model = torch.stack(loss.path(torch.arange(2), seed=0), 1), loss.teacher
-    sigmas = teacher_sigmas()
+    sigmas = stages.teacher_sigmas()
     clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
     text = model.text_keys_values(encode_text(loss.encoder, clips, rows))
     cache = model.new_kv_cache(2, 6, 8, 8)

@@ -15,18 +15,9 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.benchmarks.reproduce import head_memory, hidden_shapes
 from experiments.running.progress import Progress
 from experiments.studies import causal_atlas
+from experiments.studies import hidden_shapes as shapes
 from experiments.studies.causal_atlas import first_frame_numbers, first_frame_study
-from experiments.studies.hidden_shapes import (
-    QUESTIONS,
-    Design,
-    HeadMemory,
-    HiddenShapes,
-    Sizes,
-    Trials,
-    captions_behind_a_wall,
-    regressed,
-    unnamed_captions,
-)
+from experiments.studies.hidden_shapes import Design, HeadMemory, Sizes, Trials, regressed, unnamed_captions
 from experiments.studies.runs import PAST, Runs, attention_measures, knockouts, measures_of_pass, outside
 from experiments.studies.shape_attention import return_block
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
@@ -42,9 +33,9 @@ def study(tmp_path_factory, tiny):
     """A finished study."""
     folder = tmp_path_factory.mktemp("shapes")
     test, selection = (
-        Trials(scenes, tiny.config, tiny.session, folder) for scenes in captions_behind_a_wall(DESIGN)
+        Trials(scenes, tiny.config, tiny.session, folder) for scenes in shapes.captions_behind_a_wall(DESIGN)
     )
-    one = HiddenShapes(DESIGN, selection, test)
+    one = shapes.HiddenShapes(DESIGN, selection, test)
     one.run(QUIET)
     return one
 
@@ -200,7 +191,7 @@ def test_planted_values_of_heads_are_found():
 def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     def planted(self, trial):
         rng, count = random.Random(f"{self.folder.name} {trial.name}"), len(trial.rows)
-        found = {q: [rng.randint(0, 1) for _ in range(count)] for q in QUESTIONS}
+        found = {q: [rng.randint(0, 1) for _ in range(count)] for q in shapes.QUESTIONS}
         found |= {"trial": trial.name, "change": [rng.random() for _ in range(count)]}
         if trial.measured:
             measures = {name: x.tolist() for name, x in attention_measures(self.runs(trial.rows)).items()}

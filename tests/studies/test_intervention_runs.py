@@ -18,18 +18,9 @@ from experiments.extraction import causal
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
 from experiments.extraction.rollout import RunObserver
-from experiments.studies import intervention_job
+from experiments.studies import intervention_job, paired_prompts
 from experiments.studies.hidden_shapes import unnamed_captions
-from experiments.studies.paired_prompts import (
-    HeadEffects,
-    PairedRuns,
-    RecordedCalls,
-    Tracer,
-    budget_rows,
-    pairs_of,
-    read_pairs,
-    trace,
-)
+from experiments.studies.paired_prompts import PairedRuns, Tracer, budget_rows, pairs_of, read_pairs, trace
 from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
 from wan.errors import ConfigError
@@ -191,7 +182,7 @@ def test_all_of_the_past_is_the_other_run_and_its_parts_lie_between(tracer):
     found = tracer.read({"all": (None, past), "by head": (HEADS, past), "head": ([(1, 1)], past)})
     assert found["all"] == pytest.approx([1], abs=1e-4) == found["by head"]
     assert abs(found["head"][0]) < 0.9
-    own = RecordedCalls(0)
+    own = paired_prompts.RecordedCalls(0)
     tracer.paths.rollout(0, own)
     assert tracer.read({"own": (None, past)}, own)["own"] == pytest.approx([0], abs=1e-5)
 
@@ -239,5 +230,5 @@ def test_a_command_from_pairs_to_a_video_with_the_budget(how, tiny, tmp_path, mo
     assert effects.shape == (2, 2) and (effects > 0).all() and (how == "knockout" or effects.max() < 3)
     assert rows[0] == "layer,head,window,sink" and sum(row.endswith(",4,1") for row in rows) == 4
     assert report["seconds with budget"] > 0 and 0 < report["distance / standard deviation"] < 2
-    monkeypatch.setattr(HeadEffects, "make", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(paired_prompts.HeadEffects, "make", lambda *_: pytest.fail("measured again"))
     script.run([*flags, "--output_path", f"{tmp_path}/heads.csv"])

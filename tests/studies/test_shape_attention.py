@@ -13,16 +13,8 @@ from experiments.caches.files import CacheError
 from experiments.extraction import causal
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.tracking import SETS, held_out_scenes
-from experiments.studies import head_classes
-from experiments.studies.shape_attention import (
-    MASKS,
-    Cover,
-    ShapeAttention,
-    cover_of,
-    followers,
-    lifts_of,
-    measure,
-)
+from experiments.studies import head_classes, shape_attention
+from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, followers, lifts_of, measure
 from wan.capture import CapturedCall, Pass, Site
 from wan.config import load_config
 from wan.keys import KeyLayout
@@ -56,7 +48,7 @@ def test_lifts_of_attention_that_is_known():
 @pytest.mark.parametrize("kind", ["one shape", "behind a wall"])
 def test_the_cover_of_rendered_videos(kind):
     (scene,) = held_out_scenes(SETS[kind], 1)
-    cover = cover_of(*rendered([scene], 81), scene, 4, 4)
+    cover = shape_attention.cover_of(*rendered([scene], 81), scene, 4, 4)
     assert cover.shape.shape == (21, 16) and not cover.hidden[0] and cover.shape[0].sum() > 0.3
     if kind == "one shape":
         assert not cover.wall.any() and not cover.hidden.any()

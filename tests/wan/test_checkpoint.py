@@ -14,17 +14,7 @@ from safetensors.torch import save_file
 
 from wan import checkpoint, offload
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.checkpoint import (
-    CheckpointError,
-    LoRA,
-    merge_lora,
-    read_checkpoint,
-    read_lora,
-    read_self_forcing_state,
-    read_weights_file,
-    to_diffusers_names,
-    to_native_names,
-)
+from wan.checkpoint import CheckpointError, LoRA, merge_lora, read_checkpoint, read_lora, to_diffusers_names
 from wan.config import MODELS
 from wan.files import MAPPED_BYTES, UnreadableError, load_tensors
 from wan.model import CausalWanModel, WanModel
@@ -62,7 +52,7 @@ def test_the_keys_of_the_real_model():
 def test_diffusers_computes_the_same_flow(native):
     """A second oracle for the bidirectional model, with weights that went through the name table."""
     renamed = to_diffusers_names(native)
-    assert equal(to_native_names(renamed), native)
+    assert equal(checkpoint.to_native_names(renamed), native)
     theirs = diffusers_model()
     theirs.load_state_dict({name: value.float() for name, value in renamed.items()}, strict=True)
     x, text, t = drawn(2, 16, 4, 6, 10), drawn(2, 32, 64), torch.tensor([999.0, 140.0])
@@ -141,12 +131,14 @@ def test_a_sibling_is_read(tmp_path, native, name, recwarn):
 def test_ema_or_not(tmp_path):
     both = {"generator_ema": {"model.head.a": torch.ones(1)}, "generator": {"model.head.a": torch.zeros(1)}}
     torch.save(both, tmp_path / "sf.pt")
-    found = [read_self_forcing_state(tmp_path / "sf.pt", ema)["head.a"].item() for ema in (True, False)]
+    found = [
+        checkpoint.read_self_forcing_state(tmp_path / "sf.pt", ema)["head.a"].item() for ema in (True, False)
+    ]
     assert found == [1, 0]
     for there, use_ema in (("generator", True), ("generator_ema", False)):
         torch.save({there: both[there]}, tmp_path / "sf.pt")
         with pytest.warns(UserWarning, match=rf"sf.pt holds no generator\w*; its {there} is used"):
-            read_self_forcing_state(tmp_path / "sf.pt", use_ema)
+            checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema)
 
 
 def test_weights_are_mapped_not_copied(tmp_path, native):
@@ -182,7 +174,7 @@ OTHERS = {
 @pytest.mark.parametrize("said", OTHERS)
 def test_other_files_are_refused(tmp_path, native, said):
     with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
-        read_weights_file(tmp_path / "wan.gguf")
+        checkpoint.read_weights_file(tmp_path / "wan.gguf")
     torch.save(OTHERS[said](dict(native)), tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=rf"\A.*w\.pt.*{said}.*\Z"):
         read_checkpoint(tmp_path / "w.pt", use_ema=False)

@@ -10,22 +10,9 @@ import torch
 from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeline
 
+from wan import interventions
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.interventions import (
-    Ablate,
-    Edits,
-    HeadOutputs,
-    InterventionError,
-    Jitter,
-    Knockout,
-    Patch,
-    ReferenceMeans,
-    RunInStep,
-    Source,
-    active_edits,
-    intervene,
-    record_head_outputs,
-)
+from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Patch, RunInStep, intervene
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
@@ -33,7 +20,7 @@ from wan.sites import Pass, Where, watchers
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each
-SEED_2 = Source(seed=2)
+SEED_2 = interventions.Source(seed=2)
 
 
 def block(latents, number):
@@ -66,16 +53,16 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
     with intervene(outer) as session:
         alone = rollout(pipeline)
         with pytest.raises(RuntimeError, match="inside"), intervene(inner):
-            assert active_edits() == [outer, inner]
+            assert interventions.active_edits() == [outer, inner]
             raise RuntimeError("inside")
-        assert active_edits() == [outer] and torch.equal(rollout(pipeline), alone)
+        assert interventions.active_edits() == [outer] and torch.equal(rollout(pipeline), alone)
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), intervene(inner):
             rollout(pipeline)
     assert session.changed == [3 * MODEL_LAYERS * 5]  # three rollouts, one block of two with a past, 5 passes
-    monkeypatch.setattr(Edits, "visit", None)
+    monkeypatch.setattr(interventions.Edits, "visit", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not active_edits() and torch.equal(rollout(pipeline), plain)
+        assert not interventions.active_edits() and torch.equal(rollout(pipeline), plain)
 
 
 def test_a_probe_denoises_a_block_again_and_leaves_no_trace():
@@ -184,12 +171,12 @@ def test_classes_with_one_policy_are_edited_as_one_call(tmp_path):
     mean, patch = Ablate("mean", **chosen[2]), Patch("kv", {"seed": 5}, **chosen[3])
     whole, found = tiny_pipeline(), []
     for pipeline in (whole, CausalInferencePipeline(whole.model, 3, cache_policy=policy)):
-        with record_head_outputs() as outputs:
+        with interventions.record_head_outputs() as outputs:
             plain = rollout(pipeline, FRAMES)
         norms = torch.cat([*map(torch.flatten, outputs.norms.values())])
         source = RunInStep(lambda run=pipeline: rollout(run, FRAMES, seed=5))
         with source, ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
-            data = {mean: ReferenceMeans.over([outputs]), patch: source}
+            data = {mean: interventions.ReferenceMeans.over([outputs]), patch: source}
             with intervene(*edits, mean, patch, data=data) as session:
                 found.append((rollout(pipeline, FRAMES), norms, calls))
         assert all(session.changed) and not torch.equal(found[-1][0], plain)
@@ -203,7 +190,7 @@ def test_classes_with_one_policy_are_edited_as_one_call(tmp_path):
 # --- Outputs of heads
 def test_means_and_sizes_are_those_of_every_token():
     z = torch.randn(2, 3 * 5, 4, 6, generator=torch.Generator().manual_seed(0))
-    at, outputs = Pass(query_frames=range(3), block=1), HeadOutputs()
+    at, outputs = Pass(query_frames=range(3), block=1), interventions.HeadOutputs()
     outputs.visit(z, Where("z", 2, at))
     where = (("self", 2, 0, "cond"), 1)
     assert set(outputs.means) == set(outputs.norms) == {where}
@@ -220,9 +207,9 @@ def test_a_place_that_few_blocks_have_is_a_mean_of_these():
     """Blocks of 1, 3 and 3 frames, twice: three have a first frame, two a second and a third."""
     pipeline = CausalInferencePipeline(tiny_pipeline().model, independent_first_frame=True)
     plain = rollout(pipeline, 7)
-    with record_head_outputs() as outputs:
+    with interventions.record_head_outputs() as outputs:
         assert torch.equal(rollout(pipeline, 7), plain)
-    reference = ReferenceMeans.over([outputs, outputs])
+    reference = interventions.ReferenceMeans.over([outputs, outputs])
     assert len(reference.values) == MODEL_LAYERS * 5 * len({key[0] for key in reference.values})
     for key, values in reference.values.items():
         blocks = [outputs.means[key, number][0] for number in range(3)]
@@ -231,8 +218,8 @@ def test_a_place_that_few_blocks_have_is_a_mean_of_these():
         torch.testing.assert_close(values[0], first, atol=1e-6, rtol=0)
         torch.testing.assert_close(values[1:], (blocks[1][1:] + blocks[2][1:]) / 2, atol=1e-6, rtol=0)
     one, two = ({(key, 0): torch.tensor(row).view(-1, 1, 1, 1)} for row in ([1.0, 2.0], [6.0]))
-    runs = HeadOutputs(means=one), HeadOutputs(means=two)
-    assert ReferenceMeans.over(runs).values[key].item() == 3  # batch items of runs count alike
+    runs = interventions.HeadOutputs(means=one), interventions.HeadOutputs(means=two)
+    assert interventions.ReferenceMeans.over(runs).values[key].item() == 3  # batch items of runs count alike
 
 
 # --- A second run in step

@@ -11,23 +11,11 @@ from helpers.rollouts import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wan import interventions
 from wan.attention import attention
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, Call
 from wan.errors import ConfigError
-from wan.interventions import (
-    Ablate,
-    Band,
-    Bias,
-    InterventionError,
-    Jitter,
-    Knockout,
-    Move,
-    Patch,
-    Source,
-    edit_from_dict,
-    fingerprint,
-    intervene,
-)
+from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Move, Patch, fingerprint, intervene
 from wan.keys import MIXED, KeyLayout, Slot
 from wan.sites import Pass, Site, Where
 
@@ -38,23 +26,23 @@ EDITS = [
     Knockout(frames="first", layers=[5], heads=[10], passes="denoise"),
     Knockout(tokens=range(3), passes="denoise", branch="cond"),
     Knockout(frames=["own:18", "own:19"], layers=(3, 1, 3), blocks=6, passes="all"),
-    Bias(-2, frames=["sink", 0], passes="all", steps=[1, 0]),
+    interventions.Bias(-2, frames=["sink", 0], passes="all", steps=[1, 0]),
     Ablate("mean", heads=range(12), passes="denoise"),
     Ablate("mean", "means.pt", passes="denoise"),
     Ablate("zero", attention="cross", passes="clean"),
-    Ablate("resample", source=Source("a dog", 3), passes="all"),
+    Ablate("resample", source=interventions.Source("a dog", 3), passes="all"),
     Patch("kv", {"seed": 1, "weights": "base"}, passes="denoise"),
     Patch("kv", {"seed": 1}, frames=[4, "sink"], passes="denoise"),
     Move("first", offset=3, passes="clean"),
     Jitter(layers=2),
-    Band([1, 0], phase=1.5, heads=[3], passes="denoise"),
+    interventions.Band([1, 0], phase=1.5, heads=[3], passes="denoise"),
 ]
 
 
 def test_edits_survive_python_and_json_and_are_told_apart():
     for edit in EDITS:
-        assert eval(repr(edit)) == edit and "\n" not in repr(edit)
-        assert edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
+        assert eval(repr(edit), vars(interventions)) == edit and "\n" not in repr(edit)
+        assert interventions.edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
     assert len({fingerprint([one]) for one in EDITS}) == len({*EDITS}) == len(EDITS)
     one = Knockout(frames=0, heads=[2, 1], passes="all")
     same = Knockout(frames=[0], heads=(1, 2), passes="all")
@@ -86,7 +74,7 @@ REFUSED = {  # what is named -> the fields as a YAML has them
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_is_not_an_edit_is_refused_in_one_line(message):
     with pytest.raises(InterventionError, match=message) as error:
-        edit_from_dict(REFUSED[message])
+        interventions.edit_from_dict(REFUSED[message])
     assert "\n" not in str(error.value)
 
 
@@ -141,7 +129,7 @@ def test_keys_left_out_and_biased_against_float64(data):
         heads = data.draw(st.lists(st.integers(0, HEADS - 1), min_size=1, max_size=HEADS, unique=True))
         b = data.draw(st.sampled_from([-torch.inf, -1.5, 2.0]))
         chosen = {"frames": [*names, 6], "heads": heads, "passes": "all"}
-        edits.append(Knockout(**chosen) if b == -torch.inf else Bias(b, **chosen))
+        edits.append(Knockout(**chosen) if b == -torch.inf else interventions.Bias(b, **chosen))
         slots = sorted({slot for name in names for slot in NAMED[name]})
         added[torch.tensor(heads)[:, None], torch.tensor(slots)] += b
     blind = added.isinf().all(1)
@@ -256,13 +244,13 @@ def test_jitter_gives_every_head_its_own_base():
 
 @pytest.mark.parametrize("phase, scale", [(0.0, 0.0), (-2.0, 0.5)])
 def test_a_band_is_turned_and_scaled_in_the_queries_of_its_heads(phase, scale):
-    edit, (q, k, v) = Band([1], phase, scale, heads=[0, 2], passes="all"), inputs()
+    edit, (q, k, v) = interventions.Band([1], phase, scale, heads=[0, 2], passes="all"), inputs()
     changed = q.double()
     pair = torch.view_as_complex(changed.unflatten(-1, (-1, 2)).contiguous())
     pair[:, :, [0, 2], 1] *= scale * cmath.exp(1j * phase)
     check(run(edit), torch.view_as_real(pair).flatten(-2), k, v)
     with pytest.raises(InterventionError, match=r"band 9 is not in 0..\d"):
-        run(Band(9, phase=1, passes="all"))
+        run(interventions.Band(9, phase=1, passes="all"))
 
 
 def with_slot(slot: Slot) -> KeyLayout:

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from helpers.parallel_rollouts import (
-    POLICIES,
-    REQUESTS,
-    edited_runs,
-    every_policy,
-    roll_out,
-    small_model,
-    together,
-)
+from helpers import parallel_rollouts
+from helpers.parallel_rollouts import REQUESTS, edited_runs, every_policy, roll_out, small_model, together
 
 from wan.errors import ConfigError
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
@@ -42,7 +35,7 @@ def assert_same(found, expected):
 def test_every_policy(tmp_path):
     expected = every_policy(small_model(), tmp_path)
     first, *others = together(2, lambda group: every_policy(parallel_model(group), tmp_path))
-    for name in POLICIES:
+    for name in parallel_rollouts.POLICIES:
         assert_same(first[name], expected[name])
         for other in others:
             assert torch.equal(other[name][0], first[name][0]) and not other[name][1]

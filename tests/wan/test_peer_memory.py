@@ -15,14 +15,7 @@ from helpers.parallel_rollouts import REQUESTS, roll_out, small_model, together
 
 from wan.kernels import peer_memory
 from wan.kernels.graphs import apply_cuda_graphs
-from wan.kernels.peer_memory import (
-    AFTER,
-    BEFORE,
-    TIMEOUT,
-    AllToAll,
-    PeerMemory,
-    peer_memory_of,
-)
+from wan.kernels.peer_memory import AFTER, BEFORE, TIMEOUT, AllToAll, PeerMemory, peer_memory_of
 from wan.parallel import apply_head_parallel
 from wan.policies import make_policy
 

@@ -11,21 +11,10 @@ from helpers.rollouts import TWO_STEPS, drawn, golden_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan import reductions
+from wan import keys, reductions
 from wan.attention import attention_with_lse
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
-from wan.keys import (
-    AVERAGE,
-    CHOSEN,
-    EMPTY,
-    ChosenTokens,
-    KeyBias,
-    KeyLayout,
-    RotaryTable,
-    Slot,
-    key_frames,
-    key_tokens,
-)
+from wan.keys import AVERAGE, CHOSEN, EMPTY, KeyBias, KeyLayout, RotaryTable, Slot, key_frames, key_tokens
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 
@@ -105,7 +94,7 @@ def layouts(draw):
         slots[first : first + count] = [Slot(CHOSEN, n) for n in range(count)]
         rows = torch.tensor([[draw(frame) for _ in range(count * S)] for _ in range(2)]).sort(1)[0]
         zeros = torch.zeros_like(rows)
-        chosen = ChosenTokens(range(first, first + count), rows, zeros + 1, zeros + 2)
+        chosen = keys.ChosenTokens(range(first, first + count), rows, zeros + 1, zeros + 2)
     return KeyLayout(tuple(slots), S, chosen=chosen)
 
 

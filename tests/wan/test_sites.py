@@ -11,21 +11,10 @@ import torch
 import torch.nn.functional as F
 from helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
 
+from wan import interventions
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
-from wan.interventions import (
-    Ablate,
-    InterventionError,
-    Patch,
-    ReferenceMeans,
-    RunInStep,
-    Source,
-    Steer,
-    active_edits,
-    at,
-    intervene,
-    record_head_outputs,
-)
+from wan.interventions import Ablate, Patch, RunInStep, Source, Steer, active_edits, at, intervene
 from wan.keys import rotate
 from wan.model import sinusoidal_embedding
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
@@ -235,11 +224,11 @@ def test_ablation_and_steering_of_every_site_with_tokens(site):
     pipeline, where = two_steps(), here(site)
     base = captured(pipeline=pipeline, **ONE)[site][0]
     edits = {"zero": Ablate("zero", site=site, **where)}
-    with record_head_outputs(site) as outputs:
+    with interventions.record_head_outputs(site) as outputs:
         rollout(pipeline)
     edits["frame_mean"], edits["mean"] = (Ablate(how, site=site, **where) for how in ("frame_mean", "mean"))
     edits["steer"] = Steer(site, torch.ones(base.shape[-1]), 0.5, **where)
-    data = {edits["frame_mean"]: outputs, edits["mean"]: ReferenceMeans.over([outputs])}
+    data = {edits["frame_mean"]: outputs, edits["mean"]: interventions.ReferenceMeans.over([outputs])}
     frames = base.unflatten(1, (3, 5)).mean(2).repeat_interleave(5, 1)
     expected = {"zero": 0 * base, "frame_mean": frames, "steer": base + 0.5}
     for how, edit in edits.items():
@@ -278,7 +267,7 @@ RETURNED = {  # what is said -> a function
 @pytest.mark.parametrize("message", RETURNED)
 def test_what_a_function_may_not_return(message):
     edit = at("v", **here("v")), RETURNED[message]
-    with pytest.raises(InterventionError, match=message) as error, intervene(*edit):
+    with pytest.raises(interventions.InterventionError, match=message) as error, intervene(*edit):
         rollout(two_steps())
     assert "\n" not in str(error.value)
 
