@@ -1,6 +1,9 @@
-"""The README's block and those of docs/own_code.md run as they stand, and say what the page says they say."""
+"""The blocks of the README, docs/own_code.md and docs/recipes.md run as they stand, and show what they say;
+what one's own code may ask for, and what it is refused.
+"""
 
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +14,14 @@ from diffusers import WanPipeline
 from helpers.checkpoints import small_wan_pipeline
 from matplotlib.figure import Figure
 
-from experiments import capture, load, run_extraction_all
+from experiments import at, capture, compare, intervene, load, run_extraction_all, x0_lens
 from experiments.caches import load_cache
+from experiments.caches.activations import Activations
+from experiments.caches.files import CacheError
 from experiments.running import cli
 from wan.errors import ConfigError
 from wan.files import read_yaml
+from wan.interventions import Ablate, Patch, Source
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHOWN = re.compile(r"^(.+?)  # -> (.+)$")
@@ -65,19 +71,22 @@ def test_the_readmes_block_runs_from_any_folder(elsewhere):
     assert isinstance(names["atlas"].plot(layer=5), Figure)
 
 
-def test_the_pages_blocks_run_and_show_what_they_say(elsewhere, monkeypatch):
+@pytest.mark.parametrize("page", ["own_code", "recipes"])
+def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatch):
     monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name: small_wan_pipeline())
-    names: dict = {}
-    shown = 0
-    for block in BLOCK.findall((ROOT / "docs/own_code.md").read_text()):
+    names: dict = {"__name__": page}
+    shown, blocks = 0, BLOCK.findall((ROOT / f"docs/{page}.md").read_text())
+    for block in blocks:
         for part in re.split(r"(?m)^(.+  # -> .+)$", block):
             if found := SHOWN.match(part):
                 shown += 1
-                value, expected = eval(found[1], names), eval(found[2], names)
-                assert value == expected, part
+                assert eval(found[1], names) == eval(found[2], names), part
             else:
-                exec(part, names)
+                exec(compile(part, page, "exec"), names)
     assert shown == 16
+    if page == "recipes":
+        assert len(blocks) == 12 and all(block.count("\n") <= 12 for block in blocks)
+        assert Path("knocked_out.mp4").stat().st_size > 1000
 
 
 def test_the_atlas_has_the_bytes_that_the_script_writes(elsewhere, pipe):
@@ -112,23 +121,33 @@ def test_models_and_policies_are_given_by_name_file_or_settings(elsewhere):
         load("wan_mini", cache_policy="full", local_attn_size=9)
 
 
-@pytest.mark.parametrize(
-    ("source", "settings", "message"),
-    [
-        ("wan_maxi", {}, "wan_maxi is no config, its path, or a directory of weights; did you mean wan_mini"),
-        ("wan_mini", {"num_frame": 6}, r"^num_frame is no setting of a run; did you mean num_frames\?"),
-        (
-            "wan_mini",
-            {"cache_policy": "deep"},
-            "'deep' is no file and no policy; did you mean deep_sink",
-        ),
-        ("wan_mini", {"num_frames": "many"}, "Value .many. of type .str. could not be converted"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(elsewhere, source, settings, message):
-    with pytest.raises(ConfigError, match=message) as caught:
-        load(source, **settings).generate()
-    assert "\n" not in str(caught.value)
+def edited(pipe, edit):
+    with intervene(edit):
+        pipe.generate("a red circle", seed=3)
+
+
+REFUSED = {
+    "wan_maxi is no config, its path, or a directory of weights; did you mean wan_mini": lambda _: load(
+        "wan_maxi"
+    ),
+    r"^num_frame is no setting of a run; did you mean num_frames\?": lambda _: load("wan_mini", num_frame=6),
+    "'deep' is no file and no policy; did you mean deep_sink": lambda _: load(
+        "wan_mini", cache_policy="deep"
+    ),
+    "Value .many. of type .str. could not be": lambda _: load("wan_mini", num_frames="many"),
+    "'resid_past' is no site; did you mean resid_post": lambda pipe: capture(pipe, "resid_past").__enter__(),
+    "head 12 is not in": lambda pipe: capture(pipe, "z", heads=[12]).__enter__(),
+    "seed '3' is not int in": lambda pipe: pipe.generate(seed="3"),
+    "2 prompts and 3 seeds": lambda pipe: pipe.generate(["a", "b"], seeds=[1, 2, 3]),
+    "is the run itself": lambda pipe: edited(pipe, Patch("z", Source(seed=3), passes="all")),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_asked_for_is_refused_in_one_line(pipe, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        REFUSED[message](pipe)
+    assert "\n" not in str(error.value)
 
 
 def test_a_capture_inside_a_capture_is_refused(pipe):
@@ -137,3 +156,94 @@ def test_a_capture_inside_a_capture_is_refused(pipe):
         pass
     with capture(pipe, [1]) as seen, capture(load("wan_mini", num_frames=6), [0]):
         assert pipe._seen is seen  # one of another pipe is no matter; what was refused left nothing behind
+
+
+def test_a_batch_is_the_runs_alone_and_each_has_its_own_captures(pipe):
+    with capture(pipe, "mlp_out", layers=[3], steps=[0]) as seen:
+        first, second = pipe.generate(["a red circle", "a blue square"], seeds=[3, 4])
+        alone = pipe.generate("a blue square", seed=4)
+    for one, other in (
+        (second.latents, alone.latents),
+        (second.activations["mlp_out"].stack(), alone.activations["mlp_out"].stack()),
+    ):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    assert len(seen.runs) == 3 and first.extraction.config.seed == 3
+    assert len(pipe.generate("a red circle", seeds=[1, 2])) == 2
+    with capture(pipe, layers=[1]):
+        of_batch = pipe.generate(["a red circle", "a blue square"], seeds=[3, 4])[1]
+    with capture(pipe, layers=[1]):
+        expected = pipe.generate("a blue square", seed=4)
+    for one, other in zip(of_batch.extraction.records, expected.extraction.records, strict=True):
+        torch.testing.assert_close(one["frame_mass"], other["frame_mass"], atol=1e-5, rtol=0)
+
+
+def test_activations_come_back_from_files_and_folders(pipe, tmp_path):
+    chosen = {"layers": [1, 2], "heads": [5, 0], "frames": [1, 4]}
+    with capture(pipe, "z", "x0", **chosen, stream_to=tmp_path / "blocks") as seen:
+        pipe.generate(seed=1)
+    assert len([*(tmp_path / "blocks").iterdir()]) == 2
+    with capture(pipe, "z", "x0", **chosen) as whole:
+        pipe.generate(seed=1)
+    for table in (seen, load_cache(whole.save(tmp_path / "all.safetensors"))):
+        for site in ("z", "x0"):
+            assert torch.equal(table[site].stack(), whole[site].stack())
+            assert table[site].places == whole[site].places
+    assert whole["z"].stack().shape == (2, 2, 5, 1, 16, 2, 16) and whole["x0"].axes[:2] == ("block", "step")
+    (tmp_path / "bad.safetensors").write_bytes(b"0" * 100)
+    for path in ("bad.safetensors", "none.safetensors"):
+        with pytest.raises(CacheError, match=r"\.safetensors"):
+            load_cache(tmp_path / path)
+    for wrong, message in (({"layer": 7}, "no call of"), ({"layers": 1}, "did you mean layer")):
+        with pytest.raises(CacheError, match=message):
+            whole["z"].at(**wrong)
+    table = whole["z"].at(step=0)
+    with pytest.raises(CacheError, match="3 of 4 calls"):
+        Activations("z", table.places[:3], table.values[:3]).stack()
+
+
+def test_the_lens_ends_at_the_runs_own_x0(pipe):
+    lens = x0_lens(pipe, "a red circle", seed=3, layers=[6, 7])
+    run = pipe.generate("a red circle", seed=3)
+    assert torch.equal(lens.run.latents, run.latents)
+    found = torch.cat([lens.latents[7, block, 3] for block in (0, 1)], 1)
+    assert torch.equal(found, run.latents) and (lens.distance[0] > 0).all()
+    assert torch.equal(lens.frames(7, 1, 3), run.video[9:])
+
+
+def test_an_edit_of_ones_own_is_in_the_record(pipe):
+    plain = pipe.generate(seed=3)
+    with intervene(at("z", layers=[2]), lambda z, where: 0 * z):
+        by_function = pipe.generate(seed=3)
+    with intervene(Ablate("zero", layers=[2], passes="all")):
+        by_edit = pipe.generate(seed=3)
+    assert torch.equal(by_function.latents, by_edit.latents) and not plain.edits
+    (edit,) = by_function.extraction.common["interventions"]["edits"]
+    assert "<lambda>" in edit["function"] and edit["sites"] == ["z"] and edit["layers"] == 2
+    both = compare(plain, by_function)
+    assert "no edit, seed 3 | Custom(" in repr(both) and both.video.shape == (21, 64, 192, 3)
+    assert compare(plain, plain).psnr.isinf().all()
+
+
+def test_pipes_in_threads_do_not_see_each_other(pipe):
+    pipes, found = (pipe, load("wan_mini", num_frames=6)), {}
+
+    def work(number):
+        torch.set_num_threads(1)
+        edit = at("resid_post", layers=[number % 8])
+        with (
+            capture(pipes[number % 2], "z", layers=[0], steps=[0]) as seen,
+            intervene(edit, lambda x, w: x * 1.01),
+        ):
+            run = pipes[number % 2].generate(seed=number % 2)
+        found[number] = [run.latents, seen["z"].stack(), len(seen.runs)]
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    together = dict(found)
+    for number in range(4):
+        work(number)
+        assert torch.equal(together[number][0], found[number][0])
+        assert torch.equal(together[number][1], found[number][1]) and together[number][2] == 1
