@@ -14,7 +14,7 @@ from helpers.pretended_gpu import pretended_gpu
 
 from wan.model import CausalWanModel, WanModel
 
-pytest_plugins = ["helpers.page_fixtures", "helpers.tiny_model", "helpers.warmed"]
+pytest_plugins = ["helpers.tiny_model", "helpers.warmed"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

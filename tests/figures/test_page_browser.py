@@ -1,24 +1,175 @@
-"""What the page does in a browser: keys, links, quantities, pinned heads, lists, downloads, hostile words."""
+"""The page in headless Chromium, driven over its DevTools protocol like a user: keys, links, quantities,
+pinned heads, lists, downloads, hostile words, the panel on the video; and maps that no page takes.
+"""
 
 import csv
 import io
 import json
+import shutil
+import subprocess
+import time
 import xml.etree.ElementTree as ET
+from pathlib import Path
+from urllib.request import urlopen
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.page_fixtures import SHOWN, box, set_value, text_of
 
+from experiments.analysis.video_maps import open_map
 from experiments.caches import load_cache, save_cache
+from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction.causal import policy_atlas
-from experiments.figures.html_page import save_page
+from experiments.figures.html_page import pooled, save_page
 
-pytestmark = pytest.mark.beside
+FOUND = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+FLAGS += " disable-component-update disable-sync remote-debugging-port=0 remote-allow-origins=*"
+KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "[": 219, "]": 221}
+KEYS |= {"j": 74, "k": 75, "p": 80}
 
 
+class Browser:
+    """One tab with an empty profile. events keeps its reports: exceptions, log entries, network requests."""
+
+    def __init__(self, profile: Path):
+        import websocket
+
+        assert FOUND is not None  # who opens a browser has looked
+        null = subprocess.DEVNULL
+        flags = [f"--{flag}" for flag in (*FLAGS.split(), f"user-data-dir={profile}")]
+        self.process = subprocess.Popen([FOUND, *flags, "about:blank"], stdout=null, stderr=null)
+        port_file, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
+        while not (port_file.exists() and port_file.read_text(encoding="utf-8").strip()):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{FOUND} does not start")
+            time.sleep(0.05)
+        port = port_file.read_text(encoding="utf-8").split()[0]
+        with urlopen(f"http://127.0.0.1:{port}/json") as answer:
+            (tab,) = [t for t in json.load(answer) if t["type"] == "page"]
+        self.socket = websocket.create_connection(tab["webSocketDebuggerUrl"], timeout=60)
+        self.count = 0
+        self.events: list[dict] = []
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method: str, **params) -> dict:
+        self.count += 1
+        self.socket.send(json.dumps({"id": self.count, "method": method, "params": params}))
+        while (message := json.loads(self.socket.recv())).get("id") != self.count:
+            self.events.append(message)
+        if "error" in message:
+            raise RuntimeError(f"{method}: {message['error']}")
+        return message["result"]
+
+    def open(self, url: str, width: int, height: int) -> None:
+        self.events.clear()
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.send("Page.navigate", url="about:blank")
+        self.send("Page.navigate", url=url)
+        self.wait_for("document.readyState == 'complete'", 30)
+
+    def js(self, expression: str):
+        result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
+        return result["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = 5, until=lambda: False) -> bool:
+        """Whether an expression, or until(), becomes true in time."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.js(expression) or until():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def key(self, name: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=name, windowsVirtualKeyCode=KEYS[name])
+
+    def point(self, x: float, y: float, click: bool = False) -> None:
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        for kind in ("mousePressed", "mouseReleased") if click else ():
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def complaints(self) -> list:
+        """Exceptions, log entries, and requests for anything but the page itself."""
+        found = []
+        for event in self.events:
+            kind, of = event.get("method"), event.get("params", {}).get("request", {}).get("url", "")
+            asked = kind == "Network.requestWillBeSent" and not of.startswith(("file:", "about:", "data:"))
+            if asked or kind in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                found.append(event)
+        return found
+
+    def close(self) -> None:
+        self.socket.close()
+        self.process.terminate()
+        self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    pytest.importorskip("websocket", reason="websocket-client, which comes with jupyterlab, is not installed")
+    if not FOUND:
+        pytest.skip("Chromium is not installed; on Debian: apt-get install chromium")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="module")
+def atlas_page(tmp_path_factory):
+    """Two passes, two quantities, layers 0, 1 and 5 of three heads, and a video."""
+    folder = tmp_path_factory.mktemp("page")
+    save_cache(folder / "a.pt", synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=21))
+    film = np.zeros((81, 64, 64, 3), np.uint8)
+    iio.imwrite(folder / "a.mp4", film, fps=16, codec="libx264", macro_block_size=8)
+    return save_page(folder / "index.html", folder / "a.pt")
+
+
+@pytest.fixture
+def page(browser, atlas_page):
+    """Opens the page at a link; afterwards nothing was complained about and nothing asked of a network."""
+
+    def open_at(link="", width=1280, height=900, path=atlas_page):
+        browser.open(f"file://{path}{link and '#'}{link}", width, height)
+        return browser
+
+    yield open_at
+    assert browser.complaints() == []
+
+
+# --- What tests ask an open page, and how its numbers are read
+SHOWN = "document.getElementById('detail-title').textContent.split(' · ')[1]"
+
+
+def box(browser, selector) -> tuple[float, float, float, float]:
+    """x, y, width and height of an element, brought into view."""
+    return browser.js(
+        f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
+        "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
+    )
+
+
+def text_of(browser, name) -> str:
+    return browser.js(f"document.getElementById({name!r}).textContent")
+
+
+def set_value(browser, name, value, event="change"):
+    browser.js(
+        f"(() => {{ const e = document.getElementById({name!r}); e.value = {value!r}; "
+        f"e.dispatchEvent(new Event({event!r})); }})()"
+    )
+
+
+@pytest.mark.beside
 def test_the_link_keeps_the_whole_state(page):
     link = (
         "layer=5&head=2&pass=1&quantity=mass&measure=first_mass&scale=all&list=all&kind=wave&min=0.01&max=0.9"
@@ -41,6 +192,7 @@ def test_the_link_keeps_the_whole_state(page):
     assert browser.js(SHOWN) == "Layer 0, head 0" and browser.js("state.pins") == [[0, 1]]
 
 
+@pytest.mark.beside
 def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
     browser = page("layer=5&head=2&pass=0")
     cache = load_cache(atlas_page.with_name("a.pt"))
@@ -67,6 +219,7 @@ def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
     assert browser.js("state.head") == 1
 
 
+@pytest.mark.beside
 def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path):
     pytest.importorskip("anywidget", reason="an extra: pip install -e '.[widget]'")
     from experiments.figures.widget import RENDER
@@ -93,6 +246,7 @@ def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path)
     assert browser.complaints() == []
 
 
+@pytest.mark.beside
 def test_downloads(page, atlas_page, tmp_path):
     browser = page("layer=5&head=2&pins=0.1_1.1&theme=dark&list=all")
     cache = load_cache(atlas_page.with_name("a.pt"))
@@ -119,6 +273,7 @@ def test_downloads(page, atlas_page, tmp_path):
     assert saved.read_text() == browser.js("matrixAsCsv()")
 
 
+@pytest.mark.beside
 def test_hostile_words_stay_words(page, tmp_path):
     cache = synthetic_caches.atlas()
     bad = "<img src=x onerror='window.owned=1'></script><script>window.owned=1</script>\"'&"
@@ -135,6 +290,7 @@ def test_hostile_words_stay_words(page, tmp_path):
     assert drawn == 0 and "/" not in browser.js("fileName('svg', here())")
 
 
+@pytest.mark.beside
 def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     atlas = policy_atlas("configs/wan_mini.yaml", {"name": "two_memories", "window": 6, "sink": 1}, 12)
@@ -158,3 +314,93 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
     assert browser.js("data.keys.position.labels[2]") == [str(n) for n in range(6)]
     assert len(browser.js(along)) == 6 and abs(sum(browser.js(along)) - 1) < 1e-3
     assert "sink" in browser.js(drawn)
+
+
+# --- The panel on the video
+H, S, F = 3, 6, 21  # a frame has 2 x 3 tokens
+
+
+def maps(heads=(0, 2), places=((18, 0, 1), (18, 1, 2)), **changes):
+    """Layers 0 and 5, passes 0 and 4 of the synthetic atlas: query n reads token n of every frame most."""
+    cache = synthetic_caches.common("maps", F, H, S)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 2, len(heads), len(places), F * S, generator=generator)
+    for n in range(len(places)):
+        logits[..., n, n::S] += 4
+    keys = torch.arange(F * S, dtype=torch.int32).expand(2, 2, -1)
+    block = {
+        "block": 6,
+        "query_frames": [18, 19, 20],
+        "queries": torch.tensor(places, dtype=torch.int32),
+        "key_frame": keys // S,
+        "key_token": keys % S,
+        "key_position": keys // S,
+        "map_logits": logits.half(),
+        "map_mass": (S * logits.softmax(-1)).half(),
+    }
+    passes = {"pass_timesteps": [1000.0, 0.0], "pass_steps": [0, 4], "pass_is_clean": [False, True]}
+    grid = {"rows": 2, "columns": 3, "layers": [0, 5], "heads": list(heads)}
+    return cache | passes | grid | {"blocks": [block]} | changes
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    save_cache(folder / "a.pt", synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=F, H=H, S=S))
+    save_cache(folder / "maps.pt", maps())
+    iio.imwrite(folder / "a.mp4", np.full((81, 64, 96, 3), 90, np.uint8), fps=16, codec="libx264")
+    save_page(folder / "index.html", folder / "a.pt", maps=folder / "maps.pt")
+    return folder
+
+
+SEEN = "document.querySelectorAll('#onvideo image').length"
+
+
+@pytest.mark.slow
+def test_a_click_on_a_patch_shows_what_it_sees(page, files):
+    browser = page("layer=5&head=2&pass=1", path=files / "index.html")
+    assert browser.js("document.getElementById('onvideo-box').hidden") is False
+    assert browser.js(SEEN) == 2 * (F + 1)  # a picture and a map of every frame, and the query's, larger
+    x, y, _, _ = box(browser, "#onvideo")
+    for patch, (row, column) in enumerate([(0, 1), (1, 2)]):
+        shown = browser.js("FRAMES.shown[0]")
+        at = [x + (shown["x"] + (column + 0.5) * shown["w"] / 3) * browser.js("zoom()")]
+        at.append(y + (shown["y"] + (row + 0.5) * shown["h"] / 2) * browser.js("zoom()"))
+        browser.point(*at, click=True)
+        assert (
+            browser.js("state.patch") == patch and f"patch={patch}" in browser.js("location.hash") + "patch=0"
+        )
+        seen = open_map(maps(), 5, 2, 4, (18, row, column))
+        values = browser.js(f"seenBy({patch})")
+        assert np.allclose(np.array(values).reshape(F, 2, 3), seen.values, atol=0.02 * seen.values.max())
+        assert text_of(browser, "tip").startswith(f"frame 18, row {row}, column {column}: ")
+    browser.key("ArrowRight")  # the click has focused the drawing
+    assert browser.js("[state.patch, state.head]") == [0, 2]
+    assert "noise" not in text_of(browser, "onvideo-note")
+    browser.key("[")
+    assert "Hatched: noise in this pass." in text_of(browser, "onvideo-note")
+    set_value(browser, "head", "1", "input")
+    assert browser.js(SEEN) == 0 and "layers 0, 5; heads 0, 2" in text_of(browser, "onvideo")
+
+
+def test_maps_of_another_rollout_are_refused(files, tmp_path):
+    save_cache(tmp_path / "other.pt", maps(seed=43))
+    with pytest.raises(CacheError, match="belongs to another rollout"):
+        save_page(tmp_path / "p.html", files / "a.pt", maps=tmp_path / "other.pt")
+    sink = {"config": {"cache_policy": {"name": "deep_sink"}}}
+    save_cache(tmp_path / "a.pt", synthetic_caches.atlas(F=F, H=H, S=S) | sink)
+    save_cache(tmp_path / "maps.pt", maps(config={"height": 8}))
+    with pytest.raises(CacheError, match="another rollout than the page, by its cache_policy"):
+        save_page(tmp_path / "p.html", tmp_path / "a.pt", maps=tmp_path / "maps.pt")
+    assert not (tmp_path / "p.html").exists()
+
+
+def test_maps_are_pooled_until_they_fit(files, tmp_path):
+    large = files / "index.html"
+    room = large.stat().st_size / 1e6
+    small = save_page(tmp_path / "s.html", files / "a.pt", maps=files / "maps.pt", max_mb=room - 0.003)
+    assert '"grid":[2,3]' in small.read_text() and small.stat().st_size < large.stat().st_size
+    values = np.arange(6.0).reshape(2, 3)
+    values[0, 2] = np.nan
+    assert np.array_equal(pooled(values), [[2.0, 5.0]])
+    assert np.isnan(pooled(np.full((2, 2), np.nan))).all()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.page_fixtures import decode, decode_matrices
 
 from experiments.analysis.first_frame import equal_distance_excess
 from experiments.analysis.measures import head_statistics
@@ -32,6 +31,21 @@ def read_page(path) -> dict:
 
 def data_of(path, layers=None, max_mb=MAX_MB):
     return page_data.fit(open_passes_of(path, layers), int(max_mb * 1e6))
+
+
+def decode(coded: dict, N: int, H: int) -> np.ndarray:
+    """Rows [N, H, n], NaN where absent, as the page decodes them."""
+    top = 256 ** coded["bytes"] - 2
+    codes = np.frombuffer(base64.b64decode(coded["codes"]), f"<u{coded['bytes']}").reshape(N, H, -1) / top
+    low, high = (np.array(coded[name])[..., None] for name in ("low", "high"))
+    return np.where(codes > 1, np.nan, low + (high - low) * codes ** coded["power"])
+
+
+def decode_matrices(coded: dict, N: int, H: int, F: int, averages: int = 0) -> np.ndarray:
+    """Frame matrices [N, H, F, F + averages]; the cells that no head has are NaN."""
+    out = np.full((N, H, F * (F + averages)), np.nan)
+    out[..., coded["cells"]] = decode(coded, N, H)
+    return out.reshape(N, H, F, F + averages)
 
 
 def test_the_published_data():

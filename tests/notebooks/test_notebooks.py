@@ -1,39 +1,94 @@
-"""Every notebook from top to bottom: which figures it draws, the numbers it prints, and errors in a line."""
+"""Every notebook from top to bottom: which figures it draws, the numbers it prints, and errors in a line.
+
+Their cells run in this process, in an IPython that is emptied before each: a kernel would load torch again
+and draw every figure twice. Kernels are tested in tests/running.
+"""
 
 import base64
 import io
 import json
 import re
+import sys
+from contextlib import chdir
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, ROOT
-from helpers import executed, long_findings, synthetic_caches
-from helpers.executed import smaller_atlas
+from helpers import long_findings, synthetic_caches
+from helpers.forked import stopping_after
 from helpers.older_caches import OLDER_LAYER_FIELDS
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 from PIL import Image
 
-from experiments import run_extraction_maps
+from experiments import run_extraction, run_extraction_all, run_extraction_each, run_extraction_maps
 from experiments.analysis import effects, long_rollouts
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import SCHEMA_VERSION
 from experiments.caches.store import layer_from_atlas
 from experiments.extraction.causal import policy_atlas
+from experiments.figures import style
+from experiments.running import cli
 from experiments.studies import policy_findings
 from wan.blocks import later_block
 
 PUBLISHED = ROOT / "cache/published"
 
 
+@cache
+def ipython() -> InteractiveShell:
+    shell = InteractiveShell(cache_size=0)  # keeps no outputs, and no search for garbage after each notebook
+    shell.colors = "nocolor"
+    shell.history_manager.enabled = False
+    return shell
+
+
 def run(name, folder, cache=None, parameter="CACHE_PATH", **parameters):
-    """Printed text and the words of every figure, by its path, of a notebook over a cache."""
+    """Printed text and the words of every figure, by its path, of a notebook over a cache.
+
+    An error's text comes last. Figures are not laid out, which takes most of the time: where panels lie is
+    for tests/figures.
+    """
     if cache is not None:
         save_cache(folder / "c.pt", cache)
         parameters[parameter] = str(folder / "c.pt")
-    printed = executed.run(f"{name}.ipynb", folder, **parameters)
-    return printed, {path: executed.words(svg) for path, svg in executed.figures(folder).items()}
+    source = load_notebook_node(str(ROOT / f"notebooks/{name}.ipynb"))
+    notebook = parameterize_notebook(source, {"SAVE_DIR": str(folder / "figures")} | parameters)
+    with chdir(ROOT / "notebooks"), pytest.MonkeyPatch.context() as patch, capture_output() as printed:
+        # IPython takes the place of __main__, which processes that are spawned later import again
+        patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        patch.setattr(style, "_fit", lambda figure: None)
+        ipython().reset(new_session=True)
+        for cell in notebook.cells:
+            if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
+                break
+    error = done.error_before_exec or done.error_in_exec
+    assert error is None or type(error).__name__ == "CacheError", f"{error!r}\n{printed.stdout}"
+    drawn = {str(path.relative_to(folder / "figures")): path for path in folder.glob("figures/**/*.svg")}
+    said = printed.stdout if error is None else printed.stdout.rstrip("\n")
+    return said, {name: words(path.read_bytes()) for name, path in drawn.items()}
+
+
+def words(svg):
+    """The words of an SVG, which are text."""
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", svg.decode()))
+
+
+def smaller_atlas(atlas, layers, heads):
+    """Some layers and the first heads of an atlas; layers are numbers of the model's."""
+    rows = [atlas["layers"].index(layer) for layer in layers]
+    part = atlas | {"layers": list(layers), "num_heads": heads}
+    for name, values in atlas.items():
+        if torch.is_tensor(values) and len(values) == len(atlas["layers"]):
+            part[name] = values[rows]
+            if values.ndim > 2 and values.shape[2] == atlas["num_heads"]:  # [N, P, H, ...]
+                part[name] = part[name][:, :, :heads].contiguous()
+    return part
 
 
 def row_of(printed, *start):
@@ -331,7 +386,7 @@ def maps(tmp_path_factory):
 def test_on_the_video(maps, tmp_path):
     said, drawn = run("on_the_video", tmp_path, CACHE_PATH=str(maps), CAPTIONS=0, CAUSAL_ATLAS="none.pt")
     assert drawn.keys() == {"video_map.svg", "video_map_other.svg", "strip.svg", "words.svg"}
-    assert all(b"data:image/png" in svg for svg in executed.figures(tmp_path).values())
+    assert all(b"data:image/png" in path.read_bytes() for path in (tmp_path / "figures").rglob("*.svg"))
     assert "no causal atlas is there" in said and "patch (1, 2) of frame 7" in drawn["strip.svg"]
     assert "own block, noise in this pass" in drawn["video_map.svg"]
     assert [len(list((tmp_path / "figures").glob(f"*.{kind}"))) for kind in ("pdf", "mp4")] == [4, 1]
@@ -350,3 +405,31 @@ def test_on_the_video(maps, tmp_path):
 def test_wrong_parameters_are_one_line(maps, tmp_path, name, parameters, message):
     said, _ = run(name, tmp_path, **({"CACHE_PATH": str(maps), "CAPTIONS": 0} | parameters))
     assert message in said and "\n" not in said and not (tmp_path / "figures").exists()
+
+
+# --- Caches of runs that were stopped show what is absent as absent
+STOPPED = {  # name of the cache -> its script and flags, its notebook and parameters
+    "atlas": (run_extraction_all, "--cross --key_curve --rope_bands", "layer_atlas", {"LAYER": 5}),
+    "layer": (run_extraction_each, "", "extract_all_attention", {}),
+    "inference": (run_extraction, "--blocks 1 2 -1", "plot_figure4", {}),
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_notebook_says_where_the_run_was_stopped(name, tmp_path, monkeypatch):
+    script, flags, notebook, parameters = STOPPED[name]
+    monkeypatch.chdir(ROOT)
+    stopping_after(monkeypatch, 2)
+    given = f"--config_path configs/wan_mini.yaml --quiet --num_frames 12 {flags} --output_path".split()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(script.run, [*given, str(tmp_path / "run.pt")])
+    cache = load_cache(tmp_path / "run.pt", mmap=False)
+    assert ended.value.code == 130 and cache["partial"]
+    cache = smaller_atlas(cache, (1, 5), heads=3) if name == "atlas" else cache
+    printed, drawn = run(
+        notebook, tmp_path, cache, "DATA_PATH" if name == "layer" else "CACHE_PATH", **parameters
+    )
+    assert "partial: the run was stopped after 3 of 4 blocks; what comes later is absent" in printed and drawn
+    assert not re.search(r"\bnan\b", " ".join([printed, *drawn.values()]), re.IGNORECASE)
+    of_keys = [text for text in drawn.values() if "Key frame" in text]
+    assert of_keys and all("not attended" in text for text in of_keys)

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from importlib import import_module
 
 import pytest
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.flags import arguments, flags, scripts
 from helpers.forked import exit_code, forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,6 +52,44 @@ def at_the_root(monkeypatch):
 
 def start_of(name: str) -> list[str]:
     return START.get(name, ["--config_path", "configs/wan_mini.yaml"])
+
+
+# -- the flags of a script, from its own parser: nothing is run but what makes it
+class SeenError(Exception):
+    """The command line would be read here."""
+
+
+@cache
+def arguments(name: str) -> list[argparse.Action]:
+    """What a script of experiments/ takes, flags or not; one of the workshop is benchmarks.NAME."""
+    found: list[argparse.Action] = []
+
+    def parse_args(self, args=None, namespace=None):
+        found.extend(self._actions)
+        raise SeenError
+
+    before, cli.Parser.parse_args = cli.Parser.parse_args, parse_args
+    try:
+        with contextlib.suppress(SeenError):
+            import_module(f"experiments.{name}").run([])
+    finally:
+        cli.Parser.parse_args = before
+    return [action for action in found if action.dest != "help"]
+
+
+def flags(name: str) -> list[argparse.Action]:
+    return [action for action in arguments(name) if action.option_strings]
+
+
+def scripts() -> list[str]:
+    """Every script that users or the workshop start, by the names that arguments() takes."""
+    found = []
+    for folder, prefix in (("experiments", ""), ("experiments/benchmarks", "benchmarks.")):
+        for path in sorted((ROOT / folder).glob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            if "__main__" in text:
+                found.append(prefix + path.stem)
+    return found
 
 
 # -- bad command lines
