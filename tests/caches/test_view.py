@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN
 from helpers import synthetic_caches
 from helpers.synthetic_caches import pass_of, token_matrix_to_frames
 from hypothesis import given, settings
@@ -17,15 +16,19 @@ from experiments.caches.view import averages_of_tokens, open_call, open_passes, 
 from wan.blocks import block_ranges, later_block, visible_frames
 
 
+def reference_means(tokens, S):
+    """[H, Fq, Fk] in float64, by an einsum with frame indicators instead of a reshape."""
+    x = tokens.double().numpy()
+    query, key = (np.repeat(np.eye(n // S), S, axis=0) / S for n in x.shape[1:])  # [L, F]
+    return np.einsum("hij,ia,jb->hab", x, query, key)
+
+
 def reference(entry, S, keys, F, mass=False):
     """[H, Fq, F] in float64 straight from the tokens."""
-    tokens = entry["attn_logits"][0].double() if "attn_logits" in entry else entry["attn_weights"][0].double()
-    if mass and "attn_logits" in entry:
-        tokens = tokens.softmax(-1)
-    H, Lq, Lk = tokens.shape
-    frames = tokens.reshape(H, Lq // S, S, Lk // S, S)
-    full = np.full((H, Lq // S, F), np.nan)
-    full[..., keys] = (frames.sum(4).mean(2) if mass else frames.mean((2, 4))).numpy()
+    tokens = (entry["attn_logits"] if "attn_logits" in entry else entry["attn_weights"])[0].double()
+    tokens = S * (tokens.softmax(-1) if "attn_logits" in entry else tokens) if mass else tokens
+    full = np.full((len(tokens), tokens.shape[1] // S, F), np.nan)
+    full[..., keys] = reference_means(tokens, S)
     return full
 
 
@@ -207,13 +210,6 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def reference_means(tokens, S):
-    """[H, Fq, Fk] in float64, by an einsum with frame indicators instead of a reshape."""
-    x = tokens.double().numpy()
-    query, key = (np.repeat(np.eye(n // S), S, axis=0) / S for n in x.shape[1:])  # [L, F]
-    return np.einsum("hij,ia,jb->hab", x, query, key)
-
-
 @given(
     H=st.integers(1, 3),
     S=st.integers(1, 6),
@@ -293,19 +289,3 @@ def test_named_keys_by_frame_and_at_their_tokens(keys, seed):
         for token in range(S):
             there = curves.double()[:, (key_frame == frame) & (key_token == token)]
             np.testing.assert_allclose(spread[:, i, token], there.mean(1), atol=1e-6)
-
-
-# --- Golden captures
-@pytest.fixture(scope="module")
-def golden():
-    return np.load(GOLDEN / "golden_capture.npz")
-
-
-@pytest.mark.parametrize("layer", [0, 4])
-def test_golden_last_block(golden, layer):
-    """Token logits of the last block's first pass -> the frame logits that were recorded beside them."""
-    logits = torch.from_numpy(golden[f"blocks9/logits_layer{layer}_lastblock_t1000"])  # [12, 72, 216]
-    recorded = golden["blocks9/all_calls_frame_logits"][10, [0, 4].index(layer)]  # call 10: block 2, pass 0
-    np.testing.assert_allclose(token_matrix_to_frames(logits, 24), recorded, atol=5e-6)
-    figure4 = golden[f"blocks9/figure4_layer{layer}_frame_attention_fp16src"]
-    np.testing.assert_allclose(token_matrix_to_frames(logits.half(), 24).mean(1), figure4, atol=5e-6)

@@ -1,13 +1,14 @@
 """Long videos: stopped anywhere they go on with the same bits; files that grow; what is captured."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
+import yaml
 from diffusers import AutoencoderKLWan
-from helpers.forked import forked
 from safetensors.torch import load_file
 
 from experiments import run_rollout
@@ -26,12 +27,14 @@ from experiments.extraction.long_rollout import (
 )
 from experiments.extraction.rollout import RunObserver
 from wan.blocks import block_ranges
+from wan.errors import ConfigError
 from wan.vae import VAE
 
 pytestmark = pytest.mark.slow
 FRAMES = 12
 WINDOW = {"name": "window", "window": 9, "sink": 3}
 CHOOSES = {"name": "participative", "window": 12, "sink": 3, "budget": 9, "recent": 3}
+ROLLING = {"sampler": "rolling_forcing", "denoising_step_list": [1000, 200]}
 POLICIES = [  # with every kind of memory: frames, averages, tokens that noisy queries chose, a release
     WINDOW,
     {"name": "ema_sink", "window": 9, "sink": 3},
@@ -39,6 +42,7 @@ POLICIES = [  # with every kind of memory: frames, averages, tokens that noisy q
     {"name": "triattention", "budget_tokens": 80, "sink": 1},
     CHOOSES,
     {"name": "window", "window": 12, "sink": 6, "released": "longlive"},
+    ROLLING,  # of the sampler
 ]
 
 
@@ -65,13 +69,14 @@ def vae(tiny):
     return VAE.from_pretrained(tiny.config.ckpt_dir)
 
 
-def make(folder, tiny, vae, stop_after=10**9, capture="none", policy=None):
-    """One call of make_long_video -> its place."""
-    config = replace(tiny.config, cache_policy=policy, num_frames=FRAMES)
+def make(folder, tiny, vae, stop_after=10**9, capture="none", policy=None, step=0):
+    """One call of make_long_video -> its place. A policy that is none are other settings."""
+    settings = {"cache_policy": policy} if policy is None or "name" in policy else policy
+    config = replace(tiny.config, num_frames=FRAMES, **settings)
     session = replace(tiny.session, pipeline=causal.pipeline_of(tiny.session.pipeline.model, config))
     place = LongVideo(folder / "a.mp4")
     latents = LatentFile(place.latents, (FRAMES, 16, 8, 8), session.dtype, str(policy))
-    capture = BlockCapture.read(capture, 0)
+    capture = BlockCapture.read(capture, step)
     make_long_video(session, config, place, latents, capture, vae, StopAfter(stop_after))
     return place
 
@@ -90,10 +95,10 @@ def no_video(monkeypatch):
     monkeypatch.setattr(GrowingVideo, "finish", lambda self: None)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p["name"] + "_" + str(p.get("released", "")))
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: "_".join(map(str, p.values())))
 def test_stopped_anywhere_it_goes_on_with_the_same_bits(policy, tiny, vae, tmp_path, monkeypatch):
     no_video(monkeypatch)
-    if policy["name"] == "triattention":
+    if policy.get("name") == "triattention":
         draw = np.random.default_rng(0).random
         means = {name: draw((2, 2, 8)) for name in ("q_mean_real", "q_mean_imag", "q_abs_mean")}
         np.savez(tmp_path / "means.npz", **means)
@@ -142,6 +147,26 @@ def test_what_is_captured(tiny, vae, tmp_path, monkeypatch):
     [*_, band] = read_blocks(place.attention)
     assert torch.equal(band["logits"], last["logits"][..., -4:])
     assert band["key_frames"][0].tolist() == [8, 9, 10, 11]
+
+
+def test_what_is_captured_later_is_captured_as_if_at_once(tiny, vae, tmp_path, monkeypatch):
+    """Also of a video that is finished, which stays as it is; other keys or passes are not mixed in."""
+    no_video(monkeypatch)
+    whole = make(tmp_path / "whole", tiny, vae, capture="all")
+    place = make(tmp_path, tiny, vae)
+    before = place.latents.read_bytes()
+    make(tmp_path, tiny, vae, capture="last:1")
+    assert [block["block"] for block in read_blocks(place.attention)] == [3]
+    make(tmp_path, tiny, vae, capture="all")
+    assert place.latents.read_bytes() == before
+    for one, other in zip(read_blocks(place.attention), read_blocks(whole.attention), strict=True):
+        assert torch.equal(one["logits"], other["logits"]) and one["block"] == other["block"]
+    for other in ({"capture": "band:3"}, {"capture": "last:1", "step": 1}):
+        with pytest.raises(CacheError, match="was captured in another pass or with other keys"):
+            make(tmp_path, tiny, vae, **other)
+    path_of(place.attention, 0).write_bytes(b"torn")
+    make(tmp_path, tiny, vae, capture="all")
+    assert read_blocks(place.attention)[0]["logits"].equal(read_blocks(whole.attention)[0]["logits"])
 
 
 def test_blocks_that_come_out_otherwise_are_noticed(tiny, vae, tmp_path):
@@ -230,19 +255,19 @@ def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):
         BlockCapture("all").missing(tmp_path, 4, "another")
 
 
-def test_only_what_a_run_wrote_is_gone_on_with(tmp_path, tiny, vae):
-    path = tmp_path / "a.mp4"
-    flags = ["--config_path", tiny.path, "--num_frames", "3", "--quiet", "--output_path", str(path)]
+def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp_path, tiny):
+    path, rolling = tmp_path / "a.mp4", tmp_path / "rolling.yaml"
+    flags = ["--num_frames", "3", "--quiet", "--output_path", str(path), "--config_path"]
     path.write_bytes(b"mine")
     with pytest.raises(CacheError, match="without its latents"):
-        run_rollout.run(flags)
+        run_rollout.run([*flags, tiny.path])
     assert path.read_bytes() == b"mine" and not path.with_suffix(".latents.safetensors").exists()
-    run_rollout.run([*flags, "--overwrite"])
-    with pytest.raises(CacheError, match="belongs to another run"):
-        run_rollout.run([*flags, "--seed", "3"])
-    path.with_suffix(".latents.safetensors").unlink()
-    with pytest.raises(CacheError, match=r"another run.*choose another --output_path, or --overwrite"):
-        make(tmp_path, tiny, vae)
+    run_rollout.run([*flags, tiny.path, "--overwrite"])
+    with pytest.raises(CacheError, match=r"belongs to another run.* or --overwrite"):
+        run_rollout.run([*flags, tiny.path, "--seed", "3"])
+    rolling.write_text(yaml.safe_dump(yaml.safe_load(Path(tiny.path).read_text()) | ROLLING))
+    with pytest.raises(ConfigError, match=r"--capture knows no rolling_forcing.* run_extraction_all.py"):
+        run_rollout.run([*flags, str(rolling), "--capture", "last:2"])
 
 
 def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
@@ -268,24 +293,3 @@ def test_a_torn_video_is_cut_to_its_whole_pieces(tmp_path):
     video.finish()
     assert GrowingVideo(path, "mine").is_finished and mp4_tag(path) == "mine" and len(iio.imread(path)) == 48
     assert iio.immeta(path)["duration"] == pytest.approx(48 / 16)
-
-
-@pytest.mark.beside
-def test_killed_it_goes_on(tmp_path, tiny):
-    flags = ["--config_path", tiny.path, "--num_frames", "6", "--cache_policy", "longlive"]
-
-    def rolling(name: str):
-        output = ["--quiet", "--capture", "all", "--output_path", str(tmp_path / name)]
-        return lambda: run_rollout.run([*flags, *output])
-
-    whole = forked(rolling("whole.mp4"))
-    assert whole.code == 0, whole
-    killed = forked(rolling("parts.mp4"), kill_after=0.6 * whole.seconds)
-    assert killed.code in (0, -9)
-    (tmp_path / "parts.attention").mkdir(exist_ok=True)
-    (tmp_path / "parts.attention/.block_00001.pt.9-0a.part").write_bytes(b"half")
-    assert forked(rolling("parts.mp4")).code == 0
-    for suffix in (".mp4", ".latents.safetensors"):
-        one, other = (tmp_path / name for name in ("parts.mp4", "whole.mp4"))
-        assert one.with_suffix(suffix).read_bytes() == other.with_suffix(suffix).read_bytes()
-    assert len(list((tmp_path / "parts.attention").iterdir())) == 2

@@ -11,6 +11,7 @@ MAKERS = {
     "figure4 probabilities": lambda: synthetic_caches.figure4(is_logits=False, H=3, S=5),
     "figure4 window": lambda: synthetic_caches.figure4(keys=[0, 17, 18, 19, 20], S=5, granularity="frame"),
     "layer": synthetic_caches.layer,
+    "layer of other blocks": lambda: synthetic_caches.layer(F=8, H=1, blocks=[1, 4, 3]),
     "inference": lambda: synthetic_caches.inference(window=[0, 4, 5, 6, 7, 8]),
     "atlas": synthetic_caches.atlas,
     "maps": synthetic_caches.maps,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from helpers.forked import forked, stopping_after
+from helpers.forked import stopping_after
 
 from experiments import run_extraction_all
 from experiments.caches import load_cache, save_cache
@@ -59,30 +59,28 @@ def files_below(folder) -> dict[str, bytes]:
 NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving-right") for seed in (0, 1)]
 
 
+@pytest.fixture
+def loads(monkeypatch):
+    """One entry a time that weights are loaded."""
+    found, original = [], causal.load_pipeline
+    monkeypatch.setattr(causal, "load_pipeline", lambda *args: found.append(1) or original(*args))
+    return found
+
+
 @pytest.mark.slow
-def test_a_sweep_goes_on_after_a_kill(tmp_path, prompts, monkeypatch):
-    loads, original = [], causal.load_pipeline
-    monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
-    sweeping(prompts, tmp_path / "whole", seeds=("0",))()
-    whole = files_below(tmp_path / "whole")
+def test_a_sweep_makes_what_is_missing(tmp_path, prompts, loads):
+    sweep = sweeping(prompts, tmp_path, seeds=("0",))
+    sweep()
+    whole = files_below(tmp_path)
     records = sorted(name for name in whole if name.startswith("items/"))
-    assert sorted(whole) == [*NAMES[::2], *records, "manifest.json"] and len(loads) == 1 and len(records) == 2
-    for attempt in range(1, 40):  # each time killed a little later
-        killed = sweeping(prompts, tmp_path / "killed", seeds=("0",))
-        done = forked(killed, kill_after=0.1 + 0.4 * attempt)
-        for path in (tmp_path / "killed").glob("*.pt"):
-            assert path.read_bytes() == whole[path.name]
-        if done.code == 0:
-            break
-    assert files_below(tmp_path / "killed") == whole
-    assert [run["state"] for run in json.loads(whole["manifest.json"])["runs"]] == ["done"] * 2
-    sweeping(prompts, tmp_path / "whole", seeds=("0",))()
+    assert sorted(whole) == [*NAMES[::2], *records, "manifest.json", "prompts.txt"] and len(records) == 2
+    sweep()
     assert len(loads) == 1  # nothing to do: nothing is loaded
-    cache = tmp_path / "whole" / NAMES[0]
+    cache = tmp_path / NAMES[0]
     when = cache.stat().st_mtime_ns
     save_cache(cache, load_cache(cache) | {"partial": True})  # of a stopped run, copied with its time
     os.utime(cache, ns=(when, when))
-    sweeping(prompts, tmp_path / "whole", seeds=("0",))()
+    sweep()
     assert cache.read_bytes() == whole[NAMES[0]] and len(loads) == 2
 
 
@@ -128,15 +126,11 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
 
 
 @pytest.mark.slow
-def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
-    loads, original = [], causal.load_pipeline
-    monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
+def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, loads):
     for flags, count in (([], 1), (["--save_video"], 2), (["--save_video"], 2), ([], 2)):
         sweeping(prompts, tmp_path, *flags, seeds=("0",))()
-        assert len(loads) == count
-        assert [run["state"] for run in json.loads((tmp_path / "manifest.json").read_text())["runs"]] == [
-            "done"
-        ] * 2
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        assert len(loads) == count and [run["state"] for run in manifest["runs"]] == ["done"] * 2
     one, other = sorted(tmp_path.glob("*.mp4"))
     whole, torn = one.read_bytes(), other.read_bytes()
     one.write_bytes(torn)  # of another prompt
@@ -146,9 +140,7 @@ def test_videos_are_made_where_a_sweep_has_none(tmp_path, prompts, monkeypatch):
 
 
 @pytest.mark.slow
-def test_several_checkpoints(tmp_path, prompts, monkeypatch):
-    loads, original = [], causal.load_pipeline
-    monkeypatch.setattr(causal, "load_pipeline", lambda *args: loads.append(1) or original(*args))
+def test_several_checkpoints(tmp_path, prompts, loads):
     weights = ["base", "weights/other.pt"]
     both = sweeping(prompts, tmp_path / "out", "--checkpoints", *weights, seeds=("0",))
     both()
