@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 import torch
-from conftest import ROOT, golden_model
+from conftest import ROOT
 from helpers.policies import POLICIES as ROWS
 from helpers.policies import settings_of_any_size
 from helpers.policy_oracle import NAMES, Frame, LayerOracle
-from helpers.rollouts import TWO_STEPS, golden_inputs, rollout, tiny_pipeline
+from helpers.rollouts import TWO_STEPS, golden_inputs, shared_golden_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +25,6 @@ from wan.keys import key_frames, key_tokens
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import POLICIES, PromptSwitch, make_policy, read_policy
-
-each_policy = pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 
 
 def test_every_policy_has_a_row_and_a_file():
@@ -122,20 +120,13 @@ def roll_out(row, size=2, first=False, batch=2, blocks=BLOCKS, given_blocks=0, s
     sizes = [1 if first else size, *[size] * (blocks - 1)]
     given_frames, generator = sum(sizes[:given_blocks]), torch.Generator().manual_seed(7)
     noise = torch.randn(batch, sum(sizes), 2, 1, 2, generator=generator)
-    renoise = torch.randn(1, *noise[:, given_frames:].shape, generator=generator)
-    embeds = torch.randn(2, batch, 3, 6, generator=generator)
-    pipeline = CausalInferencePipeline(
-        small_model(), size, first, **TWO_STEPS, cache_policy=make_policy(**row)
-    )
+    beginning, noise = noise.split([given_frames, sum(sizes) - given_frames], 1)
+    more = {"renoise": torch.randn(1, *noise.shape, generator=generator)}
+    embeds, policy = torch.randn(2, batch, 3, 6, generator=generator), make_policy(**row)
+    pipeline = CausalInferencePipeline(small_model(), size, first, **TWO_STEPS, cache_policy=policy)
     schedule = [PromptSwitch(sum(sizes[:at]), how=how, prompt_embeds=embeds[1]) for at, how in switch or ()]
-    beginning = {"initial_latent": noise[:, :given_frames]} if given_frames else {}
-    return pipeline.inference(
-        noise[:, given_frames:],
-        prompt_embeds=embeds[0],
-        renoise=renoise,
-        prompt_schedule=schedule,
-        **beginning,
-    )[1]
+    more |= {"prompt_schedule": schedule} | ({"initial_latent": beginning} if given_frames else {})
+    return pipeline.inference(noise, prompt_embeds=embeds[0], **more)[1]
 
 
 @pytest.mark.parametrize(
@@ -147,20 +138,17 @@ def test_every_call_after_a_switch_sees_what_its_policy_says(row, how):
     assert watch.calls >= 3 * BLOCKS * LAYERS
 
 
-@given(
-    data=st.data(),
-    size=st.integers(1, 3),
-    first=st.booleans(),
-    batch=st.integers(1, 2),
-    blocks=st.integers(4, 6),
-    given_blocks=st.integers(0, 2),
-)
+SHAPE = st.integers(1, 3), st.booleans(), st.integers(1, 2), st.integers(4, 6), st.integers(0, 2)
+
+
+@given(data=st.data(), shape=st.tuples(*SHAPE))
 @settings(max_examples=8, deadline=None)
-def test_every_call_sees_what_its_policy_says(data, size, first, batch, blocks, given_blocks):
+def test_every_call_sees_what_its_policy_says(data, shape):
+    size, _, _, blocks, _ = shape
     row = data.draw(settings_of_any_size(size, KNOWN))
     at = st.tuples(st.integers(1, blocks - 1), st.sampled_from(hows_of(row)))
     switch = data.draw(st.lists(at, max_size=1))
-    case = (row, size, first, batch, blocks, given_blocks, switch)
+    case = (row, *shape, switch)
     with Watch(row, size, dict(switch)):
         latents = roll_out(*case)
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[1], steps=[0, 2]) as calls:
@@ -173,14 +161,8 @@ def test_every_call_sees_what_its_policy_says(data, size, first, batch, blocks, 
 # -- whole rollouts of the golden model ----------------------------------------------------------------------
 
 
-@cache
-def model() -> CausalWanModel:
-    """It keeps nothing of a rollout."""
-    return golden_model()
-
-
-def pipeline_of(row, **options) -> CausalInferencePipeline:
-    return CausalInferencePipeline(model(), cache_policy=make_policy(**row), **TWO_STEPS, **options)
+def pipeline_of(row) -> CausalInferencePipeline:
+    return CausalInferencePipeline(shared_golden_model(), cache_policy=make_policy(**row), **TWO_STEPS)
 
 
 @pytest.mark.parametrize("how", ["cut", "recache"])
@@ -227,7 +209,7 @@ def test_a_file_is_a_policy_and_names_its_source(path, monkeypatch):
     assert RunConfig(cache_policy=read_yaml(path)).policy == policy
 
 
-@each_policy
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_any_wrong_value_of_any_field_is_one_line(row):
     """What is not refused is a policy that can be described; a field that nothing has is refused too."""
     name = row["name"]
@@ -240,48 +222,42 @@ def test_any_wrong_value_of_any_field_is_one_line(row):
             assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "row, sizes, message",
-    [
-        ({"name": "magic"}, [], "'magic' is not one of full, window"),
-        ({"name": "window", "windw": 3}, [], "has no field 'windw'; it has"),
-        ({"name": "window", "window": "9"}, [], "window '9' is not int in 1"),
-        ({"name": "window", "window": 5, "sink": 3}, [1, 3], "must be at least 6"),
-        ({"name": "full", "released": True}, [], "leave it out"),
-        ({"name": "deep_sink", "released": True}, [1, 3], "has blocks of 3 frames"),
-        ({"name": "participative", "recent": 2, "budget": 14}, [3], "recent 2 must be at least a block, 3"),
-        ({"name": "rolling_sink", "sink": 1}, [], r"sink 1 is not int in 0\.\.0"),
-        ({"name": "rolling_sink", "window": 5}, [3], "window 5 .* must be at least 6"),
-    ],
-)
-def test_what_does_not_fit_is_refused(row, sizes, message):
+def of(name, **fields) -> dict:
+    return {"cache_policy": {"name": name, **fields}}
+
+
+def then(*prompts) -> dict:
+    return {"prompt_schedule": [{"frame": 6, "prompt": "a"} | prompt for prompt in prompts]}
+
+
+FIRST, LONG_SINK = {"independent_first_frame": True, "num_frames": 4}, {"window": 12, "sink": 6}
+REFUSED = {  # what is said -> a config, before weights are read
+    "'magic' is not one of full, window": of("magic"),
+    "has no field 'windw'; it has": of("window", windw=3),
+    "window '9' is not int in 1": of("window", window="9"),
+    "window 5 .* must be at least 6": of("window", window=5, sink=3) | FIRST,
+    "leave it out": of("full", released=True),
+    "has blocks of 3 frames": of("deep_sink", released=True) | FIRST,
+    "recent 2 must be at least a block, 3": of("participative", recent=2, budget=14),
+    r"sink 1 is not int in 0\.\.0": of("rolling_sink", sink=1),
+    "rolling_sink.* window 5 .* must be at least 6": of("rolling_sink", window=5),
+    "does not begin a block .* begin at 3, 6": then({"frame": 4}),
+    "frame 6 .* has two prompts": then({}, {}),
+    "has a frame, a prompt and perhaps how, not": then({"text": "a"}),
+    "prompt_schedule: prompt has a NUL": then({"prompt": "a\0b"}),
+    "cannot cut at frame 3; it can .*cut from frame 6 on": then({"frame": 3, "how": "cut"})
+    | of("relative", **LONG_SINK, released="longlive_infinity"),
+    "recompute_context -5 is not": {"recompute_context": -5},
+    "recompute_context 6 .* take a window of 9": {"recompute_context": 6, "local_attn_size": 6},
+    "take window or relative": {"recompute_context": 6} | of("rolling_sink"),
+    "window: 9, sink: 3": {"local_attn_size": 9, "sink_size": 3} | of("full"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused(message):
     with pytest.raises(ConfigError, match=message):
-        make_policy(**row).check(sizes)
-
-
-LONG_SINK = {"name": "relative", "window": 12, "sink": 6, "released": "longlive_infinity"}
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        ({"prompt_schedule": [{"frame": 4, "prompt": "a"}]}, "does not begin a block .* begin at 3, 6"),
-        ({"prompt_schedule": [{"frame": 6, "prompt": "a"}] * 2}, "frame 6 .* has two prompts"),
-        ({"prompt_schedule": [{"frame": 6, "text": "a"}]}, "has a frame, a prompt and perhaps how, not"),
-        ({"prompt_schedule": [{"frame": 6, "prompt": "a\0b"}]}, "prompt_schedule: prompt has a NUL"),
-        (
-            {"cache_policy": LONG_SINK, "prompt_schedule": [{"frame": 3, "prompt": "a", "how": "cut"}]},
-            "cannot cut at frame 3; it can .*cut from frame 6 on",
-        ),
-        ({"recompute_context": -5}, "recompute_context -5 is not"),
-        ({"recompute_context": 6, "local_attn_size": 6}, "recompute_context 6 .* take a window of 9"),
-        ({"recompute_context": 6, "cache_policy": {"name": "rolling_sink"}}, "take window or relative"),
-        ({"local_attn_size": 9, "sink_size": 3, "cache_policy": {"name": "full"}}, "window: 9, sink: 3"),
-    ],
-)
-def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(config, message):
-    with pytest.raises(ConfigError, match=message):
-        RunConfig(**config)
+        RunConfig(**REFUSED[message])
 
 
 def test_the_policy_of_the_contributors_page_runs():
@@ -289,7 +265,9 @@ def test_the_policy_of_the_contributors_page_runs():
     names: dict = {}
     source = re.search(r"```python\n(@dataclass\nclass Earliest.*?)```", text, re.S)[1]
     exec("from wan.policies import *\n" + source, names)
-    pipeline = CausalInferencePipeline(model(), cache_policy=names["Earliest"](window=8, sink=1))
+    pipeline = CausalInferencePipeline(
+        shared_golden_model(), cache_policy=names["Earliest"](window=8, sink=1)
+    )
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame") as calls:
         pipeline.inference(torch.randn(1, 15, 16, 2, 4), prompt_embeds=torch.randn(1, 32, 64))
     assert calls[-1]["key_frames"] == [0, 1, 2, 3, 4, 12, 13, 14]
@@ -300,12 +278,3 @@ def test_the_page_has_every_released_policy():
     assert all(f"| `{name}` |" in page for name, policy in POLICIES.items() if policy.releases)
     shown = re.findall(r"\]\(policies/(\w+)\.svg\)", page)
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "docs/policies").glob("*.svg"))
-
-
-@pytest.mark.parametrize("row", ROWS[1:], ids=lambda row: row["name"])
-def test_a_memory_as_large_as_the_video_is_the_whole_past_but_for_a_bank(row):
-    """A bank holds copies of frames that are in the window (docs/policies.md)."""
-    pipeline, large = tiny_pipeline(), {"window": 24} | ({"budget": 24} if "budget" in row else {})
-    policy = make_policy(**row | large)
-    latents = rollout(CausalInferencePipeline(pipeline.model, cache_policy=policy), num_frames=12)
-    assert torch.equal(latents, rollout(pipeline, num_frames=12)) == (row["name"] != "memory_bank")
