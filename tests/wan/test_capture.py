@@ -1,5 +1,6 @@
 """The hook: what it promises to scripts, that looking changes nothing, and that leaving leaves nothing."""
 
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -126,36 +127,30 @@ def test_captured_weights_of_the_older_interface():
 
 
 # --- Refusals
-def test_a_wrong_model_is_refused_before_the_rollout():
-    for arguments, message in (
-        ({"layer_indices": [0], "num_layers": 60}, "num_layers=60.*num_layers=8"),
-        ({"layer_indices": [8]}, "call index 8 is not in 0..7"),
-    ):
-        ATTENTION_WEIGHT_CAPTURE.enable(**arguments)
-        try:
-            with pytest.raises(ValueError, match=message):
-                rollout(tiny_pipeline(), on_pass=pytest.fail)
-        finally:
-            ATTENTION_WEIGHT_CAPTURE.disable()
+REFUSED = {
+    "layer 4 is not in 0..3": {"layers": [4]},
+    "step 5 is not in 0..4": {"steps": [-1, 5]},
+    "head 3 is not in 0..2": {"granularity": "map", "heads": (3,)},
+    "token 5 is not in 0..4": {"granularity": "map", "queries": ((0, S),)},
+    "pixel": {"granularity": "pixel"},
+    "probabilities need granularity 'token'": {"granularity": "key", "is_logits": False},
+    r"\(-2, -1\)": {"granularity": "map", "queries": ((-2, -1),)},
+    "each once": {"granularity": "map", "queries": ((1, 2), (1, 2))},
+    "num_layers=60.*num_layers=8": {"layer_indices": [0], "num_layers": 60},  # these two to the older face
+    "call index 8 is not in 0..7": {"layer_indices": [8]},
+}
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layers": [4]}, "layer 4 is not in 0..3"),
-        ({"steps": [-1, 5]}, "step 5 is not in 0..4"),
-        ({"granularity": "map", "heads": (3,)}, r"head 3 is not in 0\.\.2"),
-        ({"granularity": "map", "queries": ((0, S),)}, r"token 5 is not in 0\.\.4"),
-        ({"granularity": "pixel"}, "pixel"),
-        ({"granularity": "key", "is_logits": False}, "probabilities need granularity 'token'"),
-        ({"granularity": "map", "queries": ((-2, -1),)}, r"\(-2, -1\)"),
-        ({"granularity": "map", "queries": ((1, 2), (1, 2))}, "each once"),
-    ],
-    ids=str,
-)
-def test_a_request_that_makes_no_sense_or_lies_outside_the_rollout_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message), ATTENTION_WEIGHT_CAPTURE.capture(**fields):
-        rollout(tiny_pipeline())
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_request_that_makes_no_sense_or_lies_outside_the_rollout_is_refused(message):
+    fields, pipeline = REFUSED[message], tiny_pipeline()
+    with pytest.raises(ValueError, match=message), ExitStack() as leaving:
+        if "layer_indices" in fields:
+            leaving.callback(ATTENTION_WEIGHT_CAPTURE.disable)
+            ATTENTION_WEIGHT_CAPTURE.enable(**fields)
+        else:
+            leaving.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(**fields))
+        rollout(pipeline, on_pass=pytest.fail)
     assert not ATTENTION_WEIGHT_CAPTURE.active
 
 

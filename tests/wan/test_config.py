@@ -26,40 +26,37 @@ def test_block_sizes_add_up_or_say_what_would(frames, per_block, independent):
         assert [f for block in block_ranges(sizes) for f in block] == list(range(frames))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_frames": 0}, r"num_frames 0 is not int in 1..16384"),
-        ({"seed": 2**63}, "seed 9223372036854775808 is not int"),
-        ({"device": "mps"}, "not one of auto, cpu, cuda, cuda:N"),
-        ({"dtype": "float64"}, "dtype 'float64' is not one of"),
-        ({"sampler": "rolling_forcing", "gpus": 2}, "knows no gpus above 1"),
-        ({"sampler": "rolling_forcing", "interventions": [1]}, "knows no interventions"),
-        ({"lora_rank": 4}, "describe a file; give lora_path"),
-        ({"lora_path": "a", "lora_alpha": 0.0}, "lora_alpha 0.0 is not float"),
-        ({"layer_indices": []}, "are not 1..256 in 0..255"),
-        ({"denoising_step_list": [500, 750]}, "does not go down within 1000..1"),
-        ({"first_block_steps": [1000, -1]}, "first_block_steps .* does not go down"),
-        ({"timestep_shift": float("nan")}, "timestep_shift nan is not"),
-        ({"step": 5}, "step 5 is not in 0..4; 4 is the clean pass"),
-        ({"prompt": "a\0b"}, "prompt has a NUL character at 1"),
-        ({"prompt": "\ud800"}, "prompt is not text in UTF-8"),
-        ({"ckpt_dir": " "}, "ckpt_dir . . is not text in 1..4096 characters"),
-    ],
-)
-def test_values_that_no_run_has(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RunConfig(**settings)
+REFUSED = {
+    r"num_frames 0 is not int in 1..16384": {"num_frames": 0},
+    "seed 9223372036854775808 is not int": {"seed": 2**63},
+    "not one of auto, cpu, cuda, cuda:N": {"device": "mps"},
+    "dtype 'float64' is not one of": {"dtype": "float64"},
+    "knows no gpus above 1": {"sampler": "rolling_forcing", "gpus": 2},
+    "knows no interventions": {"sampler": "rolling_forcing", "interventions": [1]},
+    "describe a file; give lora_path": {"lora_rank": 4},
+    "lora_alpha 0.0 is not float": {"lora_path": "a", "lora_alpha": 0.0},
+    "are not 1..256 in 0..255": {"layer_indices": []},
+    "does not go down within 1000..1": {"denoising_step_list": [500, 750]},
+    "first_block_steps .* does not go down": {"first_block_steps": [1000, -1]},
+    "timestep_shift nan is not": {"timestep_shift": float("nan")},
+    "step 5 is not in 0..4; 4 is the clean pass": {"step": 5},
+    "prompt has a NUL character at 1": {"prompt": "a\0b"},
+    "prompt is not text in UTF-8": {"prompt": "\ud800"},
+    "ckpt_dir . . is not text in 1..4096 characters": {"ckpt_dir": " "},
+}
 
 
-def test_the_ends_of_what_a_run_may_have():
+def test_values_that_no_run_has_and_the_ends_of_what_one_may_have():
+    for message, settings in REFUSED.items():
+        with pytest.raises(ConfigError, match=message):
+            RunConfig(**settings)
+    for wrong in ({"num_steps": 0}, {"guidance_scale": 1001.0}, {"num_video_frames": 2}, {"layer_index": -1}):
+        with pytest.raises(ConfigError):
+            BaseSampling(**wrong)
     steps = {"denoising_step_list": [1000, 1, 0], "first_block_steps": [1], "step": 3, "context_noise": 1000}
     config = RunConfig(**steps, seed=-(2**63), layer_indices=[0] * 256, layer_index=255, height=1024)
     assert [config.passes_of_block(block) for block in (0, 1)] == [[1, 3], [0, 1, 2, 3]]
     BaseSampling(shift=1000.0, num_steps=10_000, guidance_scale=-1000.0, num_video_frames=1)
-    for wrong in ({"num_steps": 0}, {"guidance_scale": 1001.0}, {"num_video_frames": 2}, {"layer_index": -1}):
-        with pytest.raises(ConfigError):
-            BaseSampling(**wrong)
 
 
 def test_the_released_models():
@@ -88,9 +85,6 @@ def test_bad_yaml_is_one_clear_line(tmp_path):
         with pytest.raises(ConfigError, match=message) as caught:
             load_config(path)
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-
-
-# The family.
 
 
 RELEASED = [p.stem for p in sorted((ROOT / "configs").glob("*.yaml")) if "\nrelease:" in p.read_text("utf-8")]

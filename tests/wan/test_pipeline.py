@@ -52,31 +52,28 @@ def test_a_batch_is_its_videos_one_by_one():
         torch.testing.assert_close(together[i], alone[0], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("noise", "arguments", "message"),
-    [
-        (NOISE[:, :8], {}, "8 frames do not fit blocks of 3; try 6 or 9"),
-        (NOISE[0], {}, r"is not \[B, F, C, h, w\]"),
-        (NOISE, {"prompt_embeds": EMBEDS[..., :5]}, "prompt embeddings of shape"),
-        (NOISE, {"prompt_embeds": None}, "give prompt_embeds, or text_prompts and a text_encoder"),
-        (NOISE[:, :8], {"initial_latent": NOISE[:, :1]}, "1 given frames end within a block; blocks end at"),
-        (SIX, {"initial_latent": GIVEN[:, :, :8]}, "differ in more than their frames"),
-    ],
-)
-def test_bad_input_is_refused(noise, arguments, message):
+TWO, THREE = EMBEDS.repeat(2, 1, 1), EMBEDS.repeat(3, 1, 1)  # attention would read memory that is not theirs
+REFUSED = [  # what is said, noise, and other arguments
+    ("8 frames do not fit blocks of 3; try 6 or 9", NOISE[:, :8], {}),
+    (r"is not \[B, F, C, h, w\]", NOISE[0], {}),
+    ("prompt embeddings of shape", NOISE, {"prompt_embeds": EMBEDS[..., :5]}),
+    ("give prompt_embeds, or text_prompts and a text_encoder", NOISE, {"prompt_embeds": None}),
+    ("1 given frames end within a block; blocks end at", NOISE[:, :8], {"initial_latent": NOISE[:, :1]}),
+    ("differ in more than their frames", SIX, {"initial_latent": GIVEN[:, :, :8]}),
+    ("embeddings of batch 1 for latents of batch 2; give each", torch.cat([SIX, SIX]), {}),
+    (
+        "embeddings of batch 3 for latents of batch 1",
+        SIX,
+        {"prompt_schedule": [PromptSwitch(3, prompt_embeds=THREE)]},
+    ),
+    ("embeddings of batch 2 for latents of batch 1", SIX, {"prompt_embeds": TWO}),
+]
+
+
+@pytest.mark.parametrize(("message", "noise", "arguments"), REFUSED)
+def test_bad_input_is_refused(message, noise, arguments):
     with pytest.raises(ConfigError, match=message):
-        pipeline().inference(noise, **{"prompt_embeds": EMBEDS} | arguments)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_prompt_embeddings_of_another_batch_are_refused(batch):
-    """The attention op takes them without an error, and reads memory that is not theirs."""
-    noise, fitting, other = NOISE.repeat(2, 1, 1, 1, 1), EMBEDS.repeat(2, 1, 1), EMBEDS.repeat(batch, 1, 1)
-    message = f"prompt embeddings of batch {batch} for latents of batch 2; give each video its own"
-    for embeds, schedule in ((other, []), (fitting, [PromptSwitch(3, prompt_embeds=other)])):
-        options = {"prompt_embeds": embeds, "prompt_schedule": schedule}
-        with pytest.raises(ConfigError, match=message):
-            pipeline().inference(noise, **options, on_pass=lambda: pytest.fail("too late"))
+        pipeline().inference(noise, **{"prompt_embeds": EMBEDS} | arguments, on_pass=pytest.fail)
 
 
 # --- Passes where blocks differ
@@ -116,21 +113,17 @@ def with_context(**policy):
     return CausalInferencePipeline(model, cache_policy=policy, recompute_context=6, **TWO_STEPS)
 
 
+SUNK = {"name": "window", "sink": 3, "global_sink": True}  # which it keeps
+
+
 @pytest.mark.parametrize(
-    "how, policy",
-    [
-        ("flush", {"name": "window"}),
-        ("cut", {"name": "relative"}),
-        ("flush", {"name": "window", "sink": 3, "global_sink": True}),
-    ],
-    ids=str,
+    ("how", "policy"), [("flush", {"name": "window"}), ("cut", {"name": "relative"}), ("flush", SUNK)]
 )
 def test_context_that_a_switch_forgot_is_not_computed_again(how, policy):
     switch = PromptSwitch(12, prompt_embeds=torch.ones(1, 4, TINY["text_dim"]), how=how)
     with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], granularity="frame", steps=[0]) as calls:
         rollout(with_context(**policy), 18, prompt_schedule=[switch])
-    seen = [c["key_frames"] for c in calls]
-    sink = [0, 1, 2] if "sink" in policy else []  # which window's global_sink keeps
+    seen, sink = [c["key_frames"] for c in calls], [0, 1, 2] if policy is SUNK else []
     assert seen[3] == [*(sink or [3, 4, 5]), *range(6, 12)]
     assert seen[4] == [*sink, *range(10, 15)]
     assert seen[5] == [*sink, *range(12 if sink else 10, 18)]
