@@ -31,7 +31,7 @@ POLICIES = {
 
 def roll_out(model, policy="full", seed=1, requests=(), **more):
     """Latents and captured values."""
-    policy, options = make_policy(**POLICIES[policy]), {"num_frames": 10, "seed": seed, "first": True}
+    policy, options = make_policy(**POLICIES[policy]), {"frames": 10, "seed": seed, "first": True}
     latents, calls = parallel_rollouts.roll_out(model, policy, *requests, **options, **more)
     return latents, [values for call in calls for values in call.values.values()]
 

@@ -1,15 +1,95 @@
 """One rollout in several processes, by heads: the latents and the captured numbers of one process."""
 
+import csv
+import os
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers import parallel_rollouts
-from helpers.parallel_rollouts import REQUESTS, edited_runs, every_policy, roll_out, small_model, together
+from helpers.parallel_rollouts import HEADS, LAYERS, REQUESTS, roll_out, small_model, together
 
+from wan import interventions
+from wan.capture import CaptureRequest
 from wan.errors import ConfigError
+from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, RunInStep, intervene
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.policies import PromptSwitch, make_policy
 
 ATOL = 1e-5
+POLICIES = {
+    "window": {"name": "window", "window": 6, "sink": 2},
+    "relative": {"name": "relative", "window": 6, "sink": 2},
+    "participative": {"name": "participative", "window": 6, "sink": 1, "budget": 5, "recent": 3},
+    "ema_sink": {"name": "ema_sink", "window": 6, "sink": 2},
+    "memory_bank": {"name": "memory_bank", "window": 6, "sink": 2, "bank": 2, "interval": 1},
+    "per_head": {"name": "per_head"},
+    "dummy_forcing": {"name": "dummy_forcing", "num_dummy": 6, "row_seed": 2},
+    "forcing_kv": {"name": "forcing_kv", "heads": [[n % 3 == 0 for n in range(HEADS)]] * LAYERS},
+    "triattention": {"name": "triattention", "budget_tokens": 40, "sink": 1},
+}
+LONG = ("memory_bank", "per_head", "triattention")  # what they choose is seen in the fourth block
+
+
+def policy_of(name: str, folder):
+    settings = dict(POLICIES[name])
+    if name == "per_head":  # a class lives in the first heads alone, another in one layer alone
+        labels = [["a", "a", "b", "b", "b", "b"], ["a", "c", "a", "c", "a", "c"]]
+        path = folder / f"labels_{os.getpid()}.csv"  # no process reads what another one is writing
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows(labels)
+        classes = {"a": "participative", "b": "window", "c": "memory_bank"}
+        settings |= {"file": str(path)}
+        settings |= {"policies": {label: POLICIES[policy] for label, policy in classes.items()}}
+    if name == "triattention":
+        random = torch.Generator().manual_seed(4)
+        means = torch.randn(LAYERS, HEADS, 4, generator=random, dtype=torch.complex64)
+        settings["statistics"] = {"q_mean": means, "q_abs_mean": means.abs() + 0.5}
+    return make_policy(**settings)
+
+
+def every_policy(model, folder):
+    """Latents and calls under each policy; token and key captures where slots are frames."""
+    found = {}
+    for name in POLICIES:
+        policy = policy_of(name, folder)
+        requests = REQUESTS if name in ("window", "memory_bank") else REQUESTS[:1]
+        if policy.by_heads:
+            requests = [replace(requests[0], rope_bands=False, kinds=("self",))]
+        size = {"frames": 12 if name in LONG else 9, "batch": 1 + (name == "window")}
+        found[name] = stripped(roll_out(model, policy, *requests, **size))
+    return found
+
+
+def stripped(run):
+    """Layouts and sites that can travel between processes."""
+    return run[0], [replace(call, site=replace(call.site, shard=None)) for call in run[1]]
+
+
+def edited_runs(model, folder):
+    """Latents and calls under edits of some heads, of means, of another run, of text."""
+    with interventions.record_head_outputs() as outputs:
+        roll_out(model)
+    frame_mean = Ablate("frame_mean", layers=[1], heads=[0, 4], passes="denoise")
+    mean = Ablate("mean", layers=[0], heads=[5], passes="all")
+    swap = Patch("kv", source={"seed": 5}, layers=[1], heads=[3, 5], passes="denoise")
+    of_keys = [Knockout(frames="first", heads=[1, 2, 5], passes="all"), Jitter(seed=3)]
+    of_keys += [Bias(-2.0, frames="past", layers=[1], heads=[5], passes="denoise")]
+    of_keys += [Move(frames=[0], offset=3, heads=[0, 2, 4], passes="all")]
+    text = Knockout(tokens=[0, 5], heads=[4], passes="denoise")
+    by_class = policy_of("per_head", folder)
+    by_class.policies["a"], by_class.policies["c"] = make_policy("window", window=6), make_policy("full")
+    found = {}
+    for policy, edits in (
+        (None, [*of_keys, frame_mean, text, mean, swap]),
+        (by_class, [Knockout(frames="past", heads=[1, 5], passes="denoise"), swap]),
+    ):
+        with RunInStep(lambda p=policy: roll_out(model, p, seed=5, gathers=False)) as other:
+            data = {frame_mean: outputs, mean: interventions.ReferenceMeans.over([outputs]), swap: other}
+            with intervene(*edits, data={edit: data[edit] for edit in edits if edit in data}) as session:
+                run = roll_out(model, policy, CaptureRequest(granularity="frame"), frames=9)
+        assert all(session.changed)
+        found["edits" if policy is None else "per_head"] = stripped(run)
+    return found, torch.cat([norms.flatten() for norms in outputs.norms.values()])
 
 
 def parallel_model(group):
@@ -35,7 +115,7 @@ def assert_same(found, expected):
 def test_every_policy(tmp_path):
     expected = every_policy(small_model(), tmp_path)
     first, *others = together(2, lambda group: every_policy(parallel_model(group), tmp_path))
-    for name in parallel_rollouts.POLICIES:
+    for name in POLICIES:
         assert_same(first[name], expected[name])
         for other in others:
             assert torch.equal(other[name][0], first[name][0]) and not other[name][1]
