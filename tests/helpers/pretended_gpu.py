@@ -109,6 +109,8 @@ def efficient(*inputs: Any) -> tuple:
 
 def cudnn(*inputs: Any) -> tuple:
     """Log-sum-exp [B, H, Lq, 1]; then lengths of a batch of unequal ones, state, and a mask for debugging."""
+    if inputs[0].dtype == torch.float32:
+        raise RuntimeError("cuDNN's attention takes no float32")
     out, lse = attention(*inputs)
     none = [torch.tensor(0) for _ in range(5)]
     return out, lse[..., None], *none[:2], 0, 0, *none[2:]

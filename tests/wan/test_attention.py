@@ -9,14 +9,13 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import pretended_gpu
+from helpers.pretended_gpu import OnGPU
 from helpers.rollouts import rollout, tiny_pipeline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wan import attention, backends
+from wan import backends
 from wan.attention import attend_by_groups, attention_with_lse
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
@@ -48,15 +47,11 @@ def test_calls_are_those_of_the_formula(dtype, head_dim, device):
     expected, expected_lse = by_formula(q[:, :, :5], k, v, torch.zeros(5, 9))
     rounding = 2 * torch.finfo(dtype).eps * v.abs().max().item() + 1e-5
     assert out.dtype == dtype and lse.shape == expected_lse.shape
+    if isinstance(out, OnGPU):  # its kernels lay out like this, and take the rows that they can
+        assert out.transpose(1, 2).is_contiguous() == (head_dim * dtype.itemsize % 16 == 0)
     torch.testing.assert_close(out.cpu().double(), expected, atol=rounding, rtol=0)
     of_lse = 1e-5 if dtype == FLOAT else 1e-3
     torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=of_lse, rtol=0)
-
-
-def test_the_fused_call_is_sdpa_bit_for_bit_on_the_cpu():
-    q, k, v = (drawn(n, 2, n, 3, 16) for n in (7, 11, 12))
-    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v[:, :11])))
-    assert torch.equal(attention.attention(q, k, v[:, :11]), expected.transpose(1, 2))
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 7), st.integers(1, 11), st.integers(0, 2**30))
@@ -199,25 +194,6 @@ def test_a_captured_mass_follows_from_the_kernels_own_sums(machine, monkeypatch)
     asked.clear()
     for other in ({"granularity": "frame", "mass": False}, {"granularity": "key"}, {"granularity": "token"}):
         assert torch.equal(captured(**other)[0], latents) and not asked
-
-
-EFFICIENT, CUDNN = pretended_gpu.FUSED_ATTENTION
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: this counts calls of the pretended one")
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "kernel"),
-    [(HALF, 8, CUDNN), (HALF, 128, CUDNN), (HALF, 12, None), (FLOAT, 12, EFFICIENT), (FLOAT, 6, None)],
-)
-def test_kernels_get_the_rows_that_they_can_read(dtype, head_dim, kernel, monkeypatch):
-    called = []
-    for name, does in pretended_gpu.FUSED_ATTENTION.items():
-        counted = lambda *given, name=name, does=does: called.append(name) or does(*given)  # noqa: E731
-        monkeypatch.setitem(pretended_gpu.FUSED_ATTENTION, name, counted)
-    with pretended_gpu.pretended_gpu() as gpu:
-        q, k = (drawn(n, 2, 3, n, head_dim).to(gpu, dtype) for n in (5, 9))
-        attention_with_lse(q, k, k)
-    assert called == [one for one in [kernel] if one is not None]
 
 
 # --- What is refused

@@ -1,11 +1,9 @@
 """The Triton kernels without a GPU: interpreted against float64, and compiled for GPUs that are not here."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -38,7 +36,7 @@ def call(request, monkeypatch):
 
 def test_mass_of_frames(call):
     q, k, lse, logits = call
-    for frames in (1, k.shape[1] // next(n for n in (5, 32) if k.shape[1] % n == 0)):
+    for frames in (1, k.shape[1] // 5):
         found = reductions.frame_mass(q, k, lse, 1, frames)
         expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).mean(2, keepdim=True)
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
@@ -77,30 +75,15 @@ def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
 @pytest.mark.beside
 def test_they_compile(tmp_path):
     """For Hopper, as callers call them: on tensor cores, within registers and memory."""
-    command = [sys.executable, "tests/helpers/compiled_kernels.py", "90"]
+    command = [sys.executable, "tests/helpers/compiled_kernels.py"]
     more = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    environment = os.environ | more
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(kernels) == 9
-    for kernel in kernels:
-        assert kernel["spilled_bytes"] == 0, kernel
-        assert kernel["shared_bytes"] <= 227 * 1024, kernel
-        assert kernel["on_tensor_cores"] == kernel["name"].endswith(("mass_kernel", "column_kernel")), kernel
+    run = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
+    assert run.returncode == 0 and len(run.stdout.splitlines()) == 9, run.stderr
 
 
 # Keys in chunks, and the masses that attention keeps by frame.
 
 LOG2_E = 1.4426950408889634
-
-
-def tails_of(logits: torch.Tensor, begins: Sequence[int]) -> torch.Tensor:
-    """What an attention kernel that walks from the last key to the first keeps; logits [..., Lq, Lk]."""
-    behind = [logits[..., begin:] * LOG2_E for begin in begins]
-    maxima = [x.amax(-1) for x in behind]
-    sums = [(x - top[..., None]).exp2().sum(-1) for x, top in zip(behind, maxima, strict=True)]
-    return torch.stack([torch.stack(x, -2) for x in (sums, maxima)]).float()  # [2, ..., Fk, Lq]
 
 
 @pytest.mark.parametrize("frame_size", [0, 40])
@@ -120,8 +103,10 @@ def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
             item, begin = slice(None), frame * frame_size
             if are_chunks:
                 item, begin = begin // k.shape[1], begin % k.shape[1]
-            kept = tails[:, :, :, frame]
-            kept.copy_(tails_of(logits[item], [begin])[..., 0, :].view(kept.shape))
+            behind, kept = logits[item, ..., begin:] * LOG2_E, tails[:, :, :, frame]
+            maximum = behind.amax(-1, keepdim=True)  # what a kernel that walks from the last key keeps
+            sums = (behind - maximum).exp2().sum(-1)
+            kept.copy_(torch.stack([sums, maximum[..., 0]]).view(kept.shape))
 
     q, k, v = drawn(1, 30, 3, 16) * 3, *(drawn(1, 125 + i, 4, 16)[:, i : 120 + i, 1:] for i in (2, 5))
     out, lse, tails = split_keys.attend(launch, q, k, v, frame_size, 132)
@@ -134,9 +119,11 @@ def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
     if not frame_size:
         assert tails is None
         return
-    expected = logits.softmax(-1).unflatten(-1, (-1, frame_size)).sum(-1).mean(2)
-    found = reductions.mass_of_tails(tails, 1)[:, :, 0]
-    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+    of_frames = logits.softmax(-1).unflatten(-1, (-1, frame_size)).sum(-1)
+    for frames in (1, 3, 30):
+        expected = of_frames.unflatten(2, (frames, -1)).mean(3)
+        found = reductions.mass_of_tails(tails, frames)
+        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("heads", [1, 12, 40])
@@ -147,12 +134,3 @@ def test_who_sees_keys_in_chunks(heads):
         assert (len_k % chunks == 0 and whole % 128 == 0) or (chunks, whole) == (1, len_q)
         assert split_keys.plan(len_q, len_k, 2, heads, 132) == (len_q, 1)
     assert split_keys.plan(4680, 32760, 1, 12, 132) == (33 * 128, 8)
-
-
-@pytest.mark.parametrize("frames, query_frames", [(1, 5), (7, 1), (6, 2)])
-def test_mass_of_the_tails_of_frames(frames, query_frames):
-    logits = drawn(2, 3, 10, 14 * frames).double() * 4
-    kept = tails_of(logits, range(0, 14 * frames, 14))
-    expected = logits.softmax(-1).unflatten(-1, (frames, -1)).sum(-1).unflatten(2, (query_frames, -1)).mean(3)
-    found = reductions.mass_of_tails(kept, query_frames)
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
