@@ -2,11 +2,13 @@
 
 import os
 import pickle
+import re
 import zipfile
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from helpers import synthetic_caches
 from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
 from omegaconf import OmegaConf
@@ -123,6 +125,19 @@ def test_every_field_is_required_or_optional_as_declared(maker):
             check({k: v for k, v in cache.items() if k != name})
     for name in cache.keys() & optional - {"frame_logits", "frame_mass"}:
         check({k: v for k, v in cache.items() if k != name})
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_field_is_explained(kind):
+    def fields(declared):
+        for name, kind in declared.items():
+            yield name.rstrip("?")
+            if isinstance(kind, list):
+                yield from fields(kind[0])
+
+    page, notebooks = ((ROOT / n).read_text() for n in ("docs/cache_schema.md", "notebooks/README.md"))
+    assert {*fields(FORMATS[kind].cache.table())} <= {*re.findall(r"`(\w+)`", page)}
+    assert f"`{FORMATS[kind].script}`" in page and f"`{FORMATS[kind].notebook}`" in notebooks
 
 
 # --- Files

@@ -1,5 +1,6 @@
 """The scripts: what they write, that it is right, and what they say of bad input."""
 
+import json
 import subprocess
 import sys
 
@@ -11,13 +12,16 @@ from helpers.refusals import refused
 from helpers.synthetic_caches import token_matrix_to_frames
 
 from experiments import (
+    check_model,
     extract_attention_wan,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
     run_extraction_figure4,
 )
+from experiments.analysis import agreement
 from experiments.caches import load_cache
+from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
 from experiments.extraction import project_files
 from wan.blocks import later_block
@@ -215,3 +219,36 @@ def test_a_directory_chooses_its_settings(monkeypatch):
     sizes["strange"] = ModelConfig(dim=96, ffn_dim=128, num_heads=6, num_layers=3)
     with pytest.raises(ConfigError, match=r"3 layers, 6 heads and dim 96 .* with --config_path"):
         project_files.config_for("strange")
+
+
+ON_CPU = ["--config_path", "configs/wan_mini.yaml", "--device", "cpu", "--quiet"]
+
+
+@pytest.mark.slow
+def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, capsys):
+    atlas, figure = tmp_path / "atlas.pt", tmp_path / "check.svg"
+    short = [*ON_CPU, "--num_frames", "12", "--no-mass", "--noise", "L40"]  # an atlas says whose noise it has
+    run_extraction_all.run([*short, "--output_path", str(atlas)])
+    flags = [*ON_CPU, "--reference", str(atlas), "--output_path", str(figure)]
+    check_model.run(flags)
+    said = capsys.readouterr().out
+    assert "wan-mini agrees" in said and len(said.split("atlas\n")[-1].splitlines()) >= 10
+    assert "All heads, ordered" in figure.read_text()
+    with pytest.raises(RunError, match="wan-mini is wrong"):
+        check_model.run([*flags, "--no_checkpoint"])
+    with pytest.raises(ConfigError, match="name an atlas of this model by --reference"):
+        check_model.run(ON_CPU)
+
+
+def test_the_borders_of_a_models_check_separate_what_was_measured():
+    report = json.loads((ROOT / "docs/check_model.json").read_text())
+    borders = agreement.AGREES, agreement.OTHER_R, agreement.OTHER_OWN
+    assert tuple(report["borders"].values()) == borders
+    wrong = ("heads", "layers", "base", "random", "no ", "RoPE off", "RoPE of base 1,000,000", "blocks of 1")
+    for name, row in (report["published"] | report["wan-mini"]).items():
+        for begins, verdict in (
+            (wrong, "wrong"),
+            ("another prompt", "differs like another prompt"),
+            ("the same in bfloat16", "agrees"),
+        ):
+            assert not name.startswith(begins) or {*row["verdicts"]} == {verdict}, name

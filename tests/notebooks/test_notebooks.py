@@ -97,7 +97,9 @@ def row_of(printed, *start):
     return row
 
 
-def test_stored_figures_are_svg_or_pngs_of_all_colours():
+def test_stored_figures_and_what_is_said_of_figures_and_defaults():
+    """SVG, or PNG of all colours; the README names every figure and the default path of every cache."""
+    said = (ROOT / "notebooks/README.md").read_text()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
@@ -106,6 +108,14 @@ def test_stored_figures_are_svg_or_pngs_of_all_colours():
         ]
         assert all(picture.mode in ("RGB", "RGBA") for picture in pictures), path.name
         assert pictures or any("image/svg+xml" in x for x in shown), path.name
+        code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
+        figures = re.findall(r'(?:/ |save\(figure, )f?"([^"\\]+\.svg)', code)
+        assert figures, path
+        for name in figures:
+            name = re.sub(r"\{(layer|LAYER)\}", "N", name).replace("{HEAD}", "M")
+            assert name.split("/")[-1] in said, (path.name, name)
+        for default in re.findall(r'(?:CACHE|DATA)_PATH = "\.\./(cache/[^"]+)', code):
+            assert f"`{default}`" in said
 
 
 def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
@@ -237,8 +247,7 @@ def test_an_own_atlas_with_everything(tmp_path):
     assert "No published labels of this model" in printed
 
 
-def test_keys_of_a_cache_policy_along_positions(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_keys_of_a_cache_policy_along_positions(tmp_path):
     atlas = policy_atlas("configs/wan_mini.yaml", {"name": "two_memories", "window": 6, "sink": 1}, 12)
     atlas = smaller_atlas(atlas, layers=(0, 1), heads=3)
     _, drawn = run("layer_atlas", tmp_path, atlas, KEY_AXIS="position", PUBLISHED=str(tmp_path))
@@ -376,10 +385,8 @@ def maps(tmp_path_factory):
     flags = (
         "--config_path configs/wan_mini.yaml --num_frames 9 --quiet --layer_indices 2 5 --query_patch 7,1,2"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        out = ["--words", "--save_video", "--output_path", str(folder / "maps.pt")]
-        run_extraction_maps.run([*flags.split(), *out])
+    out = ["--words", "--save_video", "--output_path", str(folder / "maps.pt")]
+    run_extraction_maps.run([*flags.split(), *out])
     return folder / "maps.pt"
 
 
@@ -418,7 +425,6 @@ STOPPED = {  # name of the cache -> its script and flags, its notebook and param
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_notebook_says_where_the_run_was_stopped(name, tmp_path, monkeypatch):
     script, flags, notebook, parameters = STOPPED[name]
-    monkeypatch.chdir(ROOT)
     stopping_after(monkeypatch, 2)
     given = f"--config_path configs/wan_mini.yaml --quiet --num_frames 12 {flags} --output_path".split()
     with pytest.raises(SystemExit) as ended:

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,32 +27,12 @@ from experiments.running import cli
 from experiments.running.progress import Progress
 
 PUBLISHED = "cache/published/self_forcing_dmd_castle_72f.pt"
-START = {  # what makes a command line whole, so that more than the parser is reached
-    "extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"],
-    "layer_page": [PUBLISHED],
-    "layers_from_atlas": [PUBLISHED],
-    "match_curve": ["--cache_path", PUBLISHED],
-    "contact_sheet": ["sheet.svg", "A=docs/no.svg"],
-    "run_notebooks": ["layer_atlas.ipynb", PUBLISHED, "0"],
-    "measure_checkpoints": ["outputs/training"],
-    "train_mini": ["--stage", "vae"],
-    "evaluate_mini": [],
-}
-EXTRACTIONS = (
-    *("run_extraction", "run_extraction_all", "run_extraction_each", "run_extraction_figure4"),
-    *("run_extraction_maps", "extract_attention_wan"),
-)
-FUZZED = (*EXTRACTIONS, "layer_page", "layers_from_atlas", "match_curve", "contact_sheet")
+EXTRACTIONS = [f"run_extraction{of}" for of in ("", "_all", "_each", "_figure4", "_maps")]
+FUZZED = {name: ["--config_path", "configs/wan_mini.yaml"] for name in EXTRACTIONS}  # what makes a line whole
+FUZZED |= {name: [PUBLISHED] for name in ("layer_page", "layers_from_atlas")}
+FUZZED |= {"match_curve": ["--cache_path", PUBLISHED], "contact_sheet": ["sheet.svg", "A=docs/no.svg"]}
+FUZZED |= {"extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"]}
 LINKED = ("configs", "checkpoints", "cache", "README.md", "docs", "notebooks")
-
-
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-def start_of(name: str) -> list[str]:
-    return START.get(name, ["--config_path", "configs/wan_mini.yaml"])
 
 
 # -- the flags of a script, from its own parser: nothing is run but what makes it
@@ -113,7 +94,7 @@ WORDS = st.text(max_size=12) | st.sampled_from(
 
 @st.composite
 def command_line(draw, name: str) -> list[str]:
-    words = list(start_of(name))
+    words = list(FUZZED[name])
     for action in draw(st.lists(st.sampled_from(flags(name)), min_size=1, max_size=4)):
         words.append(draw(st.sampled_from(action.option_strings)))
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
@@ -255,3 +236,49 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, mo
     assert "in surprise" in json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["traceback"]
     done = forked(exit_code(lambda: cli.main(run_extraction_each.run, [*argv, "--debug"])))
     assert done.said.startswith("Traceback") and done.said.count("\nerror: ") == 1
+
+
+# -- shell scripts: exit code 2 and one line, or 0 and --help
+SHELL = {  # too few or too many words
+    "base_and_causal": [["1", "2", "3"]],
+    "download_weights": [["a", "b", "c"]],
+    "extract_all_layers": [[], ["configs/wan_mini.yaml"]],
+    "extract_attention": [[]],
+    "published_figure": [["1"]],
+    "quickstart": [["1"]],
+    "run_notebooks": [[], ["a", "b"]],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHELL)
+def test_every_shell_script(name):
+    script = ["bash", f"experiments/{name}.sh"]
+    usage = subprocess.run([*script, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert usage.returncode == 0 and " ".join(script) in usage.stdout and not usage.stderr, usage
+    for case in (["--no_such_flag"], *SHELL[name]):
+        done = subprocess.run([*script, *case], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: "), (case, done)
+        assert done.stderr.count("\n") == 1, done
+
+
+@pytest.mark.slow
+def test_a_venv_of_another_checkout_is_refused_before_anything_is_installed(tmp_path):
+    (tmp_path / "ours/experiments/running").mkdir(parents=True)
+    script = shutil.copy(ROOT / "experiments/running/env.sh", tmp_path / "ours/experiments/running")
+    (tmp_path / "theirs/.venv/bin").mkdir(parents=True)
+    (tmp_path / "theirs/.venv/bin/python").write_text("#!/bin/sh\ntouch called\n")
+    (tmp_path / "theirs/.venv/bin/python").chmod(0o755)
+    (tmp_path / "theirs/.venv/bin/activate").write_text("exit 7\n")  # as far as a .venv of its own comes
+    (tmp_path / "ours/.venv").symlink_to(tmp_path / "theirs/.venv")
+    done = subprocess.run(["bash", "-eu", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: .venv leads out of this checkout, to ")
+    (tmp_path / "ours/.venv").unlink()
+    (tmp_path / "theirs/.venv").rename(tmp_path / "ours/.venv")
+    assert subprocess.run(["bash", "-eu", script], capture_output=True).returncode == 7
+    shutil.rmtree(tmp_path / "ours/.venv")
+    (tmp_path / "python3").symlink_to("/bin/false")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-eu", script], capture_output=True, text=True, env=os.environ | path)
+    assert done.stderr == "error: python3 must be 3.11 or newer\n"  # one is made where there is none

@@ -8,11 +8,14 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from helpers.forked import forked, stopping_after
 
 from experiments import (
@@ -264,3 +267,34 @@ def test_an_atlas_has_the_steps_that_were_reached(tmp_path, monkeypatch, capfd):
         for quantity in ("frame_mass", "frame_logits"):
             assert part[quantity].equal(whole[quantity][:, :1])
         assert "steps 3 are absent" in open_profiles(part).notes[0]
+
+
+# --- Equal bits
+EVERYTHING = """
+import sys
+from experiments import extract_attention_wan, run_extraction, run_extraction_all, run_extraction_figure4
+flags, folder = sys.argv[2:], sys.argv[1]
+rollout = ["--deterministic", "--quiet", *flags]
+everything = ["--key_curve", "--cross", "--rope_bands"]
+run_extraction_all.run([*rollout, *everything, "--output_path", f"{folder}/atlas.pt"])
+run_extraction_figure4.run([*rollout, "--output_path", f"{folder}/figure4.pt"])
+run_extraction.run([*rollout, "--output_path", f"{folder}/inference.pt"])
+short = ["--num_frames", "21", "--num_steps", "6"]
+extract_attention_wan.run([*rollout, *short, "--all_layers", "--output_dir", folder])
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deterministic_runs_are_equal_to_the_byte(dtype, tmp_path):
+    """In processes of their own: what one has warmed up or tuned is not there for the other."""
+    made = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        flags = ["--config_path", "configs/wan_mini.yaml", "--device", "cuda", "--dtype", dtype]
+        command = [sys.executable, "-c", EVERYTHING, str(tmp_path / name), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        made.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert len(made[0]) == 5 and made[0].keys() == made[1].keys()
+    assert [name for name in made[0] if made[0][name] != made[1][name]] == []

@@ -25,11 +25,6 @@ LAYERS = (0, 3)
 NOTEBOOK = ROOT / "notebooks/extract_all_attention.ipynb"
 
 
-@pytest.fixture(autouse=True)
-def at_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture
 def layer_folder(tmp_path):
     for N in LAYERS:
