@@ -45,28 +45,38 @@ def test_looking_changes_no_bit(dtype, device):
 
 
 # --- What is asked for is what comes, as it is called
-def test_selection_by_layer_block_step_and_kind():
+def test_selection_by_layer_block_step_and_kind_and_a_call_reads_like_a_dict():
+    words = {"kinds": ("cross",), "granularity": "map", "num_words": 2, "heads": (1,)}
     requests = (
         CaptureRequest(layers=[2], blocks=[1], steps=[0, 4]),
         CaptureRequest(kinds=("cross",), blocks=[0], steps=[3], granularity="frame"),
         CaptureRequest(layers=[0], granularity="map", queries=((4, 2),), steps=[0]),
+        CaptureRequest(layers=[1], blocks=[0], steps=[3], **words),
+        CaptureRequest(layers=[1], blocks=[1], steps=[4], granularity="frame"),
     )
     with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
         rollout(tiny_pipeline())
     found = [(c["layer"], c["block"], c["step"], c["kind"]) for c in calls]
-    cross = [(layer, 0, 3, "cross") for layer in range(MODEL_LAYERS)]
-    assert found == [*cross, (0, 1, 0, "self"), (2, 1, 0, "self"), (2, 1, 4, "self")]
-    maps = calls[MODEL_LAYERS]
+    cross = [(layer, 0, 3, "cross") for layer in (0, 1, 1, 2, 3)]
+    assert found == [*cross, *((layer, 1, step, "self") for layer, step in ((0, 0), (2, 0), (1, 4), (2, 4)))]
+    maps, call = calls[5], calls[7]
     assert maps["map_mass"].shape == (1, 3, 1, 6 * S) and maps["map_queries"].tolist() == [[4, 2]]
+    by_frame, by_word = sorted(calls[1:3], key=lambda one: "word_map" in one)
+    assert by_word["word_map"].shape == (1, 1, 3 * S, 2) and not by_word.is_logits
+    means = by_word["word_map"].float().unflatten(2, (3, S)).mean(3)
+    torch.testing.assert_close(means, by_frame["cross_mass"][:, 1:2, :, :2], atol=1e-4, rtol=2**-10)
+    assert {**call}.keys() == call.keys() == {name for name, _ in call.items()} and len(call) == len({**call})
+    assert call["frame_logits"] is call.values["frame_logits"] and call == call and "none" not in call
+    assert call.get("none", 3) == 3 and hash(call)
+    assert call["frame_timesteps"] == {3: 0.0, 4: 0.0, 5: 0.0} and call["branch"] == "cond"
+    assert call["slot_frame"] == call["slot_position"] == [*range(6)] and call["slot_tokens"] == [S] * 6
 
 
-@pytest.mark.parametrize("edit", [None, Knockout])
-def test_maps_are_of_the_heads_and_queries_asked_for_in_their_order(edit):
+def test_maps_are_of_the_heads_and_queries_asked_for_in_their_order():
     queries = ((-1, -1), (4, -1), (3, 1), (1, 2))
     maps = CaptureRequest(layers=[1], granularity="map", queries=queries, heads=(2, 0), blocks=[1], steps=[0])
     tokens = CaptureRequest(layers=[1], blocks=[1], steps=[0])
-    nothing = Move(0, offset=0, passes="all")
-    change = edit(frames=[0, 2], layers=[1], heads=[2], passes="denoise") if edit else nothing
+    change = Knockout(frames=[0, 2], layers=[1], heads=[2], passes="denoise")
     with ATTENTION_WEIGHT_CAPTURE.capture(maps, tokens) as calls, intervene(change):
         rollout(tiny_pipeline())
     logits = calls[1]["token_logits"][:, [2, 0]].double()
@@ -77,32 +87,8 @@ def test_maps_are_of_the_heads_and_queries_asked_for_in_their_order(edit):
         close(calls[0]["map_logits"][:, :, n].double(), logits[:, :, some].mean(2))
         close(calls[0]["map_mass"][:, :, n].double(), mass[:, :, some].mean(2) * S)
     left_out = calls[0]["map_logits"].isnan()
-    assert left_out[:, 0].any() == (edit is Knockout) and not left_out[:, 1].any()
-    assert ("attended" in calls[0]) == (edit is Knockout)
-    if edit is Knockout:
-        assert torch.equal(~calls[0]["attended"].expand_as(left_out), left_out)
-
-
-def test_cross_attention_by_word_and_query_token():
-    maps = CaptureRequest(layers=[1], kinds=("cross",), granularity="map", num_words=2, heads=(1,))
-    frames = CaptureRequest(layers=[1], kinds=("cross",), granularity="frame")
-    with ATTENTION_WEIGHT_CAPTURE.capture(maps, frames) as calls:
-        rollout(tiny_pipeline())
-    for words, by_frame in zip(calls[::2], calls[1::2], strict=True):
-        assert words["word_map"].shape == (1, 1, 3 * S, 2) and not words.is_logits
-        found = words["word_map"].float().unflatten(2, (3, S)).mean(3)
-        torch.testing.assert_close(found, by_frame["cross_mass"][:, 1:2, :, :2], atol=1e-4, rtol=2**-10)
-
-
-def test_a_call_reads_like_a_dict():
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[1], blocks=[1], steps=[4]) as calls:
-        rollout(tiny_pipeline())
-    (call,) = calls
-    assert {**call}.keys() == call.keys() == {name for name, _ in call.items()} and len(call) == len({**call})
-    assert call["frame_logits"] is call.values["frame_logits"] and call == call and "none" not in call
-    assert call.get("none", 3) == 3 and hash(call)
-    assert call["frame_timesteps"] == {3: 0.0, 4: 0.0, 5: 0.0} and call["branch"] == "cond"
-    assert call["slot_frame"] == call["slot_position"] == [*range(6)] and call["slot_tokens"] == [S] * 6
+    assert left_out[:, 0].any() and not left_out[:, 1].any()
+    assert torch.equal(~calls[0]["attended"].expand_as(left_out), left_out)
 
 
 # --- The older face

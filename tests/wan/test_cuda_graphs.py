@@ -8,14 +8,13 @@ import warnings
 import pytest
 import torch
 from helpers import parallel_rollouts
-from helpers.parallel_rollouts import small_model, together
+from helpers.parallel_rollouts import small_model
 
 from wan.capture import CaptureRequest
 from wan.interventions import Knockout, intervene
 from wan.kernels import graphs as cuda_graphs
 from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
-from wan.parallel import apply_head_parallel
 from wan.policies import make_policy
 from wan.sites import SiteCapture, watched
 
@@ -157,18 +156,3 @@ def test_activations_are_captured_where_graphs_wait(replays):
         counts.append(replays[1] - before)
         assert len(said) == (sites[0] == "resid_post") and all(map(torch.equal, *seen[-2:]))
     assert 0 < counts[0] < counts[1]
-
-
-def both_orders(group):
-    eager, first, last = small_model(), small_model(), small_model()
-    apply_cuda_graphs(first)
-    for model in (eager, first, last):
-        apply_head_parallel(model, group)
-    apply_cuda_graphs(last)
-    return [roll_out(model, "relative", requests=[FRAMES], batch=2) for model in (eager, first, last)]
-
-
-def test_on_several_gpus():
-    for eager, *replayed in together(2, both_orders):
-        for found in replayed:
-            assert_equal(found, eager)

@@ -68,6 +68,7 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
 def test_a_probe_denoises_a_block_again_and_leaves_no_trace():
     pipeline, again, edited, others = tiny_pipeline(local_attn_size=5, sink_size=1), [], [], []
     base, edit = rollout(pipeline, FRAMES), Ablate("zero", layers=[1], passes="denoise")
+    assert pipeline.plan(6, given=3).count(replace(edit, passes="all")) == 11  # given blocks: the clean pass
 
     def probe(number, denoise):
         with intervene(edit):
@@ -98,13 +99,6 @@ def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
 
 
 # --- What is planned, and what is refused before
-def test_a_dry_run_is_told_in_words():
-    pipeline, edit = tiny_pipeline(), Ablate("zero", layers=[0, 3], passes="denoise", steps=[0])
-    counted = "layers: 2, passes: 1, blocks: 3, calls: 6"
-    assert pipeline.plan(FRAMES).in_words(edit) == f"edits 3 of 3 heads; {counted}"
-    given = pipeline.plan(num_frames=6, given=3)  # given blocks have a clean pass alone
-    assert given.count(Ablate("zero", layers=0, passes="all")) == 11
-
 
 ERRORS = {
     "layer 4 is not in 0..3": Ablate("zero", layers=[4], passes="all"),
@@ -153,6 +147,7 @@ def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
     with capture as calls, intervene(jitter) as session:
         rollout(pipeline, 15, prompt_schedule=schedule)
     plan = pipeline.plan(15, 0, schedule)
+
     for planned, call in zip(plan.blocks, calls, strict=True):
         past = [slot.frame for slot in call.layout.slots if slot.frame not in planned.own]
         assert sorted(planned.past) == sorted(frame for frame in past if frame >= 0)

@@ -13,7 +13,6 @@ from helpers.rollouts import golden_run, golden_runs, release_rollout
 from wan import model as layers
 from wan.attention import attention_by_heads
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.interventions import Knockout, intervene
 from wan.policies import make_policy
 from wan.sites import now
 
@@ -110,9 +109,3 @@ def test_a_second_video_and_one_of_a_batch_are_as_if_alone(case):
         first, second, window = map(short, (policy, policy, make_policy("window", window=12, sink=1)))
         torch.testing.assert_close(second, window, atol=ATOL, rtol=0)
         assert not torch.equal(first, second) and torch.equal(short(clean), short(clean))
-
-
-def test_an_edit_reaches_heads_by_their_numbers_and_frames():
-    plain = short(small(KINDS[1]))
-    with intervene(Knockout(frames=("past",), heads=(5,), layers=(2,), passes="all")):
-        assert not torch.equal(short(small(KINDS[1])), plain)
