@@ -79,18 +79,6 @@ def words(svg):
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", svg.decode()))
 
 
-def smaller_atlas(atlas, layers, heads):
-    """Some layers and the first heads of an atlas; layers are numbers of the model's."""
-    rows = [atlas["layers"].index(layer) for layer in layers]
-    part = atlas | {"layers": list(layers), "num_heads": heads}
-    for name, values in atlas.items():
-        if torch.is_tensor(values) and len(values) == len(atlas["layers"]):
-            part[name] = values[rows]
-            if values.ndim > 2 and values.shape[2] == atlas["num_heads"]:  # [N, P, H, ...]
-                part[name] = part[name][:, :, :heads].contiguous()
-    return part
-
-
 def row_of(printed, *start):
     """The cells of the line that begins with some words."""
     (row,) = [line.split() for line in printed.splitlines() if line.split()[: len(start)] == list(start)]
@@ -196,9 +184,11 @@ def test_figure4_of_tokens(tmp_path):
 
 
 def published(folder, layers):
-    """Some layers of the published eagle, with all of its heads."""
+    """Some layers of the published eagle."""
     cache = load_cache(PUBLISHED / "self_forcing_dmd_eagle_21f.pt", mmap=False)
-    save_cache(folder / "eagle.pt", smaller_atlas(cache, layers, heads=12))
+    rows = [cache["layers"].index(layer) for layer in layers]
+    tensors = {name: x[rows] for name, x in cache.items() if torch.is_tensor(x) and len(x) == 30}
+    save_cache(folder / "eagle.pt", cache | tensors | {"layers": list(layers)})
     return str(folder / "eagle.pt")
 
 
@@ -247,9 +237,8 @@ def test_an_own_atlas_with_everything(tmp_path):
     assert "No published labels of this model" in printed
 
 
-def test_keys_of_a_cache_policy_along_positions(tmp_path):
-    atlas = policy_atlas("configs/wan_mini.yaml", {"name": "two_memories", "window": 6, "sink": 1}, 12)
-    atlas = smaller_atlas(atlas, layers=(0, 1), heads=3)
+def test_keys_of_a_cache_policy_along_positions(tiny, tmp_path):
+    atlas = policy_atlas(tiny.path, {"name": "two_memories", "window": 6, "sink": 1}, 12)
     _, drawn = run("layer_atlas", tmp_path, atlas, KEY_AXIS="position", PUBLISHED=str(tmp_path))
     assert "average" in drawn["keys.svg"] and "survival.svg" in drawn
     assert "Temporal position" in drawn["layer1_frame_maps.svg"]
@@ -308,17 +297,15 @@ def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
     assert effects.read_study(tmp_path / "layer.pt") is effects.read_study(tmp_path / "none.pt") is None
 
 
-def test_an_edit_is_run_and_shown(tmp_path):
+def test_an_edit_is_run_and_shown(tiny, tmp_path):
     save_cache(tmp_path / "causal.pt", causal_atlas())
-    config = (ROOT / "configs/wan_mini.yaml").read_text()
-    (tmp_path / "short.yaml").write_text(config.replace("num_frames: 21", "num_frames: 9"))
-    chosen = {"MODEL": str(tmp_path / "short.yaml"), "CAUSAL_ATLAS": str(tmp_path / "causal.pt")}
-    chosen["EDIT"] = {"edit": "knockout", "frames": "first", "layers": 3, "passes": "denoise"}
+    chosen = {"MODEL": tiny.path, "LAYER": 1, "CAUSAL_ATLAS": str(tmp_path / "causal.pt")}
+    chosen["EDIT"] = {"edit": "knockout", "frames": "first", "layers": 1, "passes": "denoise"}
     printed, drawn = run("interventions", tmp_path, effects_cache(), ATLAS="none.pt", **chosen)
-    assert "Knockout(layers=3" in printed and row_of(printed, "direct") == ["direct", "1.750"]
+    assert "Knockout(layers=1" in printed and row_of(printed, "direct") == ["direct", "1.750"]
     names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "head_budgets")
     assert drawn.keys() == {f"{name}.svg" for name in names}
-    assert "edited: Knockout(layers=3" in drawn["attention.svg"]
+    assert "edited: Knockout(layers=1" in drawn["attention.svg"]
 
 
 def test_policies_are_drawn(tmp_path):
@@ -380,14 +367,11 @@ def test_coherence_has_the_maxima_that_are_known():
 
 
 @pytest.fixture(scope="module")
-def maps(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("maps")
-    flags = (
-        "--config_path configs/wan_mini.yaml --num_frames 9 --quiet --layer_indices 2 5 --query_patch 7,1,2"
-    )
-    out = ["--words", "--save_video", "--output_path", str(folder / "maps.pt")]
-    run_extraction_maps.run([*flags.split(), *out])
-    return folder / "maps.pt"
+def maps(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("maps") / "maps.pt"
+    flags = f"--config_path {tiny.path} --quiet --layer_indices 1 --query_patch 7,1,2 --words --save_video"
+    run_extraction_maps.run([*flags.split(), "--output_path", str(path)])
+    return path
 
 
 def test_on_the_video(maps, tmp_path):
@@ -403,7 +387,7 @@ def test_on_the_video(maps, tmp_path):
     ("name", "parameters", "message"),
     [
         ("on_the_video", {"CACHE_PATH": "none.pt"}, "run: python experiments/run_extraction_maps.py"),
-        ("on_the_video", {"HEADS": [[1, 1]]}, "layer 1 is not in this cache; it has 2, 5"),
+        ("on_the_video", {"HEADS": [[0, 1]]}, "layer 0 is not in this cache; it has 1"),
         ("on_the_video", {"VIDEO": "none.mp4"}, "none.mp4 not found"),
         ("plt_fig4", {"CACHE_PATH": "none.pt"}, "run: python experiments/run_extraction_figure4.py"),
         ("plot_figure4", {}, "is a cache of format maps"),
@@ -415,26 +399,24 @@ def test_wrong_parameters_are_one_line(maps, tmp_path, name, parameters, message
 
 
 # --- Caches of runs that were stopped show what is absent as absent
-STOPPED = {  # name of the cache -> its script and flags, its notebook and parameters
-    "atlas": (run_extraction_all, "--cross --key_curve --rope_bands", "layer_atlas", {"LAYER": 5}),
-    "layer": (run_extraction_each, "", "extract_all_attention", {}),
-    "inference": (run_extraction, "--blocks 1 2 -1", "plot_figure4", {}),
+STOPPED = {  # of scripts and their flags, with notebooks and what they call the path
+    "layer_atlas CACHE_PATH": (run_extraction_all, "--cross --key_curve --rope_bands"),
+    "extract_all_attention DATA_PATH": (run_extraction_each, ""),
+    "plot_figure4 CACHE_PATH": (run_extraction, "--blocks 1 2 -1"),
 }
 
 
-@pytest.mark.parametrize("name", STOPPED)
-def test_a_notebook_says_where_the_run_was_stopped(name, tmp_path, monkeypatch):
-    script, flags, notebook, parameters = STOPPED[name]
+@pytest.mark.parametrize("opened", STOPPED)
+def test_a_notebook_says_where_the_run_was_stopped(opened, tiny, tmp_path, monkeypatch):
+    script, flags = STOPPED[opened]
+    notebook, path = opened.split()
     stopping_after(monkeypatch, 2)
-    given = f"--config_path configs/wan_mini.yaml --quiet --num_frames 12 {flags} --output_path".split()
+    given = f"--config_path {tiny.path} --quiet --num_frames 12 {flags} --output_path".split()
     with pytest.raises(SystemExit) as ended:
         cli.main(script.run, [*given, str(tmp_path / "run.pt")])
     cache = load_cache(tmp_path / "run.pt", mmap=False)
     assert ended.value.code == 130 and cache["partial"]
-    cache = smaller_atlas(cache, (1, 5), heads=3) if name == "atlas" else cache
-    printed, drawn = run(
-        notebook, tmp_path, cache, "DATA_PATH" if name == "layer" else "CACHE_PATH", **parameters
-    )
+    printed, drawn = run(notebook, tmp_path, cache, path)
     assert "partial: the run was stopped after 3 of 4 blocks; what comes later is absent" in printed and drawn
     assert not re.search(r"\bnan\b", " ".join([printed, *drawn.values()]), re.IGNORECASE)
     of_keys = [text for text in drawn.values() if "Key frame" in text]

@@ -65,17 +65,17 @@ class RunsCode:
 
 def spoilt(path: Path, dice: Random) -> tuple[bytes, str, bool]:
     """Return spoilt content of a whole file, how it was made, and whether inside valid structure."""
-    content, inside = path.read_bytes(), INSIDE[path.suffix]
-    if dice.random() < 0.4:
-        way = dice.choice(BYTEWISE)
-        return way(content, dice), way.__name__, False
-    way = dice.choice(inside)
-    return way(content, dice), way.__name__, True
+    inside = dice.random() < 0.6 and path.suffix in INSIDE
+    way = dice.choice(INSIDE[path.suffix]) if inside else other_bytes
+    return way(path.read_bytes(), dice), way.__name__, inside
 
 
 # --- Bytes
-def truncated(content: bytes, dice: Random) -> bytes:
-    return content[: dice.randrange(len(content))]
+def other_bytes(content: bytes, dice: Random) -> bytes:
+    """Cut them, put others over them or behind them, or flip some bits."""
+    start, noise = dice.randrange(len(content)), dice.randbytes(dice.randrange(1, 200))
+    over = content[:start] + noise + content[start + len(noise) :]
+    return dice.choice((content[:start], over, content + noise, flipped(content, dice)))
 
 
 def flipped(content: bytes, dice: Random) -> bytes:
@@ -83,18 +83,6 @@ def flipped(content: bytes, dice: Random) -> bytes:
     for _ in range(dice.choice((1, 1, 1, 8, 64))):
         changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
     return bytes(changed)
-
-
-def overwritten(content: bytes, dice: Random) -> bytes:
-    start, length = dice.randrange(len(content)), dice.randrange(1, 200)
-    return content[:start] + dice.randbytes(length) + content[start + length :]
-
-
-def lengthened(content: bytes, dice: Random) -> bytes:
-    return content + dice.randbytes(dice.randrange(1, 500))
-
-
-BYTEWISE = (truncated, flipped, overwritten, lengthened)
 
 
 # --- Tables of tensors, and archives that lie about them
@@ -146,7 +134,7 @@ def lying_archive(content: bytes, dice: Random) -> bytes:
             if name == chosen and how == "missing":
                 continue
             if name == chosen and how == "compressed":
-                content, method = bytes(1 << 26), zipfile.ZIP_DEFLATED
+                content, method = bytes(1 << 23), zipfile.ZIP_DEFLATED
             elif name == chosen and how in ("shorter", "longer"):
                 content = content[:-4] if how == "shorter" else content + bytes(400)
             elif name.endswith("data.pkl") and how in ("pickle", "declared"):
@@ -184,7 +172,7 @@ def lying_header(content: bytes, dice: Random) -> bytes:
     return struct.pack("<Q", len(new)) + new + data
 
 
-# --- Trees of plain values, lines and cells
+# --- Trees of plain values
 HUGE_NUMBER = "HUGE NUMBER"  # written as a number of 5000 digits
 VALUES = [
     *(value for value in TYPES if not isinstance(value, (bytes, tuple))),
@@ -197,18 +185,7 @@ HOSTILE_YAML = [
     b"height: 8\nheight: 9\n", b"prompt: ${oc.env:HOME}\n", b"height: 0x_\n", b"? {a: b}\n: c\n",
     b"prompt: 2020-02-30\n", b'prompt: "\\ud800"\n', b"---\na: 1\n---\nb: 2\n",
 ]  # fmt: skip
-LINES = [
-    "a red circle",
-    "一只猫",
-    "# a comment",
-    "x" * 5000,
-    "a\0b",
-    "../../etc/passwd",
-    "a\x1b[31m",
-    "",
-    ".",
-]
-CELLS = [b"nan", b"inf", b"1e999", b"x", b"", b"-1", b"9" * 5000, b'"', b"\xff", b"0.5,0.5"]
+LINES = ["a red circle", "一只猫", "# a comment", "x" * 5000, "a\0b", "../../etc/passwd", "a\x1b[31m", ""]
 
 
 def places(tree: Any, at: tuple = ()) -> list[tuple]:
@@ -240,24 +217,11 @@ def hostile_yaml(content: bytes, dice: Random) -> bytes:
     return dice.choice(HOSTILE_YAML)
 
 
-def other_lines(content: bytes, dice: Random) -> bytes:
-    return "\n".join(dice.choices(LINES, k=dice.randrange(1, 30))).encode()
-
-
-def other_cell(content: bytes, dice: Random) -> bytes:
-    rows = [line.split(b",") for line in content.splitlines()]
-    row = dice.choice(rows)
-    row[dice.randrange(len(row))] = dice.choice(CELLS)
-    return b"\n".join(b",".join(row) for row in rows)
-
-
 INSIDE = {
     ".pt": (respelled, lying_archive),
     ".safetensors": (lying_header,),
     ".json": (other_tree,),
     ".yaml": (other_tree, other_tree, hostile_yaml),
-    ".txt": (other_lines,),
-    ".csv": (other_cell,),
 }
 
 
@@ -393,10 +357,13 @@ def test_spoilt_files(kind, tmp_path, monkeypatch, capfd):
         mutants = []
         for number in range(start, start + AT_ONCE):
             folder, original = tmp_path / str(number), dice.choice(files)
-            shutil.copytree(tmp_path / "whole", folder, copy_function=os.symlink)
             path = folder / original.relative_to(tmp_path / "whole")
+            if path.parent == folder:
+                folder.mkdir()
+            else:  # what is beside it is read, too
+                shutil.copytree(tmp_path / "whole", folder, copy_function=os.symlink)
+                path.unlink()
             content, how, inside = spoilt(original, dice)
-            path.unlink()
             path.write_bytes(content)
             mutants.append((path, original, content, f"{number}: {path.name} {how} {content[:60]!r}", inside))
         for (path, original, content, how, inside), (state, value) in zip(
@@ -409,7 +376,6 @@ def test_spoilt_files(kind, tmp_path, monkeypatch, capfd):
                 state = "wrong"  # a flipped bit that passes is a flipped bit in a figure
             if state not in ("read", "refused"):
                 wrong.append(f"{how}: {state} {str(value)[:300]}")
-            shutil.rmtree(path.parents[len(path.relative_to(tmp_path).parts) - 2])
     assert not wrong, f"{len(wrong)} of {kind}\n" + "\n".join(wrong[:20])
     tell(capfd, f"{kind}: {dict(found)}")
 
