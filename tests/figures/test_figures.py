@@ -3,8 +3,6 @@
 import os
 import re
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,32 +21,27 @@ from experiments.caches.files import CacheError
 from experiments.caches.view import Caption, open_profiles
 from experiments.figures import style, training
 
-OWN = "own block (noise at t = 1000)"
+N, H, F = 2, 3, 9  # layers of heads over frames
+LAST = {"own block (noise at t = 1000)": (6, 7, 8)}
 SOURCE = "wan-mini (checkpoint: a.pt), “a red circle moving right over a dark blue background”, seed 42"
-CAPTION = Caption("mean_logit", "pass 0 (t = 1000), query frames 18–20", {OWN: (18, 19, 20)}, source=SOURCE)
+CAPTION = Caption("mean_logit", "pass 0 (t = 1000), query frames 6–8", LAST, source=SOURCE)
 ABOUT = CAPTION.about
 POLICIES = ("full", "window 9, no sink", "window 9, sink 3", "deep sink 21/10", "frozen", "vae")
-NAN = np.nan
 
 
-def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure]]:
-    """Drawings of N layers of H heads and F frames, by name; frames that are absent are NaN."""
+def drawings() -> dict[str, Figure]:
+    """Figures of every family on small data, and those that no notebook draws."""
     rng = np.random.default_rng(0)
-    blocks = [F % 3] * (F % 3 > 0) + [3] * (F // 3)
-    matrices = np.stack([synthetic_caches.frame_matrix(H, blocks, seed).numpy() for seed in range(N)])
-    profiles = matrices[:, :, -min(F, 3) :].mean(2)
-    profiles[..., list(absent)] = NAN
-    last = tuple(range(max(0, F - 3), F))
-    caption = replace(CAPTION, highlighted_frames={OWN: last})
-    s, mass = head_statistics(profiles), np.abs(profiles) / 10
-    one = profiles[0, -1]
+    matrices = np.stack([synthetic_caches.frame_matrix(H, [3] * 3, seed).numpy() for seed in range(N)])
+    profiles = matrices[:, :, -3:].mean(2)
+    s, one = head_statistics(profiles), profiles[0, -1]
     curve = np.repeat(one, 5) + np.tile(np.arange(5) / 10, F)
     panel = HeadPanel("L1H1", 1, H - 1, one, curve, no_preference=0.1)
     told = "r = 0.993, RMS 0.30 over context frames 0–17"
     compared = panel._replace(reference=one + 0.3, clipped=np.arange(F) == F - 1, agreement=told)
     bars, labels = panel._replace(curve=None), np.where(s.delta > 0, 1, -1)
     strips = [ProfileMap(f"Layer {n}", "mean_logit", profiles[n]) for n in range(N)]
-    strips += [ProfileMap("mass", "mass", mass[0]), ProfileMap("c", "mass", None, "why")]
+    strips += [ProfileMap("mass", "mass", np.abs(profiles[0]) / 10), ProfileMap("c", "mass", None, "why")]
     titles = ("First − middle", "First / middle", "Mass on the first frame", "Excess at equal distance")
     scales, queries = ("diverging", "ratio", "share", "sequential"), ("", "all query frames") * 2
     maps = [
@@ -61,60 +54,45 @@ def drawings(N: int, H: int, F: int, absent=()) -> dict[str, Callable[[], Figure
     over = {name: dict.fromkeys(("mean", "low", "high"), rng.random(30)) for name in POLICIES}
     dots = {name: float(rng.random()) for name in POLICIES}
     seen = np.abs(rng.normal(size=(F, 4, 6))).astype(np.float32)
-    query = ("mass", 2, 5, "pass 0 (t = 1000)", (F - 1, 1, 2), last, last, 20, 0.1, "wan-mini", SOURCE)
-    seen_map = VideoMap(seen, *query)
-    slots = np.arange(4)[:, None] * 3 - np.arange(min(F, 21))
+    query = ("mass", 2, 5, "pass 0 (t = 1000)", (8, 1, 2), (6, 7, 8), (6, 7, 8), 20, 0.1, "wan-mini", SOURCE)
+    slots = np.arange(4)[:, None] * 3 - np.arange(F)
     slots = np.where(slots < 0, -9, slots)
     shares = np.sort(rng.random((4, 5)), 1)[:, [2, 1, 3, 0, 4]]
-    steps = [0, 100, 1000, 20000]
+    budgets = {
+        (sink, rule): {name: {3: shares[0], 6: shares[1]} for name in ("all", "one", "other")}
+        for sink in ("sink 0", "sink 3")
+        for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
+    }
+    routes = (
+        {"all routes of it": shares[0], "one": shares[1]},
+        {"rendered": 0.9, "VAE": 0.8},
+        "Routes",
+        "Share",
+    )
     runs = {name: [[(i, i, 1 / (i + 1)) for i in range(20)]] * 2 for name in ("VAE", "base")}
-    of_heads = rng.normal(size=(N * H, max(F - 3, 3)))
+    excess = {"Excess": ("logits", 0, rng.normal(size=(4, 2, 3)))}
+    films = {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}
+    by_r = {"here": np.linspace(-1, 1, 9)}, [figures.HeadPair("L1H1", one, one, 0.9)] * 2, "Agreement"
     return {
-        "curves": lambda: figures.head_curves([panel, compared], caption),
-        "pictures": lambda: figures.head_curves([bars], caption, pictures, "A title"),
-        "grid": lambda: figures.head_grid(profiles[0], figures.head_titles(s.delta[0]), caption, layer=1),
-        "statistics": lambda: figures.layer_statistics(s.first, s.middle, s.last, range(N), caption),
-        "maps": lambda: figures.frame_maps(matrices[0], range(F), caption, layer=1),
-        "profiles": lambda: figures.profile_heat_maps(
-            strips, "Every layer", ABOUT, highlighted_frames=caption.highlighted_frames
-        ),
-        "measures": lambda: figures.head_maps(maps, range(N), subtitle=ABOUT),
-        "labels": lambda: figures.label_maps(kinds, range(N), subtitle=ABOUT),
-        "slots": lambda: figures.slot_map(slots, slots, F, "deep_sink", ABOUT),
-        "shares": lambda: figures.share_bars(
-            {"all routes of it": shares[0], "one": shares[1]},
-            {"rendered": 0.9, "VAE": 0.8},
-            "Routes",
-            "Share",
-            {"best single threshold": [0.5, 0.6]},
-        ),
-        "budgets": lambda: figures.budget_curves(
-            {
-                (sink, rule): {name: {3: shares[0], 6: shares[1]} for name in ("all", "one", "other")}
-                for sink in ("sink 0", "sink 3")
-                for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
-            },
-            {"rendered": 0.9},
-            "Budgets",
-        ),
-        "contrasts": lambda: (
-            figures.contrasts_by_frame({"eagle": np.sort(of_heads[:3])}, "Contrasts", block=3)
-            if N * H >= 3
-            else figures.survival_map(np.ones((N, F)), "")
-        ),
-        "drift": lambda: figures.drift_over_time({"Right": over, "Hue": over}, ["frozen", "vae"], ABOUT),
-        "motion": lambda: figures.against_motion(dots, {"Right": dots, "Hue": dots}, ABOUT),
-        "map strip": lambda: figures.map_strip([seen_map] * 2, pictures, [0, F - 1]),
-        "all by r": lambda: figures.heads_by_agreement(
-            {"here": np.linspace(-1, 1, 9)}, [figures.HeadPair("L1H1", one, one, 0.9)] * 2, "Agreement"
-        ),
-        "training": lambda: training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
-        "checkpoints": lambda: training.training_checkpoints(
-            steps, {"Excess": ("logits", 0, rng.normal(size=(4, 2, 3)))}, [0, 20000], ABOUT, 1000
-        ),
-        "videos": lambda: training.video_strips(
-            ["a red circle moving right"] * 2, {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}, subtitle=ABOUT
-        ),
+        "curves": figures.head_curves([panel, compared], CAPTION),
+        "pictures": figures.head_curves([bars], CAPTION, pictures, "A title"),
+        "grid": figures.head_grid(profiles[0], figures.head_titles(s.delta[0]), CAPTION, layer=1),
+        "statistics": figures.layer_statistics(s.first, s.middle, s.last, range(N), CAPTION),
+        "maps": figures.frame_maps(matrices[0], range(F), CAPTION, layer=1),
+        "profiles": figures.profile_heat_maps(strips, "Every layer", ABOUT, highlighted_frames=LAST),
+        "measures": figures.head_maps(maps, range(N), subtitle=ABOUT),
+        "labels": figures.label_maps(kinds, range(N), subtitle=ABOUT),
+        "slots": figures.slot_map(slots, slots, F, "deep_sink", ABOUT),
+        "shares": figures.share_bars(*routes, {"best single threshold": [0.5, 0.6]}),
+        "budgets": figures.budget_curves(budgets, {"rendered": 0.9}, "Budgets"),
+        "contrasts": figures.contrasts_by_frame({"eagle": np.sort(profiles[0, :, :6])}, "Contrasts", block=3),
+        "drift": figures.drift_over_time({"Right": over, "Hue": over}, ["frozen", "vae"], ABOUT),
+        "motion": figures.against_motion(dots, {"Right": dots, "Hue": dots}, ABOUT),
+        "map strip": figures.map_strip([VideoMap(seen, *query)] * 2, pictures, [0, F - 1]),
+        "all by r": figures.heads_by_agreement(*by_r),
+        "training": training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
+        "checkpoints": training.training_checkpoints([0, 100, 1000, 9999], excess, [0, 9999], ABOUT, 1000),
+        "videos": training.video_strips(["a red circle moving right"] * 2, films, subtitle=ABOUT),
     }
 
 
@@ -127,15 +105,11 @@ def free_width():
 def test_nothing_overlaps_or_is_cut_or_too_small():
     """In a column: words over words or data, outside, letters not of 6-9 points, panels below 12 mm."""
     style.use_size("column")
-    drawn = drawings(2, 3, 9)
     plt.get_backend()  # it is chosen when it is first asked for
     before, there = plt.rcParams.copy(), plt.get_fignums()
-    wrong = {}
-    for name, draw in drawn.items():
-        figure = draw()
-        wrong[name] = geometry.problems(figure)
-        assert figure.get_figwidth() == style.WIDTHS["column"]
-    assert {name: found for name, found in wrong.items() if found} == {}
+    drawn = drawings()
+    wrong = {name: found for name, figure in drawn.items() if (found := geometry.problems(figure))}
+    assert wrong == {} and {figure.get_figwidth() for figure in drawn.values()} == {style.WIDTHS["column"]}
     assert plt.rcParams == before and plt.get_fignums() == there
 
 
@@ -153,7 +127,9 @@ def test_the_check_of_figures_sees_what_is_wrong():
 
 
 def test_bytes_are_the_same_again_and_absent_frames_are_not_zero(tmp_path):
-    first, again = (drawings(1, 2, 12, [3, 4, 9])["grid"]() for _ in range(2))
+    values = np.ones((2, 12))
+    values[:, [3, 4, 9]] = np.nan
+    first, again = (figures.head_grid(values, ["a", "b"], CAPTION, layer=1) for _ in range(2))
     one = style.save_svg(first, tmp_path / "a.svg").read_bytes()
     assert one == style.save_svg(again, tmp_path / "b.svg").read_bytes()
     assert one == style.save_svg(first, tmp_path / "a.svg").read_bytes()  # saving lays nothing out again
@@ -162,8 +138,6 @@ def test_bytes_are_the_same_again_and_absent_frames_are_not_zero(tmp_path):
     assert np.flatnonzero(heights).tolist() == [3, 4, 9]
     hatched = [patch for patch in first.axes[0].patches if patch.get_hatch()]
     assert len(hatched) == 2  # frames 3 and 4, frame 9
-    values = np.ones((2, 12))
-    values[:, [3, 4, 9]] = np.nan
     image = figures.survival_map(values, "x").axes[0].images[0].get_array()
     assert np.flatnonzero(np.ma.getmaskarray(image)[0]).tolist() == [3, 4, 9]
 

@@ -51,8 +51,8 @@ def ipython() -> InteractiveShell:
 def run(name, folder, cache=None, parameter="CACHE_PATH", **parameters):
     """Printed text and the words of every figure, by its path, of a notebook over a cache.
 
-    An error's text comes last. Figures are not laid out, which takes most of the time: where panels lie is
-    for tests/figures.
+    An error's text comes last. Figures are neither laid out, which takes most of the time, nor drawn again to
+    be shown: both is for tests/figures.
     """
     if cache is not None:
         save_cache(folder / "c.pt", cache)
@@ -62,7 +62,8 @@ def run(name, folder, cache=None, parameter="CACHE_PATH", **parameters):
     with chdir(ROOT / "notebooks"), pytest.MonkeyPatch.context() as patch, capture_output() as printed:
         # IPython takes the place of __main__, which processes that are spawned later import again
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-        patch.setattr(style, "_fit", lambda figure: None)
+        for name in ("_fit", "_show"):
+            patch.setattr(style, name, lambda figure: None)
         ipython().reset(new_session=True)
         for cell in notebook.cells:
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
