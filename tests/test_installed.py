@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 from conftest import ROOT
+from test_layout import tracked
 
 COMMANDS = """
 import sys
@@ -25,17 +26,10 @@ print("from", experiments.__file__, wan.__file__)
 """
 
 
-def tracked(*names):
-    """Files below these names that git knows."""
-    command = ["git", "ls-files", *names]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-
-
 @pytest.mark.beside
 def test_the_wheel_ships_what_the_packages_read_and_its_commands_say_what_they_do(tmp_path):
-    for name in tracked(
-        "wan", "experiments", "pyproject.toml", "README.md", "LICENSE"
-    ):  # building leaves files
+    files = "wan", "experiments", "pyproject.toml", "README.md", "LICENSE"
+    for name in tracked(*files):  # building leaves files
         (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / "source" / name)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path)]
@@ -46,12 +40,7 @@ def test_the_wheel_ships_what_the_packages_read_and_its_commands_say_what_they_d
         archive.extractall(site)
     needed = [name for name in tracked("wan", "experiments") if not name.endswith((".md", ".sh"))]
     assert len(needed) > 80 and not [name for name in needed if not (site / name).is_file()]
-    run = {
-        "cwd": tmp_path,
-        "env": os.environ | {"PYTHONPATH": str(site)},
-        "capture_output": True,
-        "text": True,
-    }
-    said = subprocess.run([sys.executable, "-c", COMMANDS], check=True, **run).stdout
+    run = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(site)}, "check": True, "text": True}
+    said = subprocess.run([sys.executable, "-c", COMMANDS], stdout=subprocess.PIPE, **run).stdout
     names = {line for line in said.splitlines() if line.startswith("ran ")}
     assert len(names) == 8 and said.count(str(site)) == 2
