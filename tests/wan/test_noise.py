@@ -42,12 +42,18 @@ def test_blocks_have_the_bits_of_one_drawing_in_any_order(asked, skipped_at_once
             assert torch.equal(found, torch.stack([noise[step, first:stop] for noise in expected]))
 
 
-def test_what_is_not_drawn_is_refused():
+def test_what_is_not_drawn_is_refused_before_the_first_forward():
     with pytest.raises(ConfigError, match="15 values is not drawn by itself"):
         SeededNoise([0], FRAMES, (1, 3, 5), STEPS)
     for frames in (range(2, 5), range(11, 13)):
         with pytest.raises(ConfigError, match=rf"is not that of frames {frames[0]}\.\.{frames[-1]}; draw"):
             SeededNoise([3], FRAMES, SHAPE, STEPS, start=3).first(frames)
+    pipeline = tiny_pipeline()
+    for run in (pipeline, RollingForcingPipeline(pipeline.model, denoising_step_list=[1000, 500])):
+        for noise in (SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))):
+            forwards = run.blocks(noise, EMBEDS, num_frames=12, on_pass=pytest.fail)
+            with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
+                next(forwards)
 
 
 def test_a_rollout_of_blocks_is_inference_and_goes_on_behind_given_frames():
@@ -61,15 +67,6 @@ def test_a_rollout_of_blocks_is_inference_and_goes_on_behind_given_frames():
     given = {"num_given": 6, "given": lambda f: whole[:, f.start : f.stop]}
     again = pipeline.blocks(seeded, EMBEDS, num_frames=3, **given)
     assert torch.equal(torch.cat([x0 for _, x0 in again], 1), whole)
-
-
-def test_a_rollout_beyond_its_noise_is_refused_before_its_first_forward():
-    pipeline = tiny_pipeline()
-    for run in (pipeline, RollingForcingPipeline(pipeline.model, denoising_step_list=[1000, 500])):
-        for noise in (SeededNoise([5], FRAMES, SHAPE, STEPS), TensorNoise(torch.zeros(1, 9, *SHAPE))):
-            forwards = run.blocks(noise, EMBEDS, num_frames=12, on_pass=lambda: pytest.fail("too late"))
-            with pytest.raises(ConfigError, match=r"noise of frames 0\.\.8 is not that of frames 0\.\.11"):
-                next(forwards)
 
 
 def public_draws(config: RunConfig, device: str) -> list[torch.Tensor]:

@@ -107,25 +107,19 @@ def test_an_item_of_a_batch_is_what_it_is_alone(per_head, far, near, size, input
                 torch.testing.assert_close(call[name][1:], one[name], atol=1e-5, rtol=0, equal_nan=True)
 
 
-def test_a_flush_is_one_of_all_classes(per_head):
-    """Each forgets all but its sink and the last two frames."""
-    cache = shared_golden_model().new_kv_cache(1, 15, 4, 6, per_head(FULL, WINDOW))
-    for block in (range(3), range(3, 6), range(6, 9)):
-        cache.advance(block)
-    far, near = cache.caches
-    assert far.frames == [*range(9)] and near.frames == [0, 4, 5, 6, 7, 8]
-    cache.flush()
-    assert far.frames == [7, 8] and near.frames == [0, 7, 8]
-
-
 def test_classes_of_one_sink_go_on_behind_a_flush_and_others_are_refused(per_head):
-    inputs = golden_inputs(15)
-    schedule = [PromptSwitch(12, how="flush", prompt_embeds=inputs["prompt_embeds"])]
-    memories = {"name": "two_memories", "window": 9, "sink": 1}
-    pipeline = CausalInferencePipeline(
-        shared_golden_model(), cache_policy=per_head(RELATIVE, memories), **TWO_STEPS
-    )
-    assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()
+    """Each forgets all but its sink and the last two frames."""
+    inputs, memories = golden_inputs(15), {"name": "two_memories", "window": 9, "sink": 1}
+    schedule = [PromptSwitch(9, how="flush", prompt_embeds=inputs["prompt_embeds"])]
+    for far, near, kept in ((FULL, WINDOW, [0, *range(7, 12)]), (RELATIVE, memories, None)):
+        options = {"cache_policy": per_head(far, near), **TWO_STEPS}
+        pipeline = CausalInferencePipeline(shared_golden_model(), **options)
+        with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", layers=[1, 2], blocks=[3]) as calls:
+            assert pipeline.inference(**inputs, prompt_schedule=schedule)[1].isfinite().all()
+        for call in calls if kept else ():
+            assert call["key_frames"] == kept  # in layer 2 of the class with a sink alone
+            seen = ~call["frame_logits"][0, :, 0, 0].isnan()
+            assert seen.tolist() == [label == "near" for label in LABELS[call["layer"]]]
     for how in ("flush", "cut"):
         settings = per_head(RELATIVE, memories | {"sink": 3}).describe()
         switch = {"frame": 12, "prompt": "a", "how": how}

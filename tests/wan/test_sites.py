@@ -55,19 +55,7 @@ def test_every_site_follows_from_those_before_it():
     plain, model = rollout(pipeline), pipeline.model
     seen = {name: values[0] for name, values in captured(pipeline=pipeline, **ONE).items() if name != "where"}
     assert torch.equal(rollout(pipeline), plain) and seen.keys() == SITES.keys()
-    sizes = {
-        "B": 1,
-        "L": 15,
-        "K": 30,
-        "T": 7,
-        "H": 3,
-        "D": 16,
-        "F": 3,
-        "C": 16,
-        "h": 2,
-        "w": 10,
-        "2": 2,
-    } | TINY
+    sizes = TINY | dict(zip("BLKTHDFChw2", (1, 15, 30, 7, 3, 16, 3, 16, 2, 10, 2), strict=True))
     for name, x in seen.items():
         frames = {"F": 1} if name.startswith("mod_") else {}
         assert list(x.shape) == [(sizes | frames)[axis] for axis in SITES[name].split()], name
@@ -194,22 +182,18 @@ def test_scores_and_pattern_are_those_that_values_are_summed_by():
 
 
 def test_a_function_at_z_is_ablation_and_a_class_or_decorator_is_a_function():
-    pipeline = two_steps()
+    pipeline, found, where = two_steps(), [], {"layers": [1], "passes": "denoise"}
 
-    @at("z", layers=[1], passes="denoise")
+    @at("z", **where)
     def drop_head_2(z, where):
         z[:, :, 2] = 0
         return z
 
     class Drop:
-        def __init__(self, head):
-            self.head = head
-
         def apply(self, z, where):
-            return torch.where(torch.arange(3)[:, None] == self.head, 0, z)
+            return torch.where(torch.arange(3)[:, None] == 2, 0, z)
 
-    found, where = [], {"layers": [1], "passes": "denoise"}
-    for edit in (Ablate("zero", heads=[2], **where), drop_head_2, at("z", **where)(Drop(2))):
+    for edit in (Ablate("zero", heads=[2], **where), drop_head_2, at("z", **where)(Drop())):
         with intervene(edit) as session:
             found.append(rollout(pipeline))
         assert session.changed == [pipeline.plan(6).count(edit)] == [4]
@@ -256,23 +240,19 @@ def wrong_shape(x, where):
     return x[:, :1]
 
 
-RETURNED = {  # what is said -> a function
-    r"wrong_shape at v: layer 2, block 1, step 1: it returned \[1, 1, 3, 16\].*, not": wrong_shape,
-    "it returned .*torch.float64 .*, not .*torch.float32": lambda x, where: x.double(),
-    "it returned NaN": lambda x, where: x / 0 * 0,
-    "it returned a int": lambda x, where: 3,
-}
-
-
-@pytest.mark.parametrize("message", RETURNED)
-def test_what_a_function_may_not_return(message):
-    edit = at("v", **here("v")), RETURNED[message]
-    with pytest.raises(interventions.InterventionError, match=message) as error, intervene(*edit):
+def intervened(edit):
+    with intervene(edit):
         rollout(two_steps())
-    assert "\n" not in str(error.value)
 
 
+OF_V, OF_ALL = at("v", **here("v")), replace(two_steps().plan(6), splits_tokens=True)
 REFUSED = {
+    r"wrong_shape at v: layer 2, block 1, step 1: it returned \[1, 1, 3, 16\].*, not": lambda: intervened(
+        OF_V(wrong_shape)
+    ),
+    "returned .*torch.float64 .*, not .*float32": lambda: intervened(OF_V(lambda x, where: x.double())),
+    "it returned NaN": lambda: intervened(OF_V(lambda x, where: x / 0 * 0)),
+    "it returned a int": lambda: intervened(OF_V(lambda x, where: 3)),
     "'residpost' is no site; did you mean resid_post": lambda: at("residpost"),
     "at.. takes no layer; did you mean layers": lambda: at("z", layer=2),
     "resid_post has no heads": lambda: Ablate("zero", site="resid_post", heads=[1], passes="all"),
@@ -280,16 +260,9 @@ REFUSED = {
     "layer 9 is not in 0..3": lambda: intervened(at("z", layers=[9])(wrong_shape)),
     "has no function: intervene": lambda: intervened(at("z")),
     "the direction has 3 numbers, not 16": lambda: intervened(Steer("v", [1.0, 2, 3], passes="all")),
-    "several GPUs share the tokens of resid_post": lambda: replace(
-        two_steps().plan(6), splits_tokens=True
-    ).check([at("resid_post")(wrong_shape)]),
+    "several GPUs share the tokens of resid_post": lambda: OF_ALL.check([at("resid_post")(wrong_shape)]),
     "need the pass of each call": lambda: tiny_pipeline().model.blocks[0].ffn(torch.zeros(1, 2, 48)),
 }
-
-
-def intervened(edit):
-    with intervene(edit):
-        rollout(two_steps())
 
 
 @pytest.mark.parametrize("message", REFUSED)
