@@ -16,11 +16,13 @@ from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Patch
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
-from wan.sites import Pass, Where, watchers
+from wan.sites import Pass, SiteCapture, Where, watched, watchers
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each
 SEED_2 = interventions.Source(seed=2)
+EMA = {"name": "ema_sink", "window": 6, "sink": 1}
+BANK = {"name": "memory_bank", "window": 6, "sink": 1, "bank": 2, "interval": 1}
 
 
 def block(latents, number):
@@ -120,28 +122,22 @@ def test_an_edit_that_cannot_be_made_is_refused_before_the_rollout(message, monk
     assert "\n" not in str(error.value)
 
 
-PLANNED = {
-    "full": {},
-    "window": {"window": 9, "sink": 1},
-    "strided": {"name": "window", "window": 7, "sink": 1, "stride": 2},
-    "lasting": {"name": "window", "window": 9, "sink": 2, "global_sink": True},
-    "deep_sink": {"window": 7, "sink": 2},
-    "longlive": {"name": "window", "window": 9, "sink": 4, "released": "longlive"},
-}
-
-
 BOTH = ("flush", "recache")
-SWITCHED = [("strided", BOTH, 4), ("longlive", BOTH, 0), ("lasting", (), 4)]
+PLANNED = [  # a policy, switches, and how much is computed again
+    ({"name": "full"}, (), 0),
+    ({"name": "window", "window": 7, "sink": 1, "stride": 2}, BOTH, 4),
+    ({"name": "window", "window": 9, "sink": 2, "global_sink": True}, (), 4),
+    ({"name": "deep_sink", "window": 7, "sink": 2}, (), 0),
+    ({"name": "window", "window": 9, "sink": 4, "released": "longlive"}, BOTH, 0),
+]
 
 
-@pytest.mark.parametrize(
-    ("policy", "hows", "context"), [*((name, (), 0) for name in PLANNED), *SWITCHED], ids=str
-)
+@pytest.mark.parametrize(("policy", "hows", "context"), PLANNED)
 def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
-    text = torch.ones(1, 4, TINY["text_dim"])
+    text, policy = torch.ones(1, 4, TINY["text_dim"]), make_policy(**policy)
     schedule = [PromptSwitch(9 + 3 * n, prompt_embeds=text, how=how) for n, how in enumerate(hows)]
-    policy, model = make_policy(**{"name": policy} | PLANNED[policy]), tiny_pipeline().model
-    pipeline = CausalInferencePipeline(model, cache_policy=policy, recompute_context=context, **TWO_STEPS)
+    options = {"cache_policy": policy, "recompute_context": context}
+    pipeline = CausalInferencePipeline(tiny_pipeline().model, **options, **TWO_STEPS)
     jitter = Jitter(layers=[0])
     capture = ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame")
     with capture as calls, intervene(jitter) as session:
@@ -183,27 +179,22 @@ def test_classes_with_one_policy_are_edited_as_one_call(tmp_path):
 
 
 # --- Outputs of heads
-def test_means_and_sizes_are_those_of_every_token():
-    z = torch.randn(2, 3 * 5, 4, 6, generator=torch.Generator().manual_seed(0))
-    at, outputs = Pass(query_frames=range(3), block=1), interventions.HeadOutputs()
-    outputs.visit(z, Where("z", 2, at))
-    where = (("self", 2, 0, "cond"), 1)
-    assert set(outputs.means) == set(outputs.norms) == {where}
-    tokens = z.double().unflatten(1, (3, 5))
-    torch.testing.assert_close(outputs.means[where].double(), tokens.mean(2), atol=1e-6, rtol=0)
-    sizes = (tokens**2).sum(-1).sqrt().mean(2)
-    torch.testing.assert_close(outputs.norms[where].double(), sizes, atol=1e-6, rtol=0)
-    assert outputs.of(Where("z", 2, at)) is outputs.means[where]
-    with pytest.raises(InterventionError, match="layer 2, block 2, step 0: no output was recorded"):
-        outputs.of(Where("z", 2, replace(at, block=2)))
-
-
-def test_a_place_that_few_blocks_have_is_a_mean_of_these():
+def test_means_are_those_of_every_token_and_of_the_blocks_that_have_a_place():
     """Blocks of 1, 3 and 3 frames, twice: three have a first frame, two a second and a third."""
-    pipeline = CausalInferencePipeline(tiny_pipeline().model, independent_first_frame=True)
+    pipeline, seen = CausalInferencePipeline(tiny_pipeline().model, 3, True), SiteCapture(("z", "cross_z"))
     plain = rollout(pipeline, 7)
-    with interventions.record_head_outputs() as outputs:
+    with interventions.record_head_outputs() as outputs, watched(seen):
         assert torch.equal(rollout(pipeline, 7), plain)
+    for one in seen.kept:
+        found, tokens = outputs.of(one.where), one.value.double().unflatten(1, (-1, 5))
+        kind, at = one.where.site.replace("cross_z", "cross").replace("z", "self"), one.where
+        key = (kind, at.layer, at.step, "cond"), at.block
+        assert found is outputs.means[key]
+        for values, expected in ((found, tokens.mean(2)), (outputs.norms[key], tokens.norm(dim=-1).mean(2))):
+            torch.testing.assert_close(values.double(), expected, atol=1e-6, rtol=0)
+    assert len(seen.kept) == len(outputs.means) == len(outputs.norms)
+    with pytest.raises(InterventionError, match="layer 2, block 5, step 0: no output was recorded"):
+        outputs.of(Where("z", 2, Pass(query_frames=range(3), block=5)))
     reference = interventions.ReferenceMeans.over([outputs, outputs])
     assert len(reference.values) == MODEL_LAYERS * 5 * len({key[0] for key in reference.values})
     for key, values in reference.values.items():
@@ -224,20 +215,17 @@ def of_seed(pipeline, seed: int, frames: int = 6):
 
 
 def test_a_run_patched_from_itself_keeps_its_bits_and_many_edits_share_a_source():
-    """Under a policy whose running means the two runs must not share."""
-    policy, frames = make_policy("ema_sink", window=6, sink=1), 12
-    pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=policy)
-    mine = of_seed(pipeline, 1, frames)
-    plain, edits = mine(), [Patch(what, SEED_2, passes="all") for what in ("qk", "z", "kv")]
-    with RunInStep(mine) as other, intervene(*edits, data=dict.fromkeys(edits, other)):
-        assert torch.equal(mine(), plain)
-    capture = partial(ATTENTION_WEIGHT_CAPTURE.capture, layers=[1], steps=[1], blocks=[1])
-    theirs = of_seed(pipeline, 2, frames)
-    with RunInStep(theirs) as other, intervene(edits[0], data={edits[0]: other}), capture() as mixed:
+    """Under policies whose means and choices are of one run; keys that others choose are an error."""
+    edits = [Patch(what, SEED_2, passes="all") for what in ("qk", "z", "kv")]
+    for policy in (EMA, BANK):
+        pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=make_policy(**policy))
+        mine = of_seed(pipeline, 1, 15)
+        plain = mine()
+        with RunInStep(mine) as other, intervene(*edits, data=dict.fromkeys(edits, other)):
+            assert torch.equal(mine(), plain)
+    refused = pytest.raises(InterventionError, match=r"the source chose other keys for slot [01]")
+    with refused, RunInStep(of_seed(pipeline, 2, 15)) as other, intervene(edits[2], data={edits[2]: other}):
         mine()
-    with capture() as alone:
-        theirs()
-    assert torch.equal(mixed[0]["token_logits"], alone[0]["token_logits"])  # qk transfers the map
 
 
 def test_nothing_is_left_behind_also_where_the_edited_run_fails():
@@ -273,15 +261,3 @@ def test_a_source_that_does_not_fit_is_an_error():
             refused = pytest.raises(InterventionError, match=message)
             with refused, RunInStep(source) as other, intervene(edit, data={edit: other}):
                 of_seed(tiny_pipeline(), 1)()
-
-
-def test_keys_that_the_source_chose_otherwise_are_an_error():
-    policy = make_policy("memory_bank", window=6, sink=1, bank=2, interval=1)
-    pipeline = CausalInferencePipeline(tiny_pipeline().model, cache_policy=policy)
-    mine, edit = of_seed(pipeline, 1, frames=15), Patch("kv", SEED_2, passes="all")
-    with RunInStep(mine) as same, intervene(edit, data={edit: same}):
-        edited = mine()
-    assert torch.equal(edited, mine())
-    refused = pytest.raises(InterventionError, match=r"the source chose other keys for slot [01]")
-    with refused, RunInStep(of_seed(pipeline, 2, frames=15)) as other, intervene(edit, data={edit: other}):
-        mine()
