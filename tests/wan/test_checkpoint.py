@@ -33,13 +33,10 @@ def equal(state, other) -> bool:
     return state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in other)
 
 
-def test_the_name_table_is_the_published_one():
+def test_the_keys_of_the_real_model():
+    """825 keys and shapes of Wan2.1-T2V-1.3B, built without memory; and diffusers' names."""
     table = golden_config()["native_to_diffusers"]
     assert table["top"] == checkpoint.TOP_NAMES and table["block"] == checkpoint.BLOCK_NAMES
-
-
-def test_the_keys_of_the_real_model():
-    """825 keys and shapes of Wan2.1-T2V-1.3B, built without memory."""
     published = json.loads((GOLDEN / "wan2.1_t2v_1.3b_state_dict.json").read_text())
     with torch.device("meta"):
         state = CausalWanModel(**vars(MODELS["Wan2.1-T2V-1.3B"])).state_dict()
@@ -129,15 +126,13 @@ def test_a_sibling_is_read(tmp_path, native, name, recwarn):
 
 def test_ema_or_not(tmp_path):
     both = {"generator_ema": {"model.head.a": torch.ones(1)}, "generator": {"model.head.a": torch.zeros(1)}}
-    torch.save(both, tmp_path / "sf.pt")
-    found = [
-        checkpoint.read_self_forcing_state(tmp_path / "sf.pt", ema)["head.a"].item() for ema in (True, False)
-    ]
-    assert found == [1, 0]
+    path = tmp_path / "sf.pt"
     for there, use_ema in (("generator", True), ("generator_ema", False)):
-        torch.save({there: both[there]}, tmp_path / "sf.pt")
+        torch.save(both, path)
+        assert checkpoint.read_self_forcing_state(path, use_ema)["head.a"] == use_ema
+        torch.save({there: both[there]}, path)
         with pytest.warns(UserWarning, match=rf"sf.pt holds no generator\w*; its {there} is used"):
-            checkpoint.read_self_forcing_state(tmp_path / "sf.pt", use_ema)
+            checkpoint.read_self_forcing_state(path, use_ema)
 
 
 def test_weights_are_mapped_not_copied(tmp_path, native):
@@ -159,24 +154,6 @@ def test_all_that_does_not_fit_is_reported(native):
         checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "sf.pt")
     said = "sf.pt .*20 of 150 keys missing: blocks.0.ffn.0.weight.*unexpected: lora.*point: head.head.bias"
     assert re.match(rf"{said}.*head.modulation \[3\]", str(caught.value))
-
-
-OTHERS = {
-    "130 with none, 20 with model.": lambda s: {f"model.{k}" if "ffn" in k else k: v for k, v in s.items()},
-    "two keys for head.head.bias": lambda s: s | led({"head.head.bias": s["head.head.bias"]}, "_orig_mod."),
-    r"encoder.convN \(2\)": lambda s: {f"encoder.conv{i}.w": torch.ones(1) for i in range(2)},
-    "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": 3}},
-    "a list": lambda s: [torch.ones(1)],
-}
-
-
-@pytest.mark.parametrize("said", OTHERS)
-def test_other_files_are_refused(tmp_path, native, said):
-    with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
-        checkpoint.read_weights_file(tmp_path / "wan.gguf")
-    torch.save(OTHERS[said](dict(native)), tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=rf"\A.*w\.pt.*{said}.*\Z"):
-        read_checkpoint(tmp_path / "w.pt", use_ema=False)
 
 
 # --- LoRA
@@ -226,16 +203,20 @@ def test_a_lora_is_merged(tmp_path, native, name):
     merge_lora(merge_lora(native, tiny, "base.pt"), tiny, "merged.pt")  # too small to be noticed
 
 
-def changed(state, half, value, layer=LAYERS[0]):
-    return state | {f"base_model.model.{layer}.{half}.weight": value}
-
-
-NO_LORA = {  # what is said -> the file's content and the keywords of read_lora()
+BIAS, DOWN = "head.head.bias", f"base_model.model.{LAYERS[0]}.lora_A.weight"
+OTHERS = {  # what is said of weights -> the file's content
+    "130 with none, 20 with model.": lambda s: {f"model.{k}" if "ffn" in k else k: v for k, v in s.items()},
+    f"two keys for {BIAS}": lambda s: s | led({BIAS: s[BIAS]}, "_orig_mod."),
+    r"encoder.convN \(2\)": lambda s: {f"encoder.conv{i}.w": torch.ones(1) for i in range(2)},
+    "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": 3}},
+    "a list": lambda s: [torch.ones(1)],
+}
+NO_LORA = {  # what is said of a LoRA -> the file's content and the keywords of read_lora()
     "rank 4, not 8": (lambda s: s, {"rank": 8, "alpha": 8}),
     "give lora_alpha": (lambda s: s, {}),
     "half a LoRA.*0.ffn.0": (lambda s: {k: s[k] for k in s if "0.ffn.0.lora_B" not in k}, {"alpha": 4}),
-    "do not multiply": (lambda s: changed(s, "lora_A", torch.ones(3, DIM)), {"alpha": 4}),
-    "not finite": (lambda s: changed(s, "lora_A", torch.full((4, DIM), torch.nan)), {"alpha": 4}),
+    "do not multiply": (lambda s: s | {DOWN: torch.ones(3, DIM)}, {"alpha": 4}),
+    "not finite": (lambda s: s | {DOWN: torch.full((4, DIM), torch.nan)}, {"alpha": 4}),
     "alpha nan": (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(torch.nan)}, {}),
     "unet.w is no": (lambda s: {"unet.w": torch.ones(1)}, {"alpha": 4}),
     "two keys": (lambda s: s | {f"{LAYERS[0]}.lora_A.weight": torch.ones(4, DIM)}, {"alpha": 4}),
@@ -243,19 +224,21 @@ NO_LORA = {  # what is said -> the file's content and the keywords of read_lora(
 }
 
 
-@pytest.mark.parametrize("said", NO_LORA)
-def test_a_lora_that_is_none_is_refused(tmp_path, native, said):
-    spoil, given = NO_LORA[said]
-    torch.save(spoil(lora(native)), tmp_path / "lora.pt")
-    with pytest.raises(CheckpointError, match=rf"\A.*lora\.pt.*{said}.*\Z"):
-        read_lora(tmp_path / "lora.pt", **given)
+@pytest.mark.parametrize("said", [*OTHERS, *NO_LORA])
+def test_other_files_are_refused(tmp_path, native, said):
+    spoil, given = NO_LORA.get(said) or (OTHERS[said], {"use_ema": False})
+    torch.save(spoil(lora(native) if said in NO_LORA else dict(native)), tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=rf"\A.*w\.pt.*{said}.*\Z"):
+        (read_lora if said in NO_LORA else read_checkpoint)(tmp_path / "w.pt", **given)
 
 
-def test_a_lora_of_another_model_is_refused(native):
+def test_a_lora_of_another_model_and_a_gguf_are_refused(tmp_path, native):
     for layer, size in (("blocks.7.self_attn.q", DIM), ("blocks.0.self_attn.q", 64)):
         pair = torch.ones(2, size), torch.ones(size, 2)
         with pytest.raises(CheckpointError, match=f"lora.pt changes {layer} .*base.pt"):
             merge_lora(native, LoRA("lora.pt", {layer: pair}, 2, 2.0), "base.pt")
+    with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
+        checkpoint.read_weights_file(tmp_path / "wan.gguf")
 
 
 # --- Quantised files
@@ -284,17 +267,13 @@ def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
         error, wanted = (tensor.float() - native[name].float()).abs(), native[name].float().abs()
         assert (error <= 0.07 * wanted + 1e-2 * wanted.max()).all(), name
         if exact[lead + name].dtype == torch.float8_e4m3fn:
-            product = exact[lead + name].float() * exact[lead + name.removesuffix(".weight") + end]
+            of_scale = lead + name.removesuffix(".weight") + end
+            product = exact[lead + name].float() * exact[of_scale]
             assert torch.equal(tensor, product.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("scale", [torch.ones(3), torch.tensor(torch.nan)], ids=str)
-def test_scales_that_do_not_fit_are_refused(tmp_path, native, scale):
-    state = comfy(native, "")
-    name = next(name for name, x in state.items() if x.dtype == torch.float8_e4m3fn and x.ndim == 2)
-    save_file(state | {f"{name.removesuffix('.weight')}.scale_weight": scale}, tmp_path / "fp8.safetensors")
-    with pytest.raises(CheckpointError, match="has a scale"):
-        read_checkpoint(tmp_path / "fp8.safetensors")
+    for wrong in (torch.ones(3), torch.tensor(torch.nan)):
+        save_file(exact | {of_scale: wrong}, path)
+        with pytest.raises(CheckpointError, match="has a scale"):
+            read_checkpoint(path)
 
 
 @pytest.mark.real_gpu  # its streams of copies
