@@ -13,17 +13,8 @@ from experiments.analysis.video_maps import open_map, places_of, word_maps
 from experiments.caches import load_cache, save_cache
 from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_profiles
-from experiments.extraction import cache_builders, causal, memory
-from experiments.extraction.cache_builders import (
-    atlas_cache,
-    atlas_requests,
-    figure4_cache,
-    figure4_requests,
-    inference_cache,
-    inference_requests,
-    layer_cache,
-    layer_requests,
-)
+from experiments.extraction import cache_builders as builders
+from experiments.extraction import causal, memory
 from experiments.extraction.memory import check_requests
 from wan.blocks import visible_frames
 from wan.errors import ConfigError
@@ -52,7 +43,7 @@ def extract(tiny, settings, *asked, **more):
 
 
 def atlas_of(config):
-    return atlas_requests(config, mass=True, key_curve=False, cross=False)
+    return builders.atlas_requests(config, mass=True, key_curve=False, cross=False)
 
 
 def keeping(run, *names, without=""):
@@ -68,10 +59,13 @@ def saved(cache: dict, path) -> dict:
 
 @EACH
 def test_tokens_keys_and_frames_of_a_cache_agree(settings, tiny, tmp_path):
-    path, by = tmp_path / "cache.pt", [partial(figure4_requests, granularity=g) for g in ("token", "key")]
-    run = extract(tiny, settings, *by, inference_requests)  # keys, and frames
+    path, by = (
+        tmp_path / "cache.pt",
+        [partial(builders.figure4_requests, granularity=g) for g in ("token", "key")],
+    )
+    run = extract(tiny, settings, *by, builders.inference_requests)  # keys, and frames
     by_tokens, by_keys, by_frames = (
-        saved(figure4_cache(keeping(run, *names)), path)
+        saved(builders.figure4_cache(keeping(run, *names)), path)
         for names in (["token_logits"], ["key_curve", "frame_logits"], ["frame_logits"])
     )
     named = settings["name"] != "window"  # in a window keys are where they are
@@ -93,7 +87,7 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tiny, tmp_path):
                 np.testing.assert_allclose(np.nansum(wanted, 1), 1, atol=1e-5)
     curves = [open_profiles(c).key_curve(1) for c in (by_tokens, by_keys)]
     np.testing.assert_allclose(*curves, atol=2e-3)
-    calls = saved(inference_cache(keeping(run, "token_probabilities")), path)
+    calls = saved(builders.inference_cache(keeping(run, "token_probabilities")), path)
     profiles = [open_profiles(c, quantity="mass").profiles() for c in (calls, by_frames)]
     np.testing.assert_allclose(*profiles, atol=1e-5)
 
@@ -102,11 +96,13 @@ def test_tokens_keys_and_frames_of_a_cache_agree(settings, tiny, tmp_path):
 def test_a_layer_cache_has_averages_as_columns(settings, tiny, tmp_path):
     """Made from a rollout, by frames or by tokens, or taken out of its atlas: the same values."""
     count = 2 * (settings["name"] == "ema_sink")
-    by_token = partial(layer_requests, granularity="token")
-    run = extract(tiny, settings, by_token, layer_requests, atlas_of)
-    by_tokens = layer_cache(keeping(run, "token_logits"), 1)
-    made = saved(layer_cache(keeping(run, "frame_logits", without="frame_mass"), 1), tmp_path / "layer.pt")
-    atlas = saved(atlas_cache(keeping(run, "frame_mass")), tmp_path / "atlas.pt")
+    by_token = partial(builders.layer_requests, granularity="token")
+    run = extract(tiny, settings, by_token, builders.layer_requests, atlas_of)
+    by_tokens = builders.layer_cache(keeping(run, "token_logits"), 1)
+    made = saved(
+        builders.layer_cache(keeping(run, "frame_logits", without="frame_mass"), 1), tmp_path / "layer.pt"
+    )
+    atlas = saved(builders.atlas_cache(keeping(run, "frame_mass")), tmp_path / "atlas.pt")
     taken = saved(layer_from_atlas(atlas, 1), tmp_path / "taken.pt")
     assert ("average_attention" in made) == ("average_attention" in taken) == bool(count)
     views = [open_profiles(one) for one in (made, taken, atlas)]
@@ -121,7 +117,7 @@ def test_a_layer_cache_has_averages_as_columns(settings, tiny, tmp_path):
 
 @ALL
 def test_an_atlas_says_what_lay_in_its_slots(settings, tiny, tmp_path):
-    atlas = saved(atlas_cache(extract(tiny, settings, atlas_of)), tmp_path / "atlas.pt")
+    atlas = saved(builders.atlas_cache(extract(tiny, settings, atlas_of)), tmp_path / "atlas.pt")
     frames, positions = slots_of(atlas, layer=1)
     mass = slot_mass(atlas, layer=1, step=0)
     np.testing.assert_allclose(mass.sum(1), 1, atol=1e-5)
@@ -152,12 +148,12 @@ def test_an_atlas_of_classes_of_heads(tiny, tmp_path):
     static = {"name": "forcing_kv", "num_frame_patch": 4, "heads": str(tmp_path / "static.csv")}
     for settings in (classes, static):
         run = extract(tiny, settings, atlas_of)
-        atlas = saved(atlas_cache(run), tmp_path / "atlas.pt")
+        atlas = saved(builders.atlas_cache(run), tmp_path / "atlas.pt")
         mass = atlas["slot_mass" if settings is classes else "frame_mass"]
         torch.testing.assert_close(mass.nansum(-1), torch.ones(2, 3, 2, 15))
         assert settings is static or (atlas["slot_frame"][0, -1] == -1).any()
     with pytest.raises(ConfigError, match="use --granularity frame"):
-        check_requests(run.config, tiny.session.model_config, figure4_requests(run.config, "key"))
+        check_requests(run.config, tiny.session.model_config, builders.figure4_requests(run.config, "key"))
 
 
 PLACES = [(7, 2, 1), (7, -1, -1), (-1, -1, -1), (3, 0, 3)]
@@ -166,16 +162,16 @@ PLACES = [(7, 2, 1), (7, -1, -1), (-1, -1, -1), (3, 0, 3)]
 def made_maps(tiny, places=PLACES, edits=(), steps=None, **more):
     """The requests and the checked cache of a rollout's maps of heads 1 and 0, and its inference cache."""
     config = replace(tiny.config, **more)
-    grid = cache_builders.token_grid(config, tiny.session.model_config)
-    asked = cache_builders.map_requests(config, grid, places, [1], [1, 0], steps=steps, words=not edits)
+    grid = builders.token_grid(config, tiny.session.model_config)
+    asked = builders.map_requests(config, grid, places, [1], [1, 0], steps=steps, words=not edits)
     session = tiny.session.with_weights(config)
     with intervene(*edits) if edits else nullcontext():
-        requests = [*asked, *cache_builders.inference_requests(config, is_logits=True)]
+        requests = [*asked, *builders.inference_requests(config, is_logits=True)]
         run = causal.extract_next(session, config, requests)
     maps = [call for call in run.records if "token_logits" not in call.values]
     tokens = [call for call in run.records if "token_logits" in call.values]
-    whole = cache_builders.inference_cache(replace(run, records=tokens))
-    return asked, cache_builders.maps_cache(replace(run, records=maps), grid, [1, 0]), whole
+    whole = builders.inference_cache(replace(run, records=tokens))
+    return asked, builders.maps_cache(replace(run, records=maps), grid, [1, 0]), whole
 
 
 @pytest.fixture(scope="module")
@@ -246,4 +242,4 @@ def test_what_an_intervention_left_out_is_absent(tiny):
 )
 def test_places_that_are_not_in_the_video(tiny, places, blocks, message):
     with pytest.raises(ConfigError, match=message):
-        cache_builders.map_requests(tiny.config, (4, 4), places, blocks=blocks)
+        builders.map_requests(tiny.config, (4, 4), places, blocks=blocks)

@@ -9,13 +9,13 @@ import shutil
 import subprocess
 import time
 import xml.etree.ElementTree as ET
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
 import imageio.v3 as iio
 import numpy as np
 import pytest
-import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
@@ -320,27 +320,7 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monke
 H, S, F = 3, 6, 21  # a frame has 2 x 3 tokens
 
 
-def maps(heads=(0, 2), places=((18, 0, 1), (18, 1, 2)), **changes):
-    """Layers 0 and 5, passes 0 and 4 of the synthetic atlas: query n reads token n of every frame most."""
-    cache = synthetic_caches.common("maps", F, H, S)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 2, len(heads), len(places), F * S, generator=generator)
-    for n in range(len(places)):
-        logits[..., n, n::S] += 4
-    keys = torch.arange(F * S, dtype=torch.int32).expand(2, 2, -1)
-    block = {
-        "block": 6,
-        "query_frames": [18, 19, 20],
-        "queries": torch.tensor(places, dtype=torch.int32),
-        "key_frame": keys // S,
-        "key_token": keys % S,
-        "key_position": keys // S,
-        "map_logits": logits.half(),
-        "map_mass": (S * logits.softmax(-1)).half(),
-    }
-    passes = {"pass_timesteps": [1000.0, 0.0], "pass_steps": [0, 4], "pass_is_clean": [False, True]}
-    grid = {"rows": 2, "columns": 3, "layers": [0, 5], "heads": list(heads)}
-    return cache | passes | grid | {"blocks": [block]} | changes
+maps = partial(synthetic_caches.maps, F, 2, 3, (0, 5), (0, 4), (0, 2), ((18, 0, 1), (18, 1, 2)))
 
 
 @pytest.fixture(scope="module")

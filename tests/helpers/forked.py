@@ -24,18 +24,11 @@ from experiments.running.progress import Progress
 FULL = os.environ.get("ROBUSTNESS") == "full"
 
 
-def tell(capfd, line: str) -> None:
-    """Print past pytest's capture: what was tried and found."""
-    with capfd.disabled():
-        print(f"\n  {line}")
-
-
 @dataclass(frozen=True)
 class Outcome:
     value: Any  # what the function returned; None where it did not come to that
     code: int  # of exit; -N where signal N ended it
     seconds: float
-    cpu_seconds: float  # its own, which a busy machine does not stretch
     more_bytes: int  # peak memory beyond what the parent held
     said: str = ""  # on stderr
 
@@ -61,7 +54,7 @@ def forked(function: Callable[[], Any], timeout: float = 240, kill_after: float 
     os.close(reading)
     _, status, usage = os.wait4(child, 0)
     value, said = pickle.loads(received) if received and os.WIFEXITED(status) else (None, "")
-    cost = time.monotonic() - start, usage.ru_utime + usage.ru_stime, max(0, usage.ru_maxrss * 1024 - before)
+    cost = time.monotonic() - start, max(0, usage.ru_maxrss * 1024 - before)
     return Outcome(value, os.waitstatus_to_exitcode(status), *cost, said)
 
 

@@ -16,12 +16,9 @@ def token_matrix_to_frames(tokens, S):
 def common(kind, F=21, H=12, S=16, blocks=None, **more):
     of_model = {"frame_seq_length": S, "num_heads": H, "model": "wan-mini", "weights": "checkpoint"}
     of_run = {"prompt": PROMPT, "seed": 42, "num_frames": F, "num_frame_per_block": 3, "is_logits": True}
-    files = {
-        "weights_file": "self_forcing.pt",
-        "weights_sha256": "0" * 64,
-        "block_sizes": blocks or [3] * (F // 3),
-    }
-    return {"format": kind, "schema_version": 1} | of_run | of_model | files | more
+    of_model |= {"weights_file": "self_forcing.pt", "weights_sha256": "0" * 64}
+    of_run["block_sizes"] = blocks or [3] * (F // 3)
+    return {"format": kind, "schema_version": 1} | of_run | of_model | more
 
 
 def pass_of(step=0):
@@ -92,9 +89,7 @@ def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True
     shape = (len(layers), len(steps))
     logits = torch.stack([frame_matrix(H, cache["block_sizes"], 100 * N + s) for N in layers for s in steps])
     logits = logits.view(*shape, H, F, F)
-    mass = (
-        logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), float("nan"))
-    )
+    mass = logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), torch.nan)
     cache |= {
         "layers": list(layers),
         "pass_timesteps": [pass_of(s)["timestep"] for s in steps],
@@ -109,23 +104,22 @@ def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True
     return cache
 
 
-def maps(H=3, F=9, columns=2, rows=2):
-    """Of layer 2, head 1 and 2, in the first block: one patch, one frame, and all queries; even attention."""
-    S, Lk = rows * columns, 3 * rows * columns
-    values = torch.full((1, 1, 2, 3, Lk), S / Lk).half()
-    entry = {
-        "block": 0,
-        "query_frames": [0, 1, 2],
-        "queries": torch.tensor([[1, 1, 0], [2, -1, -1], [-1, -1, -1]]).int(),
-        "key_frame": torch.arange(3).repeat_interleave(S).expand(1, 1, -1).int(),
-        "key_token": torch.arange(S).repeat(3).expand(1, 1, -1).int(),
-        "key_position": torch.arange(3).repeat_interleave(S).expand(1, 1, -1).int(),
-        "map_logits": values.clone(),
-        "map_mass": values,
-    }
-    own = {"layers": [2], "heads": [1, 2], "rows": rows, "columns": columns, "blocks": [entry]}
-    passes = {"pass_timesteps": [1000.0], "pass_steps": [0], "pass_is_clean": [False]}
-    return common("maps", F, H, S) | own | passes
+def maps(F=3, rows=2, columns=2, layers=(2,), steps=(0,), heads=(1, 2), places=None, **changes):
+    """Of the last block; query n, a patch, a frame or all of them, reads token n of every frame most."""
+    S, places = rows * columns, places or ((1, 1, 0), (2, -1, -1), (-1, -1, -1))
+    cache, shape = common("maps", F, 3, S), (len(layers), len(steps))
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, len(heads), len(places), F * S, generator=generator)
+    for n in range(len(places)):
+        logits[..., n, n::S] += 4
+    keys = torch.arange(F * S).int().expand(*shape, -1)
+    entry = {"key_frame": keys // S, "key_token": keys % S, "key_position": keys // S}
+    entry |= {"map_logits": logits.half(), "map_mass": (S * logits.softmax(-1)).half()}
+    entry |= {"block": F // 3 - 1, "query_frames": block_frames(cache["block_sizes"], -1)}
+    own = {"layers": list(layers), "heads": list(heads), "rows": rows, "columns": columns}
+    own |= {"pass_timesteps": [pass_of(s)["timestep"] for s in steps], "pass_steps": list(steps)}
+    own["pass_is_clean"] = [pass_of(s)["is_clean_pass"] for s in steps]
+    return cache | own | {"blocks": [entry | {"queries": torch.tensor(places).int()}]} | changes
 
 
 def edited(kind, F):
@@ -141,7 +135,11 @@ def effects(F=9):
 
 def causal_atlas(F=9, layers=(0, 1), heads=3):
     own = {"prompts": [PROMPT], "seeds": [42], "each": "head", "layers": list(layers)}
-    values = {"units": list(range(heads)), "effects": torch.ones(1, len(layers), heads, F)}
+    values = {
+        "num_heads": heads,
+        "units": list(range(heads)),
+        "effects": torch.ones(1, len(layers), heads, F),
+    }
     of_runs = {name: torch.ones(1, F) for name in ("between_seeds", "floor")}
     return edited("causal_atlas", F) | of_runs | own | values
 

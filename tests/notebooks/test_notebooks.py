@@ -259,11 +259,6 @@ def test_a_sweep_over_a_folder(tmp_path):
 
 
 N, H, F = 3, 4, 6
-COMMON = synthetic_caches.common("causal_atlas", F, H, 2, weights_file=None) | {
-    "schema_version": SCHEMA_VERSION,
-    "is_logits": False,
-    "interventions": {"edits": [], "words": "knock out the first frame", "hash": "0123456789abcdef"},
-}
 
 
 def causal_atlas(**changes):
@@ -271,17 +266,16 @@ def causal_atlas(**changes):
     effect = torch.arange(N * H).view(1, N, H, 1).float().expand(3, N, H, F).clone()
     effect[..., :3] = torch.nan
     effect[2] *= 3
-    runs = {"prompts": ["a", "a", "b"], "seeds": [0, 1, 0], "each": "head", "layers": [0, 1, 2]}
-    tensors = {"effects": effect, "floor": torch.zeros(3, F), "between_seeds": torch.ones(3, F)}
+    runs = {"prompts": ["a", "a", "b"], "seeds": [0, 1, 0], "schema_version": SCHEMA_VERSION}
+    runs |= {"effects": effect, "floor": torch.zeros(3, F), "between_seeds": torch.ones(3, F)}
     norms = {"head_norms": torch.rand(3, N, H, generator=torch.Generator().manual_seed(0))}
-    return COMMON | {"units": [*range(H)]} | runs | tensors | norms | changes
+    return synthetic_caches.causal_atlas(F, range(N), H) | runs | norms | changes
 
 
 def effects_cache():
-    latents = torch.zeros(F, 2, 4, 4)
     curves = {name: torch.arange(1.0, F + 1) for name in ("own_block", "total", "floor", "direct")}
-    both = {"latents_base": latents, "latents_edited": latents, "between_seeds": torch.full((F,), 2.0)}
-    return COMMON | {"format": "effects"} | both | curves
+    more = {"between_seeds": torch.full((F,), 2.0), "schema_version": SCHEMA_VERSION}
+    return synthetic_caches.effects(F) | curves | more
 
 
 def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):

@@ -27,7 +27,7 @@ import torch
 import yaml
 from conftest import ROOT, golden_arrays
 from helpers.checkpoints import GOLDEN_MODEL, write_transformer
-from helpers.forked import FULL, forked, tell
+from helpers.forked import FULL, forked
 from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
 
 from experiments.analysis.published import FIGURE4_CSV, FOLDER, read_curves
@@ -377,7 +377,8 @@ def test_spoilt_files(kind, tmp_path, monkeypatch, capfd):
             if state not in ("read", "refused"):
                 wrong.append(f"{how}: {state} {str(value)[:300]}")
     assert not wrong, f"{len(wrong)} of {kind}\n" + "\n".join(wrong[:20])
-    tell(capfd, f"{kind}: {dict(found)}")
+    with capfd.disabled():
+        print(f"\n  {kind}: {dict(found)}")
 
 
 def test_a_bare_pickle(tmp_path, monkeypatch):

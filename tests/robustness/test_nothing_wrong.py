@@ -34,15 +34,7 @@ from wan.model import CausalWanModel
 from wan.vae import VAE
 
 EXAMPLES, STEPS = (600, 40) if FULL else (27, 21)
-SIZES = {
-    "dim": 24,
-    "ffn_dim": 32,
-    "num_heads": 2,
-    "num_layers": 1,
-    "freq_dim": 8,
-    "text_dim": 8,
-    "text_len": 4,
-}
+SIZES = ModelConfig(dim=24, ffn_dim=32, num_heads=2, num_layers=1, freq_dim=8, text_dim=8, text_len=4)
 CONFIG = {"model": "tiny", "num_frames": 6, "height": 2, "width": 2, "denoising_step_list": [1000]}
 CONFIG |= {"layer_indices": [0], "layer_index": 0}
 MINI, PROMPTS = ROOT / "checkpoints/wan-mini", ("a red circle", "a blue square")
@@ -129,21 +121,17 @@ def write_weights(folder: Path, version: int) -> None:
     """Write weights of the same names and sizes, in place."""
     torch.manual_seed(version)
     shutil.rmtree(folder / "model/transformer", ignore_errors=True)
-    write_transformer(folder / "model", CausalWanModel(**SIZES).state_dict(), sizes=ModelConfig(**SIZES))
+    write_transformer(folder / "model", CausalWanModel(**vars(SIZES)).state_dict(), sizes=SIZES)
 
 
 def write_model(folder: Path) -> None:
-    files = {
-        "config.yaml": yaml.safe_dump(
-            CONFIG | {"ckpt_dir": str(folder / "model"), "embeds_dir": str(folder / "states")}
-        )
-    }
-    files |= {"full.yaml": "name: full", "window.yaml": "{name: window, window: 3}"}
+    paths = {"ckpt_dir": str(folder / "model"), "embeds_dir": str(folder / "states")}
+    files = {"config.yaml": yaml.safe_dump(CONFIG | paths), "full.yaml": "name: full"}
+    files["window.yaml"] = "{name: window, window: 3}"
     files |= {"edit.yaml": "- {edit: ablate, how: zero, passes: denoise}", "model/vae/config.json": "{}"}
     files |= {f"model/tokenizer/{name}.json": "{}" for name in ("tokenizer", "tokenizer_config")}
-    files |= {
-        f"model/{name}.safetensors": "{}" for name in ("text_encoder/model", "vae/diffusion_pytorch_model")
-    }
+    names = ("text_encoder/model", "vae/diffusion_pytorch_model")
+    files |= {f"model/{name}.safetensors": "{}" for name in names}
     files["model/text_encoder/config.json"] = (MINI / "text_encoder/config.json").read_text()
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -174,14 +162,8 @@ def command(kind: str, home: Path, out: Path, chosen: Settings, *flags: str) -> 
             run_rollout.run([*words, "--output_path", str(out / "long.mp4")])
             return
         (home / "prompts.txt").write_text(PROMPTS[prompt])
-        words += [
-            "--prompts",
-            str(home / "prompts.txt"),
-            "--seeds",
-            str(seed),
-            "--output_dir",
-            str(out / kind),
-        ]
+        words += ["--prompts", str(home / "prompts.txt"), "--seeds", str(seed)]
+        words += ["--output_dir", str(out / kind)]
         if kind == "sweep":
             run_extraction_all.run([*words, "--save_video"])
         else:

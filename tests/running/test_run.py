@@ -1,7 +1,5 @@
 """One run: what it writes and where, room, locks, kills, Ctrl-C, and what it says."""
 
-import contextlib
-import io
 import json
 import os
 import random
@@ -17,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers.forked import forked, stopping_after
+from helpers.refusals import refused
 
 from experiments import (
     extract_attention_wan,
@@ -54,15 +53,10 @@ def extract(path, *flags):
 
 
 # --- No output is an input
-def refused(script, argv) -> None:
-    said = io.StringIO()
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(said):
-        cli.main(script.run, [str(word) for word in argv])
-    line = said.getvalue()
-    assert ended.value.code == 2 and line.count("\n") == 1 and "is the same file as" in line, (argv, line)
+SAME = "is the same file as"
 
 
-def test_no_output_is_an_input_by_any_name(tmp_path, not_loading):
+def test_no_output_is_an_input_by_any_name(tmp_path, not_loading, capfd):
     """Every file that a flag names, under its own name, a symbolic and a hard link, as what is written."""
     flags = ("--config_path", "--checkpoint_path", "--prompts", "--prompt_embeds")
     for flag in flags:
@@ -73,12 +67,12 @@ def test_no_output_is_an_input_by_any_name(tmp_path, not_loading):
         before, config = path.read_bytes(), [] if flag == "--config_path" else SHORT[:2]
         for name in (path, soft, hard, tmp_path / "x" / ".." / path.name):
             for output in ("--output_path", "--log_file"):
-                refused(run_extraction_all, [*config, *SHORT[2:], flag, path, output, name])
+                refused(run_extraction_all, [*config, *SHORT[2:], flag, path, output, name], capfd, SAME)
         assert path.read_bytes() == before
-    refused(run_extraction, [*SHORT, "--output_path", "transformer/config.json"])
+    refused(run_extraction, [*SHORT, "--output_path", "transformer/config.json"], capfd, SAME)
 
 
-def test_what_a_config_names_is_read_too(tmp_path):
+def test_what_a_config_names_is_read_too(tmp_path, capfd):
     """The LoRA, and what edits take from: no output, of no script."""
     lora, means = named = [tmp_path / name for name in ("lora.pt", "means.pt")]
     lora.write_bytes(b"a LoRA")
@@ -91,7 +85,7 @@ def test_what_a_config_names_is_read_too(tmp_path):
     base = ["--config_path", tmp_path / "config.yaml", *SHORT[2:], "--interventions", edit]
     for path in named:
         for script in (run_extraction_all, run_intervention):
-            refused(script, [*base, "--output_path", path])
+            refused(script, [*base, "--output_path", path], capfd, SAME)
     assert means.read_bytes() == b"means"
 
 
@@ -237,19 +231,15 @@ def test_a_line_per_block_and_a_log(tmp_path, capfd, monkeypatch):
     assert load_cache(tmp_path / "b.pt")["format"] == "layer"
 
 
-NO_GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore")
-
-
 def test_out_of_memory_says_what_helps(tmp_path, monkeypatch, capfd):
     def full(*args, **kwargs):
-        raise NO_GPU_MEMORY
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore")
 
     monkeypatch.setattr("wan.pipeline.CausalInferencePipeline.inference", full)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(run_extraction_figure4.run, [*SHORT, "--output_path", str(tmp_path / "out.pt")])
-    said = capfd.readouterr().err
-    assert ended.value.code == 1 and said.count("\n") == 1 and not os.listdir(tmp_path)
-    assert "rolling out block 0 of 1" in said and "--granularity frame" in said
+    flags = [*SHORT, "--output_path", tmp_path / "out.pt"]
+    said = "rolling out block 0 of 1.*--granularity frame"
+    refused(run_extraction_figure4, flags, capfd, said, code=1)
+    assert not os.listdir(tmp_path)
 
 
 # --- The base model
