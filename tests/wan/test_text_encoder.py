@@ -112,6 +112,7 @@ def test_umt5_files_that_do_not_fit(folder):
 def test_prompts_of_the_miniature(tmp_path):
     mini = ROOT / "checkpoints/wan-mini"
     encoder = TextEncoder.from_pretrained(mini, 8, torch.float32)
+    assert text_encoder.clean_prompt("a  red\n salt &amp;amp; schÃ¶n ") == "a red salt & schön"
     assert encoder.words("a red &amp;amp; blue  circle")[:2] == encoder.words("a red")[:2]
     with pytest.warns(UserWarning, match="tokens, the model reads 8; cut: "):
         states = encoder(["a red circle moving right and a blue square moving left", "a"])
