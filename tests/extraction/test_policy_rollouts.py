@@ -59,10 +59,8 @@ def saved(cache: dict, path) -> dict:
 
 @EACH
 def test_tokens_keys_and_frames_of_a_cache_agree(settings, tiny, tmp_path):
-    path, by = (
-        tmp_path / "cache.pt",
-        [partial(builders.figure4_requests, granularity=g) for g in ("token", "key")],
-    )
+    path = tmp_path / "cache.pt"
+    by = [partial(builders.figure4_requests, granularity=g) for g in ("token", "key")]
     run = extract(tiny, settings, *by, builders.inference_requests)  # keys, and frames
     by_tokens, by_keys, by_frames = (
         saved(builders.figure4_cache(keeping(run, *names)), path)
@@ -99,9 +97,8 @@ def test_a_layer_cache_has_averages_as_columns(settings, tiny, tmp_path):
     by_token = partial(builders.layer_requests, granularity="token")
     run = extract(tiny, settings, by_token, builders.layer_requests, atlas_of)
     by_tokens = builders.layer_cache(keeping(run, "token_logits"), 1)
-    made = saved(
-        builders.layer_cache(keeping(run, "frame_logits", without="frame_mass"), 1), tmp_path / "layer.pt"
-    )
+    own = keeping(run, "frame_logits", without="frame_mass")
+    made = saved(builders.layer_cache(own, 1), tmp_path / "layer.pt")
     atlas = saved(builders.atlas_cache(keeping(run, "frame_mass")), tmp_path / "atlas.pt")
     taken = saved(layer_from_atlas(atlas, 1), tmp_path / "taken.pt")
     assert ("average_attention" in made) == ("average_attention" in taken) == bool(count)

@@ -134,12 +134,8 @@ def effects(F=9):
 
 
 def causal_atlas(F=9, layers=(0, 1), heads=3):
-    own = {"prompts": [PROMPT], "seeds": [42], "each": "head", "layers": list(layers)}
-    values = {
-        "num_heads": heads,
-        "units": list(range(heads)),
-        "effects": torch.ones(1, len(layers), heads, F),
-    }
+    own = {"prompts": [PROMPT], "seeds": [42], "each": "head", "layers": list(layers), "num_heads": heads}
+    values = {"units": list(range(heads)), "effects": torch.ones(1, len(layers), heads, F)}
     of_runs = {name: torch.ones(1, F) for name in ("between_seeds", "floor")}
     return edited("causal_atlas", F) | of_runs | own | values
 
