@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
+from helpers.synthetic_caches import MAKERS, older_figure4, older_inference, older_layer, same
 from omegaconf import OmegaConf
 
 from experiments.caches import load_cache, save_cache

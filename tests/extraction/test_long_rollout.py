@@ -14,17 +14,7 @@ from safetensors.torch import load_file
 from experiments import run_rollout
 from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
 from experiments.extraction import causal, long_rollout, video
-from experiments.extraction.long_rollout import (
-    LOOKS_BACK,
-    BlockCapture,
-    GrowingVideo,
-    LatentFile,
-    LongVideo,
-    VideoWriter,
-    make_long_video,
-    path_of,
-    read_blocks,
-)
+from experiments.extraction.long_rollout import BlockCapture, GrowingVideo, LatentFile, path_of, read_blocks
 from experiments.extraction.rollout import RunObserver
 from wan.blocks import block_ranges
 from wan.errors import ConfigError
@@ -70,14 +60,14 @@ def vae(tiny):
 
 
 def make(folder, tiny, vae, stop_after=10**9, capture="none", policy=None, step=0):
-    """One call of make_long_video -> its place. A policy that is none are other settings."""
+    """One call of long_rollout.make_long_video -> its place. A policy that is none are other settings."""
     settings = {"cache_policy": policy} if policy is None or "name" in policy else policy
     config = replace(tiny.config, num_frames=FRAMES, **settings)
     session = replace(tiny.session, pipeline=causal.pipeline_of(tiny.session.pipeline.model, config))
-    place = LongVideo(folder / "a.mp4")
+    place = long_rollout.LongVideo(folder / "a.mp4")
     latents = LatentFile(place.latents, (FRAMES, 16, 8, 8), session.dtype, str(policy))
     capture = BlockCapture.read(capture, step)
-    make_long_video(session, config, place, latents, capture, vae, StopAfter(stop_after))
+    long_rollout.make_long_video(session, config, place, latents, capture, vae, StopAfter(stop_after))
     return place
 
 
@@ -89,7 +79,7 @@ def stopped(*args, **kwargs):
 def no_video(monkeypatch):
     """Nothing is decoded or encoded."""
     monkeypatch.setattr(
-        VideoWriter, "_decoded", lambda self, frames: torch.zeros(len(frames), 64, 64, 3).byte()
+        long_rollout.VideoWriter, "_decoded", lambda self, frames: torch.zeros(len(frames), 64, 64, 3).byte()
     )
     monkeypatch.setattr(GrowingVideo, "append", lambda self, *_: setattr(self, "pieces", self.pieces + 1))
     monkeypatch.setattr(GrowingVideo, "finish", lambda self: None)
@@ -112,7 +102,7 @@ def test_stopped_anywhere_it_goes_on_with_the_same_bits(policy, tiny, vae, tmp_p
 @pytest.mark.beside
 def test_video_and_captures_of_parts_are_those_of_the_whole(tiny, vae, tmp_path):
     whole = make(tmp_path / "whole", tiny, vae, capture="all", policy=WINDOW)
-    place = LongVideo(tmp_path / "parts/a.mp4")
+    place = long_rollout.LongVideo(tmp_path / "parts/a.mp4")
     stopped(tmp_path / "parts", tiny, vae, stop_after=3, capture="all", policy=WINDOW)
     assert iio.imread(place.path).shape == (1 + 4 * 5, 64, 64, 3)  # two blocks are a piece: it is playable
     for path, more in ((place.latents, b"half a frame"), (place.path, b"\0\0\1\0moof and no more")):
@@ -171,7 +161,7 @@ def test_what_is_captured_later_is_captured_as_if_at_once(tiny, vae, tmp_path, m
 
 def test_blocks_that_come_out_otherwise_are_noticed(tiny, vae, tmp_path):
     stopped(tmp_path, tiny, vae, stop_after=2, policy=CHOOSES)  # its blocks are made again
-    place = LongVideo(tmp_path / "a.mp4")
+    place = long_rollout.LongVideo(tmp_path / "a.mp4")
     content = bytearray(place.latents.read_bytes())
     content[-1] ^= 1
     place.latents.write_bytes(content)
@@ -204,10 +194,14 @@ def test_the_decoder_looks_back_far_enough_for_the_real_one(monkeypatch):
             self.pieces += 1
 
     one, other = Video(), Video()
-    VideoWriter(one, vae, Held(), blocks, torch.device("cpu")).catch_up()
+    long_rollout.VideoWriter(one, vae, Held(), blocks, torch.device("cpu")).catch_up()
     other.pieces = 20
-    VideoWriter(other, vae, Held(), blocks, torch.device("cpu")).catch_up()
-    assert LOOKS_BACK < 60 and sorted(seen) == list(range(22)) and len(seen[20]) == len(seen[21]) == 2
+    long_rollout.VideoWriter(other, vae, Held(), blocks, torch.device("cpu")).catch_up()
+    assert (
+        long_rollout.LOOKS_BACK < 60
+        and sorted(seen) == list(range(22))
+        and len(seen[20]) == len(seen[21]) == 2
+    )
     assert all(torch.equal(*seen[piece]) for piece in (20, 21))
 
 

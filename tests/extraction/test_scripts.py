@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import imageio.v3 as iio
 import pytest
@@ -23,8 +24,10 @@ from experiments.analysis import agreement
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
-from experiments.extraction import project_files
+from experiments.extraction import causal, project_files, rollout
+from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE
 from wan.blocks import later_block
+from wan.capture import CapturedCall, CaptureRequest, Pass, Site
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
 from wan.errors import ConfigError
 
@@ -131,6 +134,7 @@ FIGURE4, EACH, ALL, CALLS = (
     (script, ["--config_path", "configs/wan_mini.yaml"], "--output_path")
     for script in (run_extraction_figure4, run_extraction_each, run_extraction_all, run_extraction)
 )
+OTHER_MODEL = "checkpoints/wan-mini is not Wan2.1-T2V-1.3B: num_layers 8 instead of 30"
 
 
 @pytest.mark.parametrize(
@@ -140,6 +144,7 @@ FIGURE4, EACH, ALL, CALLS = (
         (FIGURE4, ["--layer_indices", "1", "8"], r"layer 8 is not in 0\.\.7"),
         (FIGURE4, ["--capture", "probabilities", "--granularity", "frame"], "needs --granularity token"),
         (EACH, ["--layer_index", "-1"], r"layer_index.*-1|layer -1 is not in 0\.\."),
+        ((run_extraction_all, [], "--output_path"), ["--ckpt_dir", "checkpoints/wan-mini"], OTHER_MODEL),
         (ALL, ["--step", "5"], r"step 5 is not in 0\.\.4; 4 is the clean pass"),
         (EACH, ["--num_frames", "20"], "20 frames do not fit blocks of 3; try 18 or 21"),
         (EACH, ["--output_dir", "somewhere"], "excludes --layer_index|--output_path"),
@@ -151,11 +156,7 @@ FIGURE4, EACH, ALL, CALLS = (
         (BASE, ["--step", "first", "last"], "a layer cache holds one step, not 2"),
         (BASE, ["--all_layers", "--layer_index", "1"], "exclude each other"),
         (BASE, ["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/"),
-        (
-            BASE,
-            ["--config_path", "configs/wan_mini_lora.yaml"],
-            "names a LoRA, .*lora_window.pt, and runs of",
-        ),
+        (BASE, ["--config_path", "configs/wan_mini_lora.yaml"], "names a LoRA, .*, and runs of"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path, capfd):
@@ -164,25 +165,11 @@ def test_bad_input_is_one_line_and_exit_code_2(script, flags, message, tmp_path,
     assert not list(tmp_path.rglob("*.pt"))
 
 
-FIELDS = {
-    "format": "layer",
-    "layer_index": 7,
-    "weights": "base",
-    "model": "wan-mini",
-    "num_frames": 3,
-    "orig_num_frames": 9,
-    "vae_stride_t": 4,
-    "block_sizes": [3],
-    "step": 0,
-    "timestep": 999.0,
-    "is_clean_pass": False,
-    "num_steps": 4,
-    "guidance_scale": 1.5,
-    "timestep_shift": 5.0,
-    "config": {"height": 8, "width": 8},
-    "weights_file": "diffusion_pytorch_model.safetensors",
-    "last_block_query_frames": [0, 1, 2],
-}
+FIELDS = {"format": "layer", "layer_index": 7, "weights": "base", "model": "wan-mini", "vae_stride_t": 4}
+FIELDS |= {"num_frames": 3, "orig_num_frames": 9, "block_sizes": [3], "last_block_query_frames": [0, 1, 2]}
+FIELDS |= {"step": 0, "timestep": 999.0, "is_clean_pass": False, "num_steps": 4, "guidance_scale": 1.5}
+FIELDS |= {"timestep_shift": 5.0, "config": {"height": 8, "width": 8}}
+FIELDS |= {"weights_file": "diffusion_pytorch_model.safetensors"}
 
 
 @pytest.mark.slow
@@ -252,3 +239,90 @@ def test_the_borders_of_a_models_check_separate_what_was_measured():
             ("the same in bfloat16", "agrees"),
         ):
             assert not name.startswith(begins) or {*row["verdicts"]} == {verdict}, name
+
+
+# --- Numbers that cannot be right stop a run, and the message says where
+@pytest.mark.slow
+def test_latents_that_are_not_finite_stop_the_run(tiny, tmp_path, monkeypatch, capfd):
+    original = causal.load_pipeline
+
+    def broken(*args):
+        pipeline = original(*args)
+        pipeline.model.blocks[1].self_attn.q.bias.fill_(float("nan"))
+        return pipeline
+
+    monkeypatch.setattr(causal, "load_pipeline", broken)
+    flags = ["--config_path", tiny.path, "--output_path", tmp_path / "out.pt"]
+    said = "block 0: the latents are not finite, nor is the weight .*"
+    said += "blocks.1.self_attn.q.bias: get the file of the weights again$"
+    refused(run_extraction_figure4, flags, capfd, said, code=1)
+    assert not list(tmp_path.iterdir())
+
+
+def call_of(**values) -> CapturedCall:
+    at = Pass(query_frames=(3, 4, 5), block=1, step=2, timestep=500.0)
+    shape = (1, 15, 3, 8)
+    return CapturedCall(site=Site(7, "self"), at=at, values=values, q_shape=shape, k_shape=shape, layout=None)
+
+
+ROWS = torch.full((1, 3, 2, 4), 0.25)
+NAN = float("nan")
+HEADS = ROWS.clone()
+HEADS[:, 1, :, 0] = NAN  # a head that does not see a frame
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frame_logits": ROWS / 0}, "layer 7, block 1, step 2: frame_logits is not finite; try --device"),
+        ({"frame_logits": ROWS.masked_fill(torch.eye(2, 4).bool(), NAN)}, "frame_logits is not finite"),
+        ({"frame_logits": ROWS * NAN}, "frame_logits is not finite"),
+        ({"token_logits": ROWS.half() / 0}, "token_logits is not finite in float16; --capture probabilities"),
+        ({"frame_mass": ROWS * 1.01}, r"rows of frame_mass sum to 1 ± 0\.01, not to 1"),
+        ({"cross_mass": ROWS[..., 1:]}, "rows of cross_mass sum to 1 ± 0.25"),
+        ({"token_probabilities": ROWS * 0.99}, "rows of token_probabilities sum to 1 ± 0.01"),
+        ({"slot_mass": ROWS * 1.01, "frame_mass": ROWS}, "rows of slot_mass"),
+        ({"frame_logits": -ROWS / 0, "attended": ROWS > 0}, "frame_logits is not finite"),
+    ],
+)
+def test_captured_numbers_that_cannot_be_right(values, message):
+    with pytest.raises(RunError, match=message):
+        rollout.check_values([call_of(frame_logits=ROWS), call_of(**values)])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"frame_logits": HEADS, "frame_mass": HEADS},  # heads with keys of their own
+        {"frame_logits": ROWS * NAN, "attended": ROWS > 0},  # left out by an intervention
+        {"frame_mass": ROWS / 2, "slot_mass": ROWS},  # averages, which are no frames, have the rest
+        {"frame_mass": ROWS * 1.0009, "key_curve": ROWS, "map_queries": ROWS / 0},
+    ],
+)
+def test_captured_numbers_that_can(values):
+    rollout.check_values([call_of(**values)])
+
+
+def test_looking_changes_no_bit_of_the_latents(tiny):
+    looked = causal.extract_next(tiny.session, tiny.config, [CaptureRequest(granularity="frame")])
+    assert torch.equal(looked.latents, tiny.session.rollout(tiny.config))
+
+
+def test_graphs_are_forgotten_before_weights_leave_for_the_encoder(monkeypatch):
+    """A graph that knows where weights were would compute with whatever lies there now."""
+    config, done = load_config("configs/wan_mini.yaml", {"num_frames": 6, "device": "cpu"}), []
+    model = SimpleNamespace(to=lambda device: done.append(str(device)))
+    pipeline = SimpleNamespace(model=model, weights="", quantised="")
+
+    def encode(config, prompts, *given):
+        done.append(f"encoded {len(prompts)}")
+        return dict.fromkeys(prompts)
+
+    monkeypatch.setattr(causal, "choose_device", lambda *given: torch.device("meta"))
+    monkeypatch.setattr(causal, "forget_cuda_graphs", lambda model: done.append("forgotten"))
+    monkeypatch.setattr(causal, "load_pipeline", lambda *given: pipeline)
+    monkeypatch.setattr(causal, "encode_prompts", encode)
+    prompts = [str(i) for i in range(PROMPTS_AT_ONCE + 1)]
+    loaded = causal.prepare(config, [], prompts)
+    loaded.texts[prompts[-1]]
+    assert done == [f"encoded {PROMPTS_AT_ONCE}", "forgotten", "cpu", "encoded 1", "meta"]

@@ -18,7 +18,7 @@ import torch
 from conftest import GOLDEN, ROOT
 from helpers import long_findings, synthetic_caches
 from helpers.forked import stopping_after
-from helpers.older_caches import OLDER_LAYER_FIELDS
+from helpers.synthetic_caches import OLDER_LAYER_FIELDS
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 from papermill.iorw import load_notebook_node

@@ -28,7 +28,7 @@ import yaml
 from conftest import ROOT, golden_arrays
 from helpers.checkpoints import GOLDEN_MODEL, write_transformer
 from helpers.forked import FULL, forked
-from helpers.older_caches import MAKERS, older_figure4, older_inference, older_layer, same
+from helpers.synthetic_caches import MAKERS, older_figure4, older_inference, older_layer, same
 
 from experiments.analysis.published import FIGURE4_CSV, FOLDER, read_curves
 from experiments.caches import load_cache, save_cache

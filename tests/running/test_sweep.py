@@ -101,7 +101,6 @@ def test_a_stopped_sweep_says_how_to_go_on(tmp_path, prompts, monkeypatch, capfd
 @pytest.mark.slow
 def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     sweeping(prompts, tmp_path / "out", seeds=("0",))()
-    path = tmp_path / "out" / NAMES[0]
     for flags, name in (
         (["--num_frames", "9"], "num_frames 6, this one has 9"),
         (["--cross"], "cross_mass False"),
@@ -115,14 +114,8 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     with pytest.raises(CacheError, match="belongs to no sweep, and this one would replace it"):
         sweeping(prompts, tmp_path / "out", seeds=("0",))()
     (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
-    before = load_cache(path, mmap=False)["fingerprint"]
     with pytest.raises(CacheError, match="other quantities; choose another --output_dir"):
         sweeping(prompts, tmp_path / "out", "--cross", seeds=("0",))()
-    save_cache(path, load_cache(path, mmap=False) | {"fingerprint": "0" * 32})
-    with pytest.raises(CacheError, match=r"fingerprint '0000.*make everything again with --overwrite"):
-        sweeping(prompts, tmp_path / "out", seeds=("0",))()
-    sweeping(prompts, tmp_path / "out", "--overwrite", seeds=("0",))()
-    assert load_cache(path)["fingerprint"] == before
 
 
 @pytest.mark.slow
