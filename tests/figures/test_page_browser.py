@@ -16,7 +16,6 @@ from urllib.request import urlopen
 import imageio.v3 as iio
 import numpy as np
 import pytest
-from conftest import ROOT
 from helpers import synthetic_caches
 
 from experiments.analysis.video_maps import open_map
@@ -177,13 +176,8 @@ def test_the_link_keeps_the_whole_state(page):
     )
     browser = page(link)
     assert browser.js("location.hash.slice(1)") == link
-    assert browser.js("[data.layers[state.layer], state.head, state.pass, state.quantity, state.scale]") == [
-        5,
-        2,
-        1,
-        "mass",
-        "all",
-    ]
+    state = "[data.layers[state.layer], state.head, state.pass, state.quantity, state.scale]"
+    assert browser.js(state) == [5, 2, 1, "mass", "all"]
     browser.js("choose({ scale: 'head', theme: '', pins: [] })")
     assert "scale" not in browser.js("location.hash") and "pins" not in browser.js("location.hash")
     browser.js("location.hash = 'layer=1&head=1'")
@@ -291,27 +285,26 @@ def test_hostile_words_stay_words(page, tmp_path):
 
 
 @pytest.mark.beside
-def test_keys_of_a_cache_policy_along_frames_and_positions(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    atlas = policy_atlas("configs/wan_mini.yaml", {"name": "two_memories", "window": 6, "sink": 1}, 12)
+def test_keys_of_a_cache_policy_along_frames_and_positions(page, tiny, tmp_path):
+    atlas = policy_atlas(tiny.path, {"name": "two_memories", "window": 6, "sink": 1}, 12)
     save_cache(tmp_path / "a.pt", atlas)
     path = save_page(tmp_path / "a.html", tmp_path / "a.pt")
-    browser = page("layer=2&head=3&quantity=mass", path=path)
+    browser = page("layer=1&head=1&quantity=mass", path=path)
     drawn = "document.getElementById('keys').textContent"
     assert "Key frame" in browser.js(drawn) and "μ" in browser.js(drawn) and "average" in browser.js(drawn)
-    along = "rowOf(data.keys[state.axis].passes[0].mass, 2, 3).filter(there)"
+    along = "rowOf(data.keys[state.axis].passes[0].mass, 1, 1).filter(there)"
     assert abs(sum(browser.js(along)) - 1) < 1e-3  # averages hold their share
     assert browser.js("data.averages") == ["μ1", "μ2"] and "mass_average_2" in browser.js("headsAsCsv()")
     x, y, *_ = box(browser, "#matrix")
     right, step = browser.js("[(MATRIX.left + MATRIX.size) * zoom(), (MATRIX.size / C) * zoom()]")
     browser.point(x + right - 0.5 * step, y + browser.js("MATRIX.top * zoom()") + 11.5 * step)
-    value = atlas["slot_mass"][2, 0, 3, 11][atlas["slot_frame"][2, -1] == -1][-1].item()
+    value = atlas["slot_mass"][1, 0, 1, 11][atlas["slot_frame"][1, -1] == -1][-1].item()
     said = text_of(browser, "tip")
     assert said.startswith("query 11, μ2, an average of gone frames: ")
     assert float(said.split(": ")[1]) == pytest.approx(value, abs=6e-4)
     set_value(browser, "axis", "position")
     assert "axis=position" in browser.js("location.hash") and "Temporal position" in browser.js(drawn)
-    assert browser.js("data.keys.position.labels[2]") == [str(n) for n in range(6)]
+    assert browser.js("data.keys.position.labels[1]") == [str(n) for n in range(6)]
     assert len(browser.js(along)) == 6 and abs(sum(browser.js(along)) - 1) < 1e-3
     assert "sink" in browser.js(drawn)
 

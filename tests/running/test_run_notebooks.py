@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers import synthetic_caches
+from helpers.synthetic_caches import same
 
 from experiments import contact_sheet, run_notebooks
 from experiments.caches import load_cache, save_cache
@@ -75,11 +76,9 @@ def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch, warm_execu
     """A cache that is damaged after the layers were chosen."""
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
     monkeypatch.setattr(LayerCaches, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})
+    flags = ["plt_fig4.ipynb", tmp_path / "a.pt", "1", "--output_dir", tmp_path / "out"]
     with pytest.raises(SystemExit) as ended:
-        cli.main(
-            run_notebooks.run,
-            ["plt_fig4.ipynb", str(tmp_path / "a.pt"), "1", "--output_dir", str(tmp_path / "out")],
-        )
+        cli.main(run_notebooks.run, [*map(str, flags)])
     said = capfd.readouterr().err
     assert ended.value.code == 1 and "error: layer 1: CacheError: ../cache/none.pt not found" in said
     assert (tmp_path / "out" / "notebooks" / "layer1.failed.ipynb").is_file()
@@ -90,21 +89,17 @@ def test_the_parameters_of_each_notebook(tmp_path, layer_folder):
     save_cache(tmp_path / "inference.pt", synthetic_caches.inference())
     folder = tmp_path / "slices"
     of_folder = LayerCaches("extract_all_attention.ipynb", layer_folder, folder)
-    assert of_folder.layers == [0, 3] and of_folder.parameters(3) == {
-        "DATA_PATH": str(layer_folder / "layer3.pt")
-    }
+    given = of_folder.parameters(3)
+    assert of_folder.layers == [0, 3] and given == {"DATA_PATH": str(layer_folder / "layer3.pt")}
     assert not folder.exists()
     whole = load_cache(tmp_path / "atlas.pt")
-    layer = LayerCaches("extract_all_attention.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
-    assert torch.equal(
-        load_cache(layer["DATA_PATH"])["full_frame_attention"][:, 6:], whole["frame_logits"][2, 0, :, 6:]
-    )
+    given = LayerCaches("extract_all_attention.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
+    matrix = load_cache(given["DATA_PATH"])["full_frame_attention"]
+    assert torch.equal(matrix[:, 6:], whole["frame_logits"][2, 0, :, 6:])
     figure4 = LayerCaches("plt_fig4.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
     assert figure4["HEADS"] == [[5, 0, "L5H0"], [5, 1, "L5H1"], [5, 2, "L5H2"]]
     one = load_cache(figure4["CACHE_PATH"])
-    assert one["layers"] == [5] and torch.equal(
-        one["frame_mass"].nan_to_num(), whole["frame_mass"][2:].nan_to_num()
-    )
+    assert one["layers"] == [5] and same(one["frame_mass"], whole["frame_mass"][2:])
     atlas = LayerCaches("layer_atlas.ipynb", tmp_path / "atlas.pt", folder).parameters(1)
     assert atlas == {"CACHE_PATH": str(tmp_path / "atlas.pt"), "LAYER": 1}
     calls = LayerCaches("plot_figure4.ipynb", tmp_path / "inference.pt", folder).parameters(5)
