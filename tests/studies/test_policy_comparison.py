@@ -96,9 +96,8 @@ def test_an_item_is_known_by_its_policys_classes_and_the_first_seed_has_the_vide
     assert len(set(names)) == 8  # the heads of the first policy alone are other ones
 
 
-def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_read(
-    tiny, tmp_path, monkeypatch
-):
+def test_policies_that_share_a_file_or_have_none_are_refused(tiny, tmp_path, monkeypatch):
+    """Before a model is read."""
     monkeypatch.setattr(policy_comparison.causal, "prepare", lambda *given: pytest.fail("was loaded"))
     folder = tmp_path / ("x" * 200)
     paths = [folder / f"{name}.yaml" for name in ("a/b", "a_b", "c" * 60)]
@@ -112,34 +111,30 @@ def test_policies_that_share_a_file_or_have_none_are_refused_before_a_model_is_r
 
 
 # --- Findings
-def test_findings_find_what_was_put_in():
-    found = findings(comparison({"full": 0.0, SINK: 0.3, PLAIN: 0.0, "frozen": 0.6}))
-    gain, none = found["against_full"][SINK], found["against_full"][PLAIN]
+def test_findings_find_what_was_put_in_and_ones_own_policies_stand_beside_the_family_outside_holm():
+    own, twin = "deep_sink", "window,window=9,sink=3,other=1"
+    gains = {"full": 0.0, SINK: 0.3, PLAIN: 0.0, "window,window=9,sink=6": 0.1}
+    plain = findings(comparison(gains | {"frozen": 0.6}))
+    found = findings(comparison(gains | {own: 0.2, twin: 0.3, "frozen": 0.6}))
+    gain, none, mine = (found["against_full"][label] for label in (SINK, PLAIN, own))
     low, high = gain["difference"][1:]
     assert 0.2 < low < high < 0.4 and gain["p_holm"] < 0.001
     assert gain["p_holm"] == pytest.approx(2 * gain["p"], abs=1e-4)
     assert none["difference"] == [0, 0, 0] and none["p_holm"] == 1
-    assert set(found["against_full"]) == {SINK, PLAIN}  # a control is not compared
+    assert mine["p_holm"] is None and mine["p"] < 0.05
+    # what the map of sinks shows is no one's own, and a control is not compared
+    assert {label: found["against_full"][label] for label in (SINK, PLAIN)} == plain["against_full"]
+    assert list(found["against_full"]) == [PLAIN, SINK, own, twin]
     [asked] = found["questions"].values()
     assert asked["pairs"] == 1 and asked["right"]["difference"] == gain["difference"]
     assert asked["motion"]["difference"] == [0, 0, 0]
-    assert [(row["window"], row["sink"]) for row in found["sink_map"]["window"]] == [(9, 0), (9, 3)]
+    assert [(row["window"], row["sink"]) for row in found["sink_map"]["window"]] == [(9, 0), (9, 3), (9, 6)]
     full = found["policies"]["full"]
     assert full["cost"]["seconds"] == 1.0 and full["measures"]["non_repetition"] == [None, None, None]
     assert 0.3 < full["measures"]["right"][0] < 0.5 and set(full["by_kind"]) == set(KINDS)
     assert found["curves"]["frozen"]["motion"]["mean"] == [0.1] * 59
-
-
-def test_policies_of_ones_own_stand_beside_the_family_outside_holm():
-    own, twin = "deep_sink", "window,window=9,sink=3,other=1"
-    gains = {"full": 0.0, SINK: 0.3, "window,window=9,sink=6": 0.1}
-    plain = findings(comparison(gains))
-    found = findings(comparison(gains | {own: 0.2, twin: 0.3, "frozen": 0.6}))
-    assert list(found["against_full"]) == [SINK, own, twin]  # what the map of sinks shows is no one's own
-    assert found["against_full"][SINK] == plain["against_full"][SINK]
-    assert found["against_full"][own]["p_holm"] is None and found["against_full"][own]["p"] < 0.05
     seen = LongRollouts(found)
-    assert [*found["curves"]] == [*seen.intervals()] == ["full", SINK, own, twin, "frozen"]
+    assert [*seen.intervals()] == ["full", "window 9/0", SINK, own, twin, "frozen"]
     rows = {row["policy"]: row for row in seen.rows()}  # two are window 9/3: said in full
     assert rows[own]["right"].startswith("0.6") and rows[own]["adjusted"] == "no"
 
