@@ -1,4 +1,4 @@
-"""The golden model as a diffusers folder, a small text encoder, and a small WanPipeline of diffusers."""
+"""The golden model as a diffusers folder, and a small WanPipeline of diffusers."""
 
 import json
 
@@ -6,18 +6,13 @@ import torch
 from conftest import ROOT, SIZES, golden_config
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
+from transformers import AutoTokenizer, UMT5EncoderModel
 
 from wan.checkpoint import to_diffusers_names
 from wan.config import ModelConfig
 
+MINI = ROOT / "checkpoints" / "wan-mini"
 GOLDEN_MODEL = ModelConfig(**{name: golden_config()["model"][name] for name in SIZES})
-
-
-SMALL_UMT5 = UMT5Config(
-    **{"vocab_size": 50, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 2},
-    **{"relative_attention_num_buckets": 32, "dropout_rate": 0.0},
-)
 
 
 def diffusers_model() -> WanTransformer3DModel:
@@ -56,22 +51,15 @@ def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffuser
     (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
 
 
-MINI = ROOT / "checkpoints" / "wan-mini"
-
-
 def small_wan_pipeline() -> WanPipeline:
     """The miniature's text encoder and VAE, and a transformer of random weights."""
     torch.manual_seed(0)
-    transformer = WanTransformer3DModel(
-        num_attention_heads=3, attention_head_dim=16, ffn_dim=64, num_layers=2, freq_dim=32, text_dim=64
-    )
-    pipeline = WanPipeline(
-        tokenizer=AutoTokenizer.from_pretrained(MINI / "tokenizer"),
-        text_encoder=UMT5EncoderModel.from_pretrained(MINI / "text_encoder"),
-        transformer=transformer.eval(),
-        vae=AutoencoderKLWan.from_pretrained(MINI / "vae"),
-        scheduler=UniPCMultistepScheduler.from_pretrained(MINI / "scheduler"),
-    )
+    sizes = {"num_attention_heads": 3, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 2}
+    transformer = WanTransformer3DModel(**sizes, freq_dim=32, text_dim=64).eval()
+    parts = {"tokenizer": AutoTokenizer, "text_encoder": UMT5EncoderModel, "vae": AutoencoderKLWan}
+    parts |= {"scheduler": UniPCMultistepScheduler}
+    loaded = {name: kind.from_pretrained(MINI / name) for name, kind in parts.items()}
+    pipeline = WanPipeline(transformer=transformer, **loaded)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

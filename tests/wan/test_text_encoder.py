@@ -7,12 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from helpers.checkpoints import SMALL_UMT5
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wan import text_encoder
 from wan.checkpoint import CheckpointError
 from wan.text_encoder import UMT5_FILE, TextEncoder, load_umt5
+
+SMALL_UMT5 = UMT5Config(
+    **{"vocab_size": 50, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 2},
+    **{"relative_attention_num_buckets": 32, "dropout_rate": 0.0},
+)
 
 
 def random_umt5(config: UMT5Config) -> dict[str, torch.Tensor]:
