@@ -125,8 +125,7 @@ def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str
     kept = read_report(path, "long_rollouts")
     pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
     rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
-    model = f"{kept['model']}, weights {kept['weights_sha256'][:9]}"
-    about = f"“{kept['prompt']}”\n{model}, seed {kept['seed']}"
+    about = f"{kept['rule']}\n{kept['model']}, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
     return rows, kept["seconds"], about
 
 

@@ -320,7 +320,7 @@ def test_long_rollouts(tmp_path, findings):
     content = io.BytesIO()
     Image.fromarray(np.zeros((8, 16, 3), np.uint8)).save(content, "PNG")
     rows = dict.fromkeys(("full", "deep sink"), base64.b64encode(content.getvalue()).decode())
-    strips = {"prompt": "a red circle", "seed": 3, "weights_sha256": "fedcba987654"}
+    strips = {"rule": "the median videos", "seed": 3, "weights_sha256": "fedcba987654"}
     strips |= {"model": "wan-mini", "seconds": [0, 5], "rows": rows}
     row = {"policy": "full", "effect": [0.6, 0.5, 0.7], "largest_placebo": 0.2}
     by_length = {"prompts": 4, "weights_sha256": "0123456789ab"}

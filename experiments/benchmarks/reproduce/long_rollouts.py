@@ -5,8 +5,8 @@
     python experiments/benchmarks/reproduce/long_rollouts.py --first_frame --output_path effects.json
 
 Writes docs/long_rollouts.json; where the comparison kept the mp4s, also strips, a PNG of few colours a
-policy, and the README's figure. They show one prompt, that of the median video under the whole past; --strips
-writes them alone. --first_frame rolls the miniature out instead and measures the
+policy, and the README's figure: each policy's median video. --strips writes them alone. --first_frame rolls
+the miniature out instead and measures the
 first-frame effect by length: mean logits of pass 0, fitted to the first frames of each length; placebos are
 the same fit for frames 1 to 14.
 """
@@ -30,7 +30,7 @@ from experiments.figures.style import save_svg
 from experiments.running.cli import count, main
 from experiments.session import capture, load
 from experiments.studies.policy_comparison import read_policies
-from experiments.studies.policy_findings import FROM, FULL, PRIMARY, TO, findings, short_label
+from experiments.studies.policy_findings import FROM, PRIMARY, TO, findings, short_label
 from wan.errors import ConfigError
 from wan.files import read_json
 
@@ -67,54 +67,56 @@ def run(argv=None):
     if not args.strips:
         save_report(findings(comparison), args.output_path)
         print(args.output_path)
-    prompt, seed, right = median_video(comparison)
-    number = comparison["prompts"].index(prompt)
-    videos = {label: args.comparison.parent / f"videos/{label}_{number}.mp4" for label in ROWS}
-    if all(path.is_file() for path in videos.values()):
-        about = {"prompt": prompt, "seed": seed} | {n: comparison[n] for n in ("model", "weights_sha256")}
-        make_strips(videos, right, about, args)
+    made = {video["label"] for video in comparison["videos"]}
+    medians = {label: median_video(comparison, label) for label in ROWS if label in made}
+    videos = {label: args.comparison.parent / f"videos/{label}_{n}.mp4" for label, (n, _) in medians.items()}
+    if videos and all(path.is_file() for path in videos.values()):
+        make_strips(comparison, medians, videos, args)
     elif args.strips:
-        raise ConfigError(f"{args.comparison.parent}/videos lacks some {number}.mp4: compare with --videos")
+        raise ConfigError(f"{args.comparison.parent}/videos lacks median videos: compare with --videos")
 
 
 # --- Frames of long videos side by side, a row a policy, small enough to be kept beside the findings
-def median_video(comparison: dict[str, Any]) -> tuple[str, int, dict[str, float]]:
-    """Return prompt and seed of the median video of the first seed's under the whole past.
+def median_video(comparison: dict[str, Any], label: str) -> tuple[int, float]:
+    """Return the number of the prompt of a policy's median video, of the first seed, and its share right.
 
-    With them the share of seconds right of every policy's video of that prompt and seed. Of two in the middle
-    it is the lower one, of equals the first prompt's.
+    Of two in the middle it is the lower one, of equals the first prompt's.
     """
-    first: dict[tuple[str, str], dict[str, Any]] = {}
-    for video in comparison["videos"]:
-        first.setdefault((video["label"], video["prompt"]), video)
-    right = {at: float(np.mean(video["tracker"][PRIMARY][FROM:TO])) for at, video in first.items()}
-    order = sorted(comparison["prompts"], key=lambda prompt: right[FULL, prompt])
-    prompt = order[(len(order) - 1) // 2]
-    shares = {label: right[label, prompt] for label, of in right if of == prompt}
-    return prompt, first[FULL, prompt]["seed"], shares
+    first: dict[str, float] = {}
+    for video in (video for video in comparison["videos"] if video["label"] == label):
+        first.setdefault(video["prompt"], float(np.mean(video["tracker"][PRIMARY][FROM:TO])))
+    prompt = sorted(comparison["prompts"], key=first.__getitem__)[(len(first) - 1) // 2]
+    return comparison["prompts"].index(prompt), first[prompt]
 
 
 def make_strips(
-    videos: dict[str, Path], right: dict[str, float], about: dict[str, Any], args: argparse.Namespace
+    comparison: dict[str, Any],
+    medians: dict[str, tuple[int, float]],
+    videos: dict[str, Path],
+    args: argparse.Namespace,
 ) -> None:
-    """Write the strips of videos by label, and draw those of the README; about: what one run made them of."""
+    """Write the strips of each policy's median video, and draw those of the README."""
     import imageio.v3 as iio
     from PIL import Image
 
     require_ffmpeg()
-    output, rows = args.output_path.with_name(f"{args.output_path.stem}_strips.json"), {}
-    for label, path in videos.items():
-        video = iio.imread(path)
+    output, rows, prompts = args.output_path.with_name(f"{args.output_path.stem}_strips.json"), {}, {}
+    for label, (number, right) in medians.items():
+        video = iio.imread(videos[label])
         scale = video.shape[1] // SIDE
         frames = [video[min(second * FPS, len(video) - 1), ::scale, ::scale] for second in SECONDS]
         content = io.BytesIO()
         Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
-        rows[f"{ROWS[label]}: {right[label]:.0%}"] = base64.b64encode(content.getvalue()).decode()
+        name = f"{ROWS[label]}: {right:.0%} ({comparison['kinds'][number]})"
+        rows[name] = base64.b64encode(content.getvalue()).decode()
+        prompts[name] = comparison["prompts"][number]
+    about = {name: comparison[name] for name in ("model", "weights_sha256", "made")}
+    about |= {"seed": comparison["videos"][0]["seed"], "prompts": prompts}
+    about["rule"] = f"each policy's median video; %: seconds {FROM} to {TO} with colour and shape right"
     save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
     drawn, seconds, subtitle = read_strips(output)
     chosen = {name: row for name, row in drawn.items() if not name.startswith(UNRANKED)}
-    rule = f"the median video of the whole past; share of seconds {FROM} to {TO} right"
-    print(save_svg(long_strips(chosen, seconds, f"{subtitle}; {rule}"), args.figures / "long_rollouts.svg"))
+    print(save_svg(long_strips(chosen, seconds, subtitle), args.figures / "long_rollouts.svg"))
 
 
 # --- The first-frame effect by length
