@@ -41,9 +41,8 @@ def test_round_trip(tmp_path, maker):
 # --- What is wrong
 def changed(values, **changes):
     """The values with some replaced, or, given a function, changed."""
-    return values | {
-        name: value(values[name]) if callable(value) else value for name, value in changes.items()
-    }
+    new = {name: value(values[name]) if callable(value) else value for name, value in changes.items()}
+    return values | new
 
 
 def told(kind, granularity=None, **changes):
@@ -275,12 +274,6 @@ def test_fields_of_older_files(read, older, fields):
     assert {name: cache[name] for name in fields} == fields and cache["schema_version"] == 1
 
 
-def test_tokens_of_an_older_figure4_are_kept(read):
-    (entry,) = read(older_figure4())["attention_weights"]
-    assert torch.equal(entry["attn_logits"], older_figure4()["attention_weights"][0]["attn_logits"])
-    assert (entry["layer_idx"], entry["last_block_start_frame"], entry["num_key_frames"]) == (4, 18, 21)
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_older_zeros_are_absent_by_block(read, known):
     older = older_layer()
@@ -318,7 +311,10 @@ def test_calls_of_an_older_inference_cache_get_their_tags(read):
     assert (call["block"], call["step"], call["timestep"]) == (2, None, None)
 
 
-def test_omegaconf_and_numpy_values(read):
+def test_omegaconf_and_numpy_values_and_tokens(read):
+    (entry,) = read(older_figure4())["attention_weights"]
+    assert torch.equal(entry["attn_logits"], older_figure4()["attention_weights"][0]["attn_logits"])
+    assert (entry["layer_idx"], entry["last_block_start_frame"], entry["num_key_frames"]) == (4, 18, 21)
     config = OmegaConf.create({"layers": [4], "nested": {"a": 1.5, "home": "${oc.env:HOME}"}, "none": None})
     numbers = {"key_frames": np.arange(21), "frame_seq_length": np.int32(5)}
     older = older_figure4(layer_indices=config.layers, config=config, prompt=np.str_("x"), **numbers)

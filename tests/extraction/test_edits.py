@@ -77,10 +77,8 @@ def test_an_endless_file_is_refused(read):
 
 def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):
     def edits_by(*flags):
-        parser = run_parser("a script", "cache/x.pt")
-        return config_from(
-            parser.parse_args(["--config_path", "configs/wan_mini.yaml", *flags])
-        ).interventions
+        words = ["--config_path", "configs/wan_mini.yaml", *flags]
+        return config_from(run_parser("a script", "cache/x.pt").parse_args(words)).interventions
 
     edits = [edit.to_dict() for edit in EDITS]
     assert edits_by("--interventions", str(written(tmp_path, json.dumps(edits)))) == edits

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import imageio.v3 as iio
 import numpy as np
@@ -78,9 +79,8 @@ def stopped(*args, **kwargs):
 
 def no_video(monkeypatch):
     """Nothing is decoded or encoded."""
-    monkeypatch.setattr(
-        long_rollout.VideoWriter, "_decoded", lambda self, frames: torch.zeros(len(frames), 64, 64, 3).byte()
-    )
+    blank = lambda self, frames: torch.zeros(len(frames), 64, 64, 3).byte()  # noqa: E731
+    monkeypatch.setattr(long_rollout.VideoWriter, "_decoded", blank)
     monkeypatch.setattr(GrowingVideo, "append", lambda self, *_: setattr(self, "pieces", self.pieces + 1))
     monkeypatch.setattr(GrowingVideo, "finish", lambda self: None)
 
@@ -177,12 +177,7 @@ def test_the_decoder_looks_back_far_enough_for_the_real_one(monkeypatch):
     vae = VAE(AutoencoderKLWan(base_dim=4, decoder_base_dim=4, z_dim=4, **scale))
     latents, blocks = torch.randn(66, 4, 1, 1), block_ranges([3] * 22)
 
-    class Held:
-        shape, frames = (66, 4, 1, 1), 66
-
-        def read(self, frames):
-            return latents[frames.start : frames.stop]
-
+    held = SimpleNamespace(shape=(66, 4, 1, 1), frames=66, read=lambda at: latents[at.start : at.stop])
     seen = {}
 
     class Video:
@@ -194,14 +189,11 @@ def test_the_decoder_looks_back_far_enough_for_the_real_one(monkeypatch):
             self.pieces += 1
 
     one, other = Video(), Video()
-    long_rollout.VideoWriter(one, vae, Held(), blocks, torch.device("cpu")).catch_up()
+    long_rollout.VideoWriter(one, vae, held, blocks, torch.device("cpu")).catch_up()
     other.pieces = 20
-    long_rollout.VideoWriter(other, vae, Held(), blocks, torch.device("cpu")).catch_up()
-    assert (
-        long_rollout.LOOKS_BACK < 60
-        and sorted(seen) == list(range(22))
-        and len(seen[20]) == len(seen[21]) == 2
-    )
+    long_rollout.VideoWriter(other, vae, held, blocks, torch.device("cpu")).catch_up()
+    assert long_rollout.LOOKS_BACK < 60 and sorted(seen) == [*range(22)]
+    assert len(seen[20]) == len(seen[21]) == 2
     assert all(torch.equal(*seen[piece]) for piece in (20, 21))
 
 

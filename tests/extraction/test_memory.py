@@ -99,22 +99,20 @@ def test_the_parts_follow_from_the_sizes(tmp_path):
     assert rolling["activations"] == 5 * plain["activations"]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "host", "encodes", "requests", "message"),
-    [
-        (8, 64, False, None, "9.2 GB of GPU memory while rolling.*8.0 GB are free; it fits with --offload$"),
+def test_a_hint_names_what_makes_it_fit(tmp_path, monkeypatch):
+    for gpu, host, encodes, requests, message in (
+        (8, 64, False, None, "9.2 GB of GPU memory while .*8.0 GB are free; it fits with --offload$"),
         (10, 64, True, None, "while encoding the prompt .*it fits with --t5_cpu$"),
-        (10, 8, True, None, "of GPU memory while encoding the prompt .*it fits with --prompt_embeds FILE$"),
+        (10, 8, True, None, "of GPU memory while encoding .*it fits with --prompt_embeds FILE$"),
         (5, 64, False, None, "it fits with --num_frames 6$"),
         (3.4, 64, False, None, "it fits with --offload --num_frames 9$"),
-        (64, 2, False, TOKENS, "3.7 GB of host memory while rolling out .*fits with --granularity frame$"),
+        (64, 2, False, TOKENS, "3.7 GB of host memory while rolling .*with --granularity frame$"),
         (1, 1, True, None, "no flag makes it fit: it needs a larger machine"),
-    ],
-)
-def test_a_hint_names_what_makes_it_fit(tmp_path, monkeypatch, gpu, host, encodes, requests, message):
-    monkeypatch.setattr(Memory, "free", lambda self: {"GPU": int(gpu * GB), "host": int(host * GB)})
-    with pytest.raises(ConfigError, match=message):
-        check_memory(on_gpu(tmp_path, requests, encodes), quiet=True)
+    ):
+        free = {"GPU": int(gpu * GB), "host": int(host * GB)}
+        monkeypatch.setattr(Memory, "free", lambda self, free=free: free)
+        with pytest.raises(ConfigError, match=message):
+            check_memory(on_gpu(tmp_path, requests, encodes), quiet=True)
 
 
 def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):

@@ -37,9 +37,8 @@ def short(tiny, tmp_path):
 
 
 def no_encoder(monkeypatch):
-    monkeypatch.setattr(
-        prompt_embeds.TextEncoder, "from_pretrained", lambda *args: pytest.fail("umT5 was loaded")
-    )
+    loaded = lambda *args: pytest.fail("umT5 was loaded")  # noqa: E731
+    monkeypatch.setattr(prompt_embeds.TextEncoder, "from_pretrained", loaded)
 
 
 def made(tmp_path, *flags, script=run_extraction_figure4) -> bytes:

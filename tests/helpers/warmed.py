@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import spawn
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,16 +59,9 @@ sys.exit(code)
 COMMANDS = {"python": [], "papermill": ["-m", "papermill"], "hf": ["-m", "huggingface_hub.cli.hf"]}
 
 
-class Warm(NamedTuple):
-    """Commands, an `activate` beside them, and the hub that they know: a port where nobody listens yet."""
-
-    bin: Path
-    python: str
-    hub: tuple[str, int]
-
-
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
+def warm() -> Iterator[SimpleNamespace]:
+    """Commands, an `activate` beside them, and the hub that they know: a port where nobody listens yet."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         bin, address, hub = Path(folder, "bin"), Path(folder, "socket"), free.getsockname()
@@ -76,8 +69,7 @@ def warm() -> Iterator[Warm]:
         bin.mkdir()
         names = {"python": sys.executable, "address": str(address), "executable": str(bin / "python")}
         for name, first in COMMANDS.items():
-            text = PYTHON.format(first=first, end=END, **names)
-            (bin / name).write_text(text)
+            (bin / name).write_text(PYTHON.format(first=first, end=END, **names))
             (bin / name).chmod(0o755)
         (bin / "activate").write_text(f"export PATH={bin}:$PATH\n")
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
@@ -87,7 +79,7 @@ def warm() -> Iterator[Warm]:
         while not address.exists():
             assert server.poll() is None, "the process to fork from has ended"
             time.sleep(0.02)
-        yield Warm(bin, str(bin / "python"), hub)
+        yield SimpleNamespace(bin=bin, python=str(bin / "python"), hub=hub)
         server.kill()
         server.wait()
 
