@@ -27,23 +27,22 @@ def vae(request) -> VAE:
     return VAE(AutoencoderKLWan(**SIZES | request.param, **STATISTICS).eval().requires_grad_(False))
 
 
-@pytest.fixture(scope="module")
-def latents() -> torch.Tensor:
-    return drawn(2, 5, 4, 3, 4)
-
-
-def test_decoding_is_diffusers_own(vae, latents):
+def test_decoding_is_diffusers_own_whole_and_in_pieces(vae, monkeypatch):
+    """A decoder keeps two frames a convolution, and may take a few frames of a stage at a time."""
+    latents = drawn(2, 5, 4, 3, 4)
     z = latents.transpose(1, 2) * vae.latents_std + vae.latents_mean
     expected = (vae.vae.decode(z).sample / 2 + 0.5).transpose(1, 2)
     torch.testing.assert_close(vae.decode(latents), expected, atol=ROUNDING, rtol=0)
-
-
-@pytest.mark.parametrize("sizes", [[1] * 5, [2, 3]])
-def test_pieces_give_the_whole_video(vae, latents, sizes):
-    decoder = StreamedDecoder(vae)
-    pieces = [decoder(piece) for piece in latents.split(sizes, 1)]
-    assert [piece.shape[1] for piece in pieces] == [4 * n - 3 * (i == 0) for i, n in enumerate(sizes)]
-    torch.testing.assert_close(torch.cat(pieces, 1), vae.decode(latents), atol=ROUNDING, rtol=0)
+    for sizes in ([1] * 5, [2, 3]):
+        decoder, pieces, kept = StreamedDecoder(vae), [], set()
+        for piece in latents.split(sizes, 1):
+            pieces.append(decoder(piece))
+            kept.add(sum(frames.untyped_storage().nbytes() for frames in decoder.past.values()))
+        assert [piece.shape[1] for piece in pieces] == [4 * n - 3 * (i == 0) for i, n in enumerate(sizes)]
+        torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=ROUNDING, rtol=0)
+        assert len(kept) <= 2  # the first frame passes no convolution over time
+    monkeypatch.setattr(vae_decoder, "AT_ONCE", 50_000)  # as the real model's
+    torch.testing.assert_close(vae.decode(latents), expected, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("frames", [1, 8, 13])
@@ -55,23 +54,6 @@ def test_encoding_is_diffusers_own(vae, frames):
     assert ours.shape[1] == 1 + (frames - 1) // 4
     theirs = ((raw - vae.latents_mean) / vae.latents_std).transpose(1, 2)
     torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=1e-5)
-
-
-def test_few_frames_at_once_are_all_frames(vae, latents, monkeypatch):
-    """The real model's: a stage takes a few of its frames, and puts them through all that is behind it."""
-    monkeypatch.setattr(vae_decoder, "AT_ONCE", 50_000)
-    found = vae.decode(latents)
-    monkeypatch.undo()
-    torch.testing.assert_close(found, vae.decode(latents), atol=ROUNDING, rtol=0)
-
-
-def test_memory_is_that_of_a_piece(vae):
-    """A decoder keeps two frames a convolution, however long the video is."""
-    decoder, kept = StreamedDecoder(vae), set()
-    for piece in torch.zeros(1, 9, 4, 1, 2).split(2, 1):
-        decoder(piece)
-        kept.add(sum(frames.untyped_storage().nbytes() for frames in decoder.past.values()))
-    assert len(kept) <= 2  # the first frame passes no convolution over time
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where no GPU is")
