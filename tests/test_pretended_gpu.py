@@ -21,12 +21,9 @@ BANK = {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1}
 @pytest.mark.parametrize("policy", [{"name": "full"}, BANK, CHOSEN], ids=lambda policy: policy["name"])
 def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy):
     with pretended_gpu() as gpu:
-        model, x, text = (
-            golden_model().to(gpu),
-            torch.randn(1, 12, 16, 4, 6).to(gpu),
-            torch.randn(1, 32, 64).to(gpu),
-        )
-        pipeline = CausalInferencePipeline(model, **TWO_STEPS, cache_policy=make_policy(**policy))
+        x, text = torch.randn(1, 12, 16, 4, 6).to(gpu), torch.randn(1, 32, 64).to(gpu)
+        options = {"cache_policy": make_policy(**policy)} | TWO_STEPS
+        pipeline = CausalInferencePipeline(golden_model().to(gpu), **options)
         waited.clear()
         with ATTENTION_WEIGHT_CAPTURE.capture(FRAMES, *([] if policy is CHOSEN else [MAPS])) as calls:
             pipeline.inference(x, prompt_embeds=text, renoise=x[None])

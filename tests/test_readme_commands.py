@@ -70,11 +70,8 @@ def test_the_site_is_built_without_a_warning_and_asks_no_network(tmp_path):
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-1500:]
     pages = sorted(tmp_path.rglob("[!4]*.html"))
-    lost, fetched, elsewhere = (
-        [],
-        [],
-        r'<(?:script|img|link rel="styles[^>]* (?:src|href)="?(?:https?:)?//[^">]*',
-    )
+    lost, fetched = [], []
+    elsewhere = r'<(?:script|img|link rel="stylesheet")[^>]* (?:src|href)="?(?:https?:)?//[^">]*'
     for page in pages:
         text = page.read_text()
         fetched += re.findall(elsewhere, text)

@@ -213,17 +213,9 @@ def test_words_of_tokens():
 
 
 def test_a_table_is_aligned_and_numbers_keep_four_digits():
-    rows = [
-        {"name": "a", "n": np.int64(3), "x": 10.25},
-        {"name": "long", "x": float("nan")},
-        {"y": 0.00012345},
-    ]
-    assert table(rows).split("\n") == [
-        "name  n       x          y",
-        "a     3  10.250",
-        "long        N/A",
-        "                 0.0001234",
-    ]
+    rows = [{"name": "a", "n": np.int64(3), "x": 10.25}, {"name": "long", "x": np.nan}, {"y": 0.00012345}]
+    expected = ["name  n       x          y", "a     3  10.250", "long        N/A", f"{'0.0001234':>26}"]
+    assert table(rows).split("\n") == expected
     assert table([], "absent") == "absent"
     assert table({"a": 1.5, "long": "words"}) == "a     1.500\nlong  words"
 

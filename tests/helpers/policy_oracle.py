@@ -104,17 +104,14 @@ class LayerOracle:
 
     def softmax(self, q: Tensor, asking: list[Frame], seen: list[Frame]) -> Tensor:
         """Attention of queries that stand where these frames do over all tokens of other ones."""
-        self.tokens = [torch.stack([f.frame, f.position, f.index], -1) for f in seen]
+        told = [torch.stack([f.frame, f.position, f.index], -1) for f in seen]
+        self.seen = torch.cat(told, 1)  # frame, position and index in its frame of every key, [B, Lk, 3]
         places = [torch.cat([getattr(f, x) for f in asking], 1) for x in ("position", "index")]
         q = rotated(q, *places, self.width)
         keys = torch.cat([rotated(f.raw, f.position, f.index, self.width) for f in seen], 1)
         values = torch.cat([f.values for f in seen], 1)
         logits = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[-1] ** -0.5
         return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), values)
-
-    def seen(self) -> Tensor:
-        """Return frame, position and index in its frame of every key of the last call, [B, Lk, 3]."""
-        return torch.cat(self.tokens, 1)
 
     def placed(self) -> tuple[list[Frame], list[Frame]]:
         past, own, sink = self.past, self.own, self.sink
@@ -178,9 +175,7 @@ class LayerOracle:
         for f in self.bank:
             keys = rotated(f.raw, f.position, f.index, self.width)
             scores.append(torch.einsum("bthd,bshd->b", text, keys))
-        order = torch.stack(scores, 1).argsort(dim=1, descending=True, stable=True)[
-            :, : size - 1
-        ]  # [B, bank - 1]
+        order = torch.stack(scores, 1).argsort(dim=1, descending=True, stable=True)[:, : size - 1]
         columns, batch = self.columns(self.bank), range(len(order))
         best = [[torch.stack([x[order[b, i]][b] for b in batch]) for x in columns] for i in range(size - 1)]
         self.bank = [*(Frame(*fields) for fields in best), candidate]
@@ -221,9 +216,5 @@ class LayerOracle:
 
 def mixed(old: Frame, new: Frame, weight: float) -> Frame:
     """(1 - weight) old + weight new."""
-    return replace(
-        old,
-        raw=(1 - weight) * old.raw + weight * new.raw,
-        values=(1 - weight) * old.values + weight * new.values,
-        frame=torch.full_like(old.frame, -1),
-    )
+    raw, values = ((1 - weight) * x + weight * y for x, y in ((old.raw, new.raw), (old.values, new.values)))
+    return replace(old, raw=raw, values=values, frame=torch.full_like(old.frame, -1))

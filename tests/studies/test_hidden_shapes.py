@@ -108,15 +108,10 @@ def test_a_planted_dependence_on_frame_0_is_found(monkeypatch):
     monkeypatch.setattr(effects, "head_correlation", few)
     rng = np.random.default_rng(0)
     mass = rng.uniform(size=(20, 4, 6))
-    found = {
-        "effect": mass + 0.05 * rng.uniform(size=mass.shape),
-        "control": np.full_like(mass, 0.001),
-        "norm": np.broadcast_to(rng.uniform(size=(4, 6)), mass.shape),
-        "floor": np.full((20,), 1e-6),
-        "mass on frame 0, first pass": mass,
-        "s, first pass": rng.uniform(size=mass.shape),
-        "share of positive logits, first pass": np.broadcast_to(np.arange(6) / 5, mass.shape),
-    }
+    found = {"effect": mass + 0.05 * rng.uniform(size=mass.shape), "mass on frame 0, first pass": mass}
+    found |= {"norm": np.broadcast_to(rng.uniform(size=(4, 6)), mass.shape), "floor": np.full((20,), 1e-6)}
+    found |= {"control": np.full_like(mass, 0.001), "s, first pass": rng.uniform(size=mass.shape)}
+    found["share of positive logits, first pass"] = np.broadcast_to(np.arange(6) / 5, mass.shape)
     report = effects.first_frame_report(found, range(4))
     by = {name: values["partial_rho"] for name, values in report["correlations"].items()}
     assert by["mass on frame 0, first pass"][0] > 0.8 and by["mass on frame 0, first pass"][1] > 0.5

@@ -32,12 +32,8 @@ def run_case(case: str, on_flow=None):
         model, independent_first_frame=setting.get("independent_first_frame", False)
     )
     arrays = golden_arrays("causal")
-    video, latents = pipeline.inference(
-        noise=arrays[f"{case}/noise"],
-        prompt_embeds=arrays[f"{case}/prompt_embeds"],
-        renoise=arrays[f"{case}/renoise"][:, None],
-        initial_latent=arrays.get(f"{case}/initial_latent"),
-    )
+    given = {name: arrays.get(f"{case}/{name}") for name in ("noise", "prompt_embeds", "initial_latent")}
+    video, latents = pipeline.inference(**given, renoise=arrays[f"{case}/renoise"][:, None])
     assert video is None
     return latents
 
@@ -58,9 +54,8 @@ def test_rollout(case):
 
 def captured(case: str, *requests: CaptureRequest) -> list[list[CapturedCall]]:
     """The calls of layers 0 and 4 that each request gets, which all look at one rollout."""
-    with ATTENTION_WEIGHT_CAPTURE.capture(
-        *(replace(request, layers=[0, 4]) for request in requests)
-    ) as calls:
+    some = [replace(request, layers=[0, 4]) for request in requests]
+    with ATTENTION_WEIGHT_CAPTURE.capture(*some) as calls:
         run_case(case)
     return [calls[n :: len(requests)] for n in range(len(requests))]
 
@@ -139,6 +134,5 @@ def test_scheduler_tables_are_exact(shift):
     schedule = FlowSchedule(shift)
     assert torch.equal(schedule.sigmas, arrays[f"fm_shift{shift}_sigmas"])
     assert torch.equal(schedule.timesteps, arrays[f"fm_shift{shift}_timesteps"])
-    assert torch.equal(
-        schedule.warp([1000, 750, 500, 250]), arrays[f"fm_shift{shift}_warped_1000_750_500_250"]
-    )
+    warped = schedule.warp([1000, 750, 500, 250])
+    assert torch.equal(warped, arrays[f"fm_shift{shift}_warped_1000_750_500_250"])

@@ -18,12 +18,8 @@ from wan.sites import now
 
 CASES = json.loads((GOLDEN / "policies/heads.json").read_text())["cases"]
 ATOL = 2e-5  # the smallest wrong policy moves the latents by 0.038
-TRIATTENTION = {
-    "kv_budget_tokens": "budget_tokens",
-    "local_attn_size": "window",
-    "sink_size": "sink",
-    "kv_compression_mode": "",
-}
+TRIATTENTION = {"kv_budget_tokens": "budget_tokens", "local_attn_size": "window", "sink_size": "sink"}
+TRIATTENTION["kv_compression_mode"] = ""
 
 
 def policy_of(case: str):
@@ -66,9 +62,8 @@ def test_run(case, monkeypatch):
     recorder, (golden, expected) = Recorder(monkeypatch), golden_run("heads", case)
     frames, switches = CASES[case]["frames"], CASES[case].get("switch", ())
     request = {"granularity": "frame", "blocks": [frames // 3 - 1], "steps": [0]}
-    with (
-        ATTENTION_WEIGHT_CAPTURE.capture(**request) if "frame_logits" in golden else nullcontext([]) as calls
-    ):
+    is_captured = "frame_logits" in golden
+    with ATTENTION_WEIGHT_CAPTURE.capture(**request) if is_captured else nullcontext([]) as calls:
         latents = release_rollout(policy_of(case), frames, switches)
     torch.testing.assert_close(latents[0, -3:], expected, atol=ATOL, rtol=0)
     keys = golden["keys"].astype(int).cumsum(-1)  # [block, layer, head, key]

@@ -99,13 +99,9 @@ def test_query_key_norm(batch, frames, tokens, heads, head_dim, rows, dtype, way
 def test_a_layer_behind_attention(rows, dtype, way, monkeypatch):
     """Interpreted, by the kernels that add and norm at once."""
     dim, length, called = 48, 15, []
-    x, seen, *text = (
-        drawn(*size) for size in ((2, length, dim), (2, length, dim), (2, 7, 3, 16), (2, 7, 3, 16))
-    )
-    time, block = (
-        drawn(2, rows, 6, dim),
-        Block(ModelConfig(dim=dim, ffn_dim=64, num_heads=3, num_layers=1), 0),
-    )
+    x, seen, *text = (drawn(*size) for size in [(2, length, dim)] * 2 + [(2, 7, 3, 16)] * 2)
+    block = Block(ModelConfig(dim=dim, ffn_dim=64, num_heads=3, num_layers=1), 0)
+    time = drawn(2, rows, 6, dim)
     for parameter in block.parameters():
         parameter.copy_(drawn(*parameter.shape) * dim**-0.5)
     x, seen, *text = (value.to(dtype) for value in (x, seen, *text))

@@ -107,7 +107,7 @@ class Watch:
         torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
         layout = cache.layouts[layer]
         told = torch.stack([*key_frames(layout, len(x)), key_tokens(layout, len(x))], -1).tolist()
-        assert list(map(sorted, told)) == list(map(sorted, oracle.seen().tolist()))
+        assert list(map(sorted, told)) == list(map(sorted, oracle.seen.tolist()))
         assert len(layout.slots) <= cache.capacity
         if at.step >= 0:  # a block sees itself, last
             own = layout.slots[layout.own.start :]
