@@ -349,9 +349,9 @@ class HeadMemory(Trials):
         yield "singles", self.singles()
         if not all(map(self.read, (self.base(), *self.singles()))):
             return
+        yield "controls", self.controls()
         yield "budgets", self.budgets(rules, sizes.budgets, sizes.sink)
         yield "budgets without a sink", self.budgets((*RULES[:3], "random"), sizes.budgets, 0)
-        yield "controls", self.controls()
         yield "routes", self.routes()
         yield "more budgets", self.budgets(rules, sizes.more_budgets, sizes.sink)
         yield "routes of single heads", self.routes_of_heads()
