@@ -54,10 +54,8 @@ def figure4(
         values = tokens_of(logits, is_logits)
         if granularity != "token":
             curves, mass = query_frame_curves(logits, S), query_frame_curves(logits.float().softmax(-1), S)
-            by_frame = {
-                "frame_logits": curves_to_frames(curves, S),
-                "frame_mass": curves_to_frames(mass, S) * S,
-            }
+            means, shares = curves_to_frames(curves, S), curves_to_frames(mass, S) * S
+            by_frame = {"frame_logits": means, "frame_mass": shares}
             values = {name: spread_keys(value, keys, F) for name, value in by_frame.items()}
             values |= {"key_curve": curves.mean(1)} if granularity == "key" else {}
         entries.append({"layer_idx": layer, **repeated, **values})
@@ -93,13 +91,8 @@ def atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5, blocks=None, curve=True
     logits = torch.stack([frame_matrix(H, cache["block_sizes"], 100 * N + s) for N in layers for s in steps])
     logits = logits.view(*shape, H, F, F)
     mass = logits.masked_fill(logits.isnan(), -torch.inf).softmax(-1).masked_fill(logits.isnan(), torch.nan)
-    cache |= {
-        "layers": list(layers),
-        "pass_timesteps": [pass_of(s)["timestep"] for s in steps],
-        "pass_steps": list(steps),
-        "frame_logits": logits,
-        "frame_mass": mass,
-    }
+    cache |= {"layers": list(layers), "pass_timesteps": [pass_of(s)["timestep"] for s in steps]}
+    cache |= {"pass_steps": list(steps), "frame_logits": logits, "frame_mass": mass}
     if curve:  # every token of a frame at the frame's mean, plus a ripple that averages out
         last = block_frames(cache["block_sizes"], -1)
         ripple = torch.linspace(-0.25, 0.25, S).repeat(F)
@@ -209,13 +202,7 @@ def older_inference(blocks, passes, layers=(2, 4), window=None, S=5, H=3):
              "q_shape": torch.Size([1, size * S, H, 4]), "k_shape": torch.Size([1, Lk, H, 4])}
             for _ in range(passes) for layer in layers
         ]  # fmt: skip
-    return {
-        "attention_weights": calls,
-        "layer_indices": list(layers),
-        "prompt": "x",
-        "num_frames": sum(blocks),
-        "frame_seq_length": S,
-        "num_frame_per_block": 3,
-        "num_transformer_blocks": 8,
-        "config": {"denoising_step_list": OmegaConf.create([1000, 750, 500, 250])},
-    }
+    own = {"layer_indices": list(layers), "prompt": "x", "num_frames": sum(blocks), "frame_seq_length": S}
+    own |= {"num_frame_per_block": 3, "num_transformer_blocks": 8}
+    steps = OmegaConf.create([1000, 750, 500, 250])
+    return {"attention_weights": calls, **own, "config": {"denoising_step_list": steps}}

@@ -92,9 +92,8 @@ def test_stored_figures_and_what_is_said_of_figures_and_defaults():
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         shown = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
-        pictures = [
-            Image.open(io.BytesIO(base64.b64decode(x["image/png"]))) for x in shown if "image/png" in x
-        ]
+        pngs = [base64.b64decode(x["image/png"]) for x in shown if "image/png" in x]
+        pictures = [Image.open(io.BytesIO(png)) for png in pngs]
         assert all(picture.mode in ("RGB", "RGBA") for picture in pictures), path.name
         assert pictures or any("image/svg+xml" in x for x in shown), path.name
         code = "".join(line for cell in cells if cell["cell_type"] == "code" for line in cell["source"])
@@ -157,9 +156,8 @@ def test_probabilities_of_a_window_of_logits_and_of_an_atlas(tmp_path):
     atlas = synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5)
     mass = atlas["frame_mass"][2, 1, 2, -3:].double().mean(0)  # layer 5, clean pass, head 2, last block
     printed, _ = run("plot_figure4", tmp_path, atlas, WEIGHT_INDEX=5, HEAD=2, QUANTITY="mass")
-    assert float(row_of(printed.split("(max")[1], "2")[1]) == pytest.approx(
-        float(mass[0]), abs=1e-3
-    )  # stored in half
+    stored_in_half = float(row_of(printed.split("(max")[1], "2")[1])
+    assert stored_in_half == pytest.approx(float(mass[0]), abs=1e-3)
     said, _ = run("plot_figure4", tmp_path, atlas, WEIGHT_INDEX=6)
     assert said.endswith("CacheError: call 6 is not in 0..5, the layers and passes of this atlas")
 
@@ -172,9 +170,8 @@ def figure_files(*layers):
 
 def test_figure4_of_tokens(tmp_path):
     cache = synthetic_caches.figure4(H=4)
-    printed, drawn = run(
-        "plt_fig4", tmp_path, cache, HEADS=[[1, 1, "L1H1"], [5, 3, "L5H3"]], TITLE="Mine", TOKENS_PER_BAR=8
-    )
+    chosen = {"HEADS": [[1, 1, "L1H1"], [5, 3, "L5H3"]], "TITLE": "Mine", "TOKENS_PER_BAR": 8}
+    printed, drawn = run("plt_fig4", tmp_path, cache, **chosen)
     assert drawn.keys() == figure_files(1, 5) and "Mine" in drawn["figure4_reproduction.svg"]
     assert "mean of 8 key tokens" in drawn["figure4_reproduction.svg"]
     tokens = cache["attention_weights"][1]["attn_logits"][0, 3].double().numpy()  # layer 5, head 3: [48, 336]
@@ -332,18 +329,8 @@ def test_long_rollouts(tmp_path, findings):
     printed, drawn = run("long_rollouts", tmp_path, KINDS=["wall", "crossing"], **paths)
     assert "wan-mini, 240 latent frames, 18 held-out prompts × 3 seeds" in printed
     assert row_of(printed, "window", "9/3")[2].startswith("0.8")
-    names = [
-        "strips",
-        "right",
-        "heads",
-        "over_time",
-        "motion",
-        "sink_maps",
-        "cost",
-        "effect_by_length",
-        "rope",
-    ]
-    assert drawn.keys() == {f"{name}.svg" for name in names}
+    names = ("strips", "right", "heads", "over_time", "motion", "sink_maps", "cost", "effect_by_length")
+    assert drawn.keys() == {"rope.svg", *(f"{name}.svg" for name in names)}
     assert "weights 012345678, 4 prompts" in drawn["effect_by_length.svg"]
     assert "5 s" in drawn["strips.svg"] and "weights fedcba987, seed 3" in drawn["strips.svg"]
     windows, sinks, values = long_rollouts.LongRollouts(findings).sink_map("window")

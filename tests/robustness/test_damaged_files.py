@@ -159,9 +159,8 @@ def lying_header(content: bytes, dice: Random) -> bytes:
     if how == "length":
         return struct.pack("<Q", dice.choice((0, 7, length + 8, 2**31, 2**63, 2**64 - 1))) + content[8:]
     if how in ("json", "deep"):
-        return (
-            content[:8] + (flipped(content[8 : 8 + length], dice) if how == "json" else b"[" * length) + data
-        )
+        lie = flipped(content[8 : 8 + length], dice) if how == "json" else b"[" * length
+        return content[:8] + lie + data
     lies = {
         "data_offsets": ([0, 2**62], [8, 4], [-4, 0], [0, len(data) + 4]),
         "shape": ([2**40, 2**40], [0], [-1], [*entry["shape"][::-1], 2], ["a"]),

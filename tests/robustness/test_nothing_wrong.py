@@ -177,12 +177,9 @@ MUTABLE = ("manifest.json",)  # lists of what there is, and logs: nobody takes a
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The outputs below a folder."""
-    found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {
-        name: path.read_bytes()
-        for name, path in found.items()
-        if path.name not in MUTABLE and path.suffix != ".jsonl" and not path.name.startswith(".")
-    }
+    found = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    of_numbers = [path for path in found if path.name not in MUTABLE and path.suffix != ".jsonl"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in of_numbers}
 
 
 @cache

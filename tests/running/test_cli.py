@@ -115,9 +115,8 @@ def test_whatever_is_given_a_script_begins_or_says_in_one_line_why_not(name, tmp
     for place in ("caches.store.save_cache", "figures.html_page.save_page"):
         monkeypatch.setattr(f"experiments.{place}", begins)
     explained = cli.explained
-    monkeypatch.setattr(
-        cli, "explained", lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)
-    )
+    ended = lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)  # noqa: E731
+    monkeypatch.setattr(cli, "explained", ended)
     script = import_module(f"experiments.{name}")
 
     @settings(max_examples=8, deadline=None, derandomize=True, database=None,
@@ -229,10 +228,8 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, mo
     log = tmp_path / "log"
     argv = ["--config_path", tiny.path, "--output_path", str(tmp_path / "a.pt"), "--log_file", str(log)]
     done = forked(exit_code(lambda: cli.main(run_extraction_each.run, argv)))
-    assert done.value == 1 and done.said.startswith(
-        "error: unexpected ZeroDivisionError: first: please report"
-    )
-    assert done.said.count("\n") == 1
+    assert done.value == 1 and done.said.count("\n") == 1
+    assert done.said.startswith("error: unexpected ZeroDivisionError: first: please report")
     assert "in surprise" in json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["traceback"]
     done = forked(exit_code(lambda: cli.main(run_extraction_each.run, [*argv, "--debug"])))
     assert done.said.startswith("Traceback") and done.said.count("\nerror: ") == 1

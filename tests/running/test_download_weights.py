@@ -52,13 +52,12 @@ class Hub(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"/([^/]+/[^/]+)/resolve/\w+/(.+)", path)
         if listing:
             files = FILES[listing[1]]
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in files.items()
-            ]
-            for entry, data in zip(tree, files.values(), strict=True):
+            tree = []
+            for name, data in files.items():
+                tree.append({"type": "file", "path": name, "size": len(data), "oid": "0"})
                 if len(data) > 100:
-                    oid = "0" * 64 if entry["path"] == self.spoiled else sha256(data)
-                    entry["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 130}
+                    oid = "0" * 64 if name == self.spoiled else sha256(data)
+                    tree[-1]["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 130}
             about = {"id": listing[1], "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
             self.send(json.dumps(tree if listing[2] == "tree" else about).encode())
         else:

@@ -154,11 +154,8 @@ def test_a_batch_is_the_runs_alone_and_each_has_its_own_captures(pipe):
     with capture(pipe, "mlp_out", layers=[1], steps=[0]) as seen:
         first, second = pipe.generate(["a red circle", "a blue square"], seeds=[3, 4])
         alone = pipe.generate("a blue square", seed=4)
-    for one, other in (
-        (second.latents, alone.latents),
-        (second.activations["mlp_out"].stack(), alone.activations["mlp_out"].stack()),
-    ):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    for of in (lambda run: run.latents, lambda run: run.activations["mlp_out"].stack()):
+        torch.testing.assert_close(of(second), of(alone), atol=1e-4, rtol=0)
     assert len(seen.runs) == 3 and first.extraction.config.seed == 3
     assert len(pipe.generate("a red circle", seeds=[1, 2])) == 2
     with capture(pipe, layers=[1]):
