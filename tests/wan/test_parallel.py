@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.parallel_rollouts import HEADS, LAYERS, REQUESTS, roll_out, small_model, together
+from helpers.parallel_rollouts import HEADS, LAYERS, REQUESTS, SIZES, roll_out, small_model, together
 
 from wan import interventions
 from wan.capture import CaptureRequest
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, RunInStep, intervene
+from wan.model import CausalWanModel
 from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.policies import PromptSwitch, make_policy
 
@@ -143,33 +144,21 @@ def test_looking_changes_no_bit_and_a_recache_is_that_of_one_process():
         torch.testing.assert_close(switched, expected, rtol=0, atol=ATOL)
 
 
-def test_sizes_that_split():
+def test_sizes_and_calls_that_do_not_split():
     assert legal_sizes(12) == [1, 2, 3, 4, 6, 12] and legal_sizes(12, [16, 48]) == [1, 2, 4]
     check_size(4, "m", 12, [48])
     said = "--gpus 8 does not split m: its 12 heads and blocks of 16 or 48 tokens go on 1 or 2 or 4 GPUs"
     with pytest.raises(ConfigError, match=said):
         check_size(8, "m", 12, [48, 16])
+    together(2, wrong_calls)
 
 
 def wrong_calls(group):
-    model = small_model()
-    if group.size() == 5:
-        return [refused(lambda: apply_head_parallel(model, group))]
-    apply_head_parallel(model, group)
+    with pytest.raises(ConfigError, match=r"3 heads do not split over 2 GPUs; try one of \[1, 3\]"):
+        apply_head_parallel(CausalWanModel(**SIZES | {"num_heads": 3}), group)
+    model = parallel_model(group)
     text = model.text_keys_values(torch.zeros(1, 3, 16))
-    calls = ((torch.zeros(1, 1, 16, 2, 2), torch.zeros(1)), (torch.zeros(1, 2, 16, 4, 6), torch.zeros(1, 2)))
-    return [refused(lambda x=x, t=t: model(x, t, text)) for x, t in calls]
-
-
-def refused(function) -> str:
-    with pytest.raises(ConfigError) as raised:
-        function()
-    return str(raised.value)
-
-
-def test_calls_that_do_not_split():
-    (heads,), *_ = together(5, wrong_calls)
-    assert heads == "6 heads do not split over 5 GPUs; try one of [1, 2, 3, 6]"
-    (tokens, training), *_ = together(2, wrong_calls)
-    assert tokens == "a call of 1 tokens does not split over 2 GPUs"
-    assert training == "several GPUs make rollouts: no mask, and one timestep for all frames of a call"
+    with pytest.raises(ConfigError, match="a call of 1 tokens does not split over 2 GPUs"):
+        model(torch.zeros(1, 1, 16, 2, 2), torch.zeros(1), text)
+    with pytest.raises(ConfigError, match="no mask, and one timestep for all frames of a call"):
+        model(torch.zeros(1, 2, 16, 4, 6), torch.zeros(1, 2), text)

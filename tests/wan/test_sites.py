@@ -203,7 +203,7 @@ def test_a_function_at_z_is_ablation_and_a_class_or_decorator_is_a_function():
     assert eval(repr(said)) == said and "drop_head_2" in repr(drop_head_2)
 
 
-@pytest.mark.parametrize("site", ["resid_mid", "v", "cross_z"])
+@pytest.mark.parametrize("site", ["resid_mid", "v", "z", "cross_z"])
 def test_ablation_and_steering_of_every_site_with_tokens(site):
     pipeline, where = two_steps(), here(site)
     base = captured(pipeline=pipeline, **ONE)[site][0]
