@@ -67,7 +67,7 @@ def test_the_released_models():
         small.tokens_per_frame(61, 104)
 
 
-def test_flags_override_the_yaml_and_none_does_not(tmp_path):
+def test_flags_override_the_yaml_and_none_does_not_and_a_bad_one_is_one_clear_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("num_frames: 9\nseed: 7\n")
     config = load_config(path, {"seed": 1, "num_frames": None})
@@ -75,10 +75,7 @@ def test_flags_override_the_yaml_and_none_does_not(tmp_path):
     path.write_text("independent_first_frame: true\nnum_frames: 9\n")
     with pytest.warns(UserWarning, match="9 frames become 7"):
         assert load_config(path).block_sizes == [1, 3, 3]
-
-
-def test_bad_yaml_is_one_clear_line(tmp_path):
-    path, unknown = tmp_path / "run.yaml", "unknown key 'num_frame'; did you mean num_frames"
+    unknown = "unknown key 'num_frame'; did you mean num_frames"
     bad = {"num_frame: 9": unknown, "num_frames: many": "num_frames", "- 1": "mapping", "a: [": "not a YAML"}
     for text, message in bad.items():
         path.write_text(text)

@@ -8,10 +8,7 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, Site
 from wan.diffusers_capture import capture_diffusers
 from wan.errors import ConfigError
 
-
-@pytest.fixture(scope="module")
-def pipeline():
-    return small_wan_pipeline()
+pipeline = pytest.fixture(scope="module")(small_wan_pipeline)
 
 
 def test_the_latents_are_those_of_diffusers_own_processors_and_calls_name_where_they_are(pipeline):
@@ -51,10 +48,8 @@ def test_a_video_after_another_begins_with_its_own_first_call(pipeline, steps):
 
 
 def test_what_cannot_be_captured_is_refused(pipeline, monkeypatch):
-    with (
-        pytest.raises(ValueError, match=r"layer 2 is not in 0..1"),
-        capture_diffusers(pipeline.transformer, layers=[2], granularity="frame"),
-    ):
+    refused = pytest.raises(ValueError, match=r"layer 2 is not in 0..1")
+    with refused, capture_diffusers(pipeline.transformer, layers=[2], granularity="frame"):
         pass
     monkeypatch.setattr(pipeline.transformer.blocks[1].attn2, "add_k_proj", torch.nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="image-to-video"), capture_diffusers(pipeline.transformer):

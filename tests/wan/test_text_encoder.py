@@ -13,10 +13,8 @@ from wan import text_encoder
 from wan.checkpoint import CheckpointError
 from wan.text_encoder import UMT5_FILE, TextEncoder, load_umt5
 
-SMALL_UMT5 = UMT5Config(
-    **{"vocab_size": 50, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 2},
-    **{"relative_attention_num_buckets": 32, "dropout_rate": 0.0},
-)
+SIZES = {"vocab_size": 50, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 2}
+SMALL_UMT5 = UMT5Config(**SIZES, relative_attention_num_buckets=32, dropout_rate=0.0)
 
 
 def random_umt5(config: UMT5Config) -> dict[str, torch.Tensor]:
@@ -64,29 +62,32 @@ def plain_umt5(w: dict[str, torch.Tensor], config: UMT5Config, ids, mask) -> tor
     return norm(x, w["norm.weight"])
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A directory of the original release with a small umT5."""
+def test_umt5_computes_what_its_definition_says(tmp_path):
+    """From a directory of the original release; a file that lacks a name is refused."""
     (tmp_path / "config.json").write_text("{}")
-    torch.save(random_umt5(SMALL_UMT5), tmp_path / UMT5_FILE)
-    return tmp_path
-
-
-def test_umt5_computes_what_its_definition_says(folder):
-    encoder = load_umt5(folder, SMALL_UMT5, torch.float32)
+    weights = random_umt5(SMALL_UMT5)
+    torch.save(weights, tmp_path / UMT5_FILE)
+    encoder = load_umt5(tmp_path, SMALL_UMT5, torch.float32)
     ids = torch.randint(2, 50, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, 9:] = 0
     found = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-    expected = plain_umt5(random_umt5(SMALL_UMT5), SMALL_UMT5, ids, mask)
+    expected = plain_umt5(weights, SMALL_UMT5, ids, mask)
     assert ((found - expected)[mask.bool()]).abs().max() < 1e-5 * expected.abs().max()
+    for name in ("norm.weight", "token_embedding.weight"):
+        torch.save({key: x for key, x in weights.items() if key != name}, tmp_path / UMT5_FILE)
+        renamed = next(iter(text_encoder.umt5_to_transformers({name: torch.ones(1)})))
+        with pytest.raises(CheckpointError, match=rf"keys missing: {renamed}"):
+            load_umt5(tmp_path, SMALL_UMT5, torch.float32)
+
+
+MINI = ROOT / "checkpoints/wan-mini"
 
 
 def test_sizes_are_those_of_transformers(tmp_path):
-    mini = ROOT / "checkpoints/wan-mini"
-    config, sizes = text_encoder.encoder_config(mini), text_encoder.encoder_sizes(mini)
+    config, sizes = text_encoder.encoder_config(MINI), text_encoder.encoder_sizes(MINI)
     assert sizes == {name: getattr(config, name) for name in sizes} and config.is_gated_act
-    shutil.copytree(mini / "text_encoder", tmp_path / "text_encoder")
+    shutil.copytree(MINI / "text_encoder", tmp_path / "text_encoder")
     (tmp_path / "transformer").mkdir()
     (tmp_path / "text_encoder/config.json").write_text('{"d_model": "wide"}')
     with pytest.raises(CheckpointError, match="d_model is 'wide'"):
@@ -103,25 +104,14 @@ def test_the_real_umt5_has_these_keys():
     assert names["shared.weight"].shape == (256384, 4096)
 
 
-def test_umt5_files_that_do_not_fit(folder):
-    for name in ("norm.weight", "token_embedding.weight"):
-        weights = random_umt5(SMALL_UMT5)
-        del weights[name]
-        torch.save(weights, folder / UMT5_FILE)
-        renamed = next(iter(text_encoder.umt5_to_transformers({name: torch.ones(1)})))
-        with pytest.raises(CheckpointError, match=rf"keys missing: {renamed}"):
-            load_umt5(folder, SMALL_UMT5, torch.float32)
-
-
 def test_prompts_of_the_miniature(tmp_path):
-    mini = ROOT / "checkpoints/wan-mini"
-    encoder = TextEncoder.from_pretrained(mini, 8, torch.float32)
+    encoder = TextEncoder.from_pretrained(MINI, 8, torch.float32)
     assert text_encoder.clean_prompt("a  red\n salt &amp;amp; schÃ¶n ") == "a red salt & schön"
     assert encoder.words("a red &amp;amp; blue  circle")[:2] == encoder.words("a red")[:2]
     with pytest.warns(UserWarning, match="tokens, the model reads 8; cut: "):
         states = encoder(["a red circle moving right and a blue square moving left", "a"])
     assert states.shape[:2] == (2, 8) and not states[1, -1].any() and states[0].abs().sum(-1).all()
-    shutil.copytree(mini, tmp_path / "m")
+    shutil.copytree(MINI, tmp_path / "m")
     shutil.rmtree(tmp_path / "m/tokenizer")
     with pytest.raises(CheckpointError, match="tokenizer not found; run"):
         TextEncoder.from_pretrained(tmp_path / "m", 8)
