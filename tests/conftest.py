@@ -29,7 +29,7 @@ SLOW_FILES = [
     for names in (
         "memory figures run_notebooks own_code tracking training evaluation long_rollout",
         "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes parallel",
-        "prompts golden_policies pretended_gpu",
+        "golden_policies pretended_gpu",
     )
     for name in names.split()
 ]

@@ -32,7 +32,6 @@ def beside_the_tiny_model(monkeypatch, tiny):
         Path("sweep.yaml").write_text(text.replace("path: null", "path: weights/other.pt"))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
