@@ -27,7 +27,7 @@ SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW_FILES = [
     f"test_{name}"
     for names in (
-        "memory figures run_notebooks own_code tracking training evaluation long_rollout",
+        "memory figures own_code tracking training evaluation long_rollout",
         "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes parallel",
         "golden_policies pretended_gpu",
     )

@@ -91,7 +91,7 @@ USERS = {
     ),
     "experiments/running/notebooks.py": (
         "mark is_done",
-        "running/test_run_notebooks.py::test_stopped_and_continued",
+        "notebooks/test_notebooks.py::test_stopped_and_continued",
     ),
 }
 FINGERPRINTS = 100
