@@ -1,18 +1,13 @@
 """Direct effects against whole edited rollouts; pieces that are resumed give the same atlas."""
 
-import os
-import signal
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from experiments import run_causal_atlas
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
-from experiments.extraction import causal
 from experiments.running.progress import Progress
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import Study, atlas_cache
@@ -77,26 +72,6 @@ def test_a_stopped_atlas_goes_on_and_is_the_same_and_its_cache_keeps_to_its_sche
     assert {"frame_control", "head_control", "head_norms"} <= cache.keys()
     with pytest.raises(CacheError, match="causal_atlas holds no values per frame"):
         open_profiles(cache)
-
-
-def test_ctrl_c_ends_a_layer_and_keeps_it(tmp_path, tiny, monkeypatch, capfd):
-    (tmp_path / "edit.yaml").write_text("- {edit: ablate, how: zero, passes: denoise}")
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    monkeypatch.setattr(causal, "prepare", lambda *_: tiny.session)
-    measured = causal_atlas.measure
-
-    def while_measuring(runs, edits):
-        if ("effect", 0) in edits:  # not while it looks for the floor
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-        return measured(runs, edits)
-
-    monkeypatch.setattr(causal_atlas, "measure", while_measuring)
-    flags = ["--config_path", tiny.path, "--prompts", f"{tmp_path}/prompts.txt", "--each", "layer"]
-    with pytest.raises(StoppedError, match="1 of 2 are done and will not be made again"):
-        run_causal_atlas.run([*flags, "--edit", f"{tmp_path}/edit.yaml", "--output_dir", str(tmp_path)])
-    assert "stopping after this layer" in capfd.readouterr().err
-    assert len(list((tmp_path / "items").glob("*.json"))) == 2  # two runs of one layer
 
 
 def test_what_has_no_direct_effect_is_refused(tmp_path, tiny, configs):
