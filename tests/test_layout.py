@@ -9,18 +9,9 @@ from pathlib import Path
 from conftest import ROOT
 
 # An import goes to the same package or to a lower level.
-LEVELS = {
-    "wan": 1,
-    "experiments.caches": 2,
-    "experiments.analysis": 3,
-    "experiments.extraction": 3,
-    "experiments.running": 4,
-    "experiments.figures": 4,
-    "experiments.miniature": 5,
-    "experiments.studies": 6,
-    "experiments": 7,  # the scripts, and session.py
-    "experiments.benchmarks": 8,
-}
+ROOMS = ["caches", "analysis extraction", "running figures", "miniature", "studies", "", "benchmarks"]
+LEVELS = {f"experiments.{room}": n for n, rooms in enumerate(ROOMS) for room in rooms.split()}
+LEVELS |= {"wan": -1, "experiments": ROOMS.index("")}  # the scripts, and session.py
 APART = {("experiments.running", "experiments.analysis"), ("experiments.figures", "experiments.extraction")}
 NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know these modules alone
 WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files"}

@@ -27,13 +27,10 @@ SHORTER = {  # thirty layers are drawn as one is
 }
 
 
-def test_every_command_is_run_or_needs_weights():
+def test_every_command_is_run_or_needs_weights_and_comes_after_the_activation():
     assert len(COMMANDS) > 6 and {*NEED_WEIGHTS, THESE_TESTS, *SHORTER} <= set(COMMANDS)
     assert all(re.search(r"\.(sh|py)\b|activate|papermill", command) for command in COMMANDS)
     assert len(README.splitlines()) <= 120
-
-
-def test_commands_come_after_the_activation_they_need():
     activated = README.index("source .venv/bin/activate")
     bare = [m.start() for m in re.finditer(r"^    (python|papermill|mkdir)", README, re.MULTILINE)]
     assert bare and min(bare) > activated
