@@ -24,15 +24,9 @@ torch.set_num_threads(1)  # the tensors are small: threads that wait for each ot
 
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
 SLOW_FOLDERS = ("notebooks", "robustness")
-SLOW_FILES = [
-    f"test_{name}"
-    for names in (
-        "memory figures own_code tracking training evaluation long_rollout",
-        "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes parallel",
-        "golden_policies pretended_gpu",
-    )
-    for name in names.split()
-]
+SLOW = "memory figures own_code tracking training evaluation long_rollout parallel "
+SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes golden_policies "
+SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
 SIZES += ("num_heads", "num_layers", "patch_size")
@@ -85,12 +79,10 @@ def golden_model(model_class=CausalWanModel, **kwargs) -> WanModel:
     return model.eval().requires_grad_(False)
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        "cuda" if torch.cuda.is_available() else pytest.param("pretended GPU", marks=pytest.mark.beside),
-    ]
-)
+PRETENDED = pytest.param("pretended GPU", marks=pytest.mark.beside)
+
+
+@pytest.fixture(params=["cpu", "cuda" if torch.cuda.is_available() else PRETENDED])
 def device(request) -> Iterator[torch.device]:
     if request.param == "pretended GPU":
         if request.node.get_closest_marker("real_gpu"):
