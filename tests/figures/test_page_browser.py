@@ -123,22 +123,29 @@ def browser(tmp_path_factory):
     browser.close()
 
 
+H, S, F = 3, 6, 21  # a frame has 2 x 3 tokens
+atlas = partial(synthetic_caches.atlas, (0, 1, 5), (0, 4), F, H, S)
+maps = partial(synthetic_caches.maps, F, 2, 3, (0, 5), (0, 4), (0, 2), ((18, 0, 1), (18, 1, 2)))
+
+
 @pytest.fixture(scope="module")
-def atlas_page(tmp_path_factory):
-    """Two passes, two quantities, layers 0, 1 and 5 of three heads, and a video."""
+def files(tmp_path_factory):
+    """Two passes, two quantities, layers 0, 1 and 5 of three heads, maps of two layers, and a video."""
     folder = tmp_path_factory.mktemp("page")
-    save_cache(folder / "a.pt", synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=21))
-    film = np.zeros((81, 64, 64, 3), np.uint8)
+    save_cache(folder / "a.pt", atlas())
+    save_cache(folder / "maps.pt", maps())
+    film = np.full((81, 64, 96, 3), 90, np.uint8)
     iio.imwrite(folder / "a.mp4", film, fps=16, codec="libx264", macro_block_size=8)
-    return save_page(folder / "index.html", folder / "a.pt")
+    save_page(folder / "index.html", folder / "a.pt", maps=folder / "maps.pt")
+    return folder
 
 
 @pytest.fixture
-def page(browser, atlas_page):
+def page(browser, files):
     """Opens the page at a link; afterwards nothing was complained about and nothing asked of a network."""
 
-    def open_at(link="", width=1280, height=900, path=atlas_page):
-        browser.open(f"file://{path}{link and '#'}{link}", width, height)
+    def open_at(link, path=files / "index.html"):
+        browser.open(f"file://{path}#{link}", 1280, 900)
         return browser
 
     yield open_at
@@ -187,9 +194,9 @@ def test_the_link_keeps_the_whole_state(page):
 
 
 @pytest.mark.beside
-def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
+def test_hovering_shows_the_value_of_the_cache(page, files):
     browser = page("layer=5&head=2&pass=0")
-    cache = load_cache(atlas_page.with_name("a.pt"))
+    cache = load_cache(files / "a.pt")
     scale = browser.js("MATRIX.size / F * zoom()")
     for query, key in ((20, 3), (4, 4), (0, 20)):
         x, y, _, _ = box(browser, "#matrix")
@@ -214,7 +221,7 @@ def test_hovering_shows_the_value_of_the_cache(page, atlas_page):
 
 
 @pytest.mark.beside
-def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path):
+def test_a_widget_and_its_page_show_the_same_head(browser, files, tmp_path):
     pytest.importorskip("anywidget", reason="an extra: pip install -e '.[widget]'")
     from experiments.figures.widget import RENDER
 
@@ -226,7 +233,7 @@ def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path)
         on(name, call) { heard[name.slice(7)] = call; } };
       render({ model, el: document.body });
     """
-    page = json.dumps(atlas_page.read_text()).replace("</", "<\\/")
+    page = json.dumps((files / "index.html").read_text()).replace("</", "<\\/")
     path = tmp_path / "w.html"
     path.write_text(f"<body><script>{RENDER}{model.replace('PAGE', page)}</script></body>")
     browser.open(f"file://{path}", 1000, 800)
@@ -241,9 +248,9 @@ def test_a_widget_and_its_page_show_the_same_head(browser, atlas_page, tmp_path)
 
 
 @pytest.mark.beside
-def test_downloads(page, atlas_page, tmp_path):
+def test_downloads(page, files, tmp_path):
     browser = page("layer=5&head=2&pins=0.1_1.1&theme=dark&list=all")
-    cache = load_cache(atlas_page.with_name("a.pt"))
+    cache = load_cache(files / "a.pt")
     rows = list(csv.DictReader(io.StringIO(browser.js("headsAsCsv()"))))
     assert len(rows) == 9 and (rows[-1]["layer"], rows[-1]["head"]) == ("5", "2")
     profile = open_profiles(cache, 0, "mean_logit").frame_profile(5)[2]
@@ -308,28 +315,12 @@ def test_keys_of_a_cache_policy_along_frames_and_positions(page, tiny, tmp_path)
 
 
 # --- The panel on the video
-H, S, F = 3, 6, 21  # a frame has 2 x 3 tokens
-
-
-maps = partial(synthetic_caches.maps, F, 2, 3, (0, 5), (0, 4), (0, 2), ((18, 0, 1), (18, 1, 2)))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    save_cache(folder / "a.pt", synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=F, H=H, S=S))
-    save_cache(folder / "maps.pt", maps())
-    iio.imwrite(folder / "a.mp4", np.full((81, 64, 96, 3), 90, np.uint8), fps=16, codec="libx264")
-    save_page(folder / "index.html", folder / "a.pt", maps=folder / "maps.pt")
-    return folder
-
-
 SEEN = "document.querySelectorAll('#onvideo image').length"
 
 
 @pytest.mark.slow
 def test_a_click_on_a_patch_shows_what_it_sees(page, files):
-    browser = page("layer=5&head=2&pass=1", path=files / "index.html")
+    browser = page("layer=5&head=2&pass=1")
     assert browser.js("document.getElementById('onvideo-box').hidden") is False
     assert browser.js(SEEN) == 2 * (F + 1)  # a picture and a map of every frame, and the query's, larger
     x, y, _, _ = box(browser, "#onvideo")
@@ -358,7 +349,7 @@ def test_maps_of_another_rollout_are_refused(files, tmp_path):
     with pytest.raises(CacheError, match="belongs to another rollout"):
         save_page(tmp_path / "p.html", files / "a.pt", maps=tmp_path / "other.pt")
     sink = {"config": {"cache_policy": {"name": "deep_sink"}}}
-    save_cache(tmp_path / "a.pt", synthetic_caches.atlas(F=F, H=H, S=S) | sink)
+    save_cache(tmp_path / "a.pt", atlas() | sink)
     save_cache(tmp_path / "maps.pt", maps(config={"height": 8}))
     with pytest.raises(CacheError, match="another rollout than the page, by its cache_policy"):
         save_page(tmp_path / "p.html", tmp_path / "a.pt", maps=tmp_path / "maps.pt")

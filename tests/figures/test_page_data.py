@@ -78,9 +78,6 @@ def test_a_folder_of_layers(tmp_path):
     for i, N in enumerate((2, 10)):
         profile = open_profiles(load_cache(tmp_path / f"layer{N}.pt")).frame_profile(N)
         np.testing.assert_allclose(found[i], profile, atol=2e-4)
-    save_cache(tmp_path / "layer3.pt", synthetic_caches.layer(3, F=12))
-    with pytest.raises(CacheError, match=r"layer3.pt has '12 frames', .*layer2.pt '9 frames'; a folder"):
-        data_of(tmp_path)
 
 
 def test_the_video_in_a_folder_of_layers_is_known_by_its_run(tmp_path):

@@ -41,9 +41,13 @@ FUZZED |= {"extract_attention_wan": ["--ckpt_dir", "checkpoints/wan-mini"]}
 LINKED = ("configs", "checkpoints", "cache", "README.md", "docs", "notebooks")
 
 
-# -- the flags of a script, from its own parser: nothing is run but what makes it
-class SeenError(Exception):
-    """The command line would be read here."""
+# -- bad command lines
+class BeganError(Exception):
+    """The work would begin here, or its command line would be read."""
+
+
+def begins(*args, **more):
+    raise BeganError
 
 
 @cache
@@ -53,19 +57,15 @@ def arguments(name: str) -> list[argparse.Action]:
 
     def parse_args(self, args=None, namespace=None):
         found.extend(self._actions)
-        raise SeenError
+        raise BeganError
 
     before, cli.Parser.parse_args = cli.Parser.parse_args, parse_args
     try:
-        with contextlib.suppress(SeenError):
+        with contextlib.suppress(BeganError):
             import_module(f"experiments.{name}").run([])
     finally:
         cli.Parser.parse_args = before
     return [action for action in found if action.dest != "help"]
-
-
-def flags(name: str) -> list[argparse.Action]:
-    return [action for action in arguments(name) if action.option_strings]
 
 
 def scripts() -> list[str]:
@@ -77,15 +77,6 @@ def scripts() -> list[str]:
             if "__main__" in text:
                 found.append(prefix + path.stem)
     return found
-
-
-# -- bad command lines
-class BeganError(Exception):
-    """The work would begin here."""
-
-
-def begins(*args, **more):
-    raise BeganError
 
 
 NUMBERS = st.sampled_from(["0", "-1", "1", "5", "99", "1e9", "nan", "-inf", "1_0", "٣", " 7", "0x10", ""])
@@ -101,7 +92,8 @@ WORDS = st.text(max_size=12) | st.sampled_from(
 @st.composite
 def command_line(draw, name: str) -> list[str]:
     words = list(FUZZED[name])
-    for action in draw(st.lists(st.sampled_from(flags(name)), min_size=1, max_size=4)):
+    flags = [action for action in arguments(name) if action.option_strings]
+    for action in draw(st.lists(st.sampled_from(flags), min_size=1, max_size=4)):
         words.append(draw(st.sampled_from(action.option_strings)))
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
             continue
@@ -116,9 +108,8 @@ def test_whatever_is_given_a_script_begins_or_says_in_one_line_why_not(name, tmp
     monkeypatch.chdir(tmp_path)
     for linked in LINKED:
         (tmp_path / linked).symlink_to(ROOT / linked)
-    for place in ("running.run.make_outputs", "running.sweep.run_sweep", "running.locks.claimed"):
-        monkeypatch.setattr(f"experiments.{place}", begins)
-    for place in ("caches.store.save_cache", "figures.html_page.save_page"):
+    places = ("running.run.make_outputs", "running.sweep.run_sweep", "running.locks.claimed")
+    for place in (*places, "caches.store.save_cache", "figures.html_page.save_page"):
         monkeypatch.setattr(f"experiments.{place}", begins)
     explained = cli.explained
     ended = lambda e: ("began", 0) if isinstance(e, BeganError) else explained(e)  # noqa: E731
