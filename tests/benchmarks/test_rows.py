@@ -1,20 +1,26 @@
 """Timed rollouts: rows in turn; bad input is one line."""
 
 import json
+import sys
 from importlib import import_module
+from types import ModuleType
 
 import pytest
+import torch
 from conftest import ROOT
 
-from experiments.benchmarks import rows
+from experiments.benchmarks import public, rows
 from experiments.benchmarks.harness import in_turn
 from experiments.running import cli
+from wan.errors import ConfigError
+from wan.model import CausalWanModel
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]
+ON_CPU = [*MINI, "--device", "cpu"]
 FOLDER = ROOT / "experiments/benchmarks"
 CASES: dict[str, list[list[str]]] = {  # bad input of scripts, beside an unknown flag
     "rows": [
-        [*MINI, "--graphs", "--device", "cpu"],
+        [*ON_CPU, "--graphs"],
         [*MINI, "--random_weights"],
         ["--what", "models", "--models", "wan_mini", "--device", "cpu"],
         ["--what", "kernels", "--device", "cpu"],
@@ -50,8 +56,8 @@ def test_rows_of_the_miniature(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     output = tmp_path / "rows.json"
     groups = ["mass", "interventions"]
-    flags = ["--num_frames", "6", "--repeats", "1", "--device", "cpu", "--output_path", str(output)]
-    rows.run([*MINI, *flags, "--what", *groups])
+    flags = ["--num_frames", "6", "--repeats", "1", "--output_path", str(output)]
+    rows.run([*ON_CPU, *flags, "--what", *groups])
     found = json.loads(output.read_text())["rows"]
     assert found["mass"]["same_bits"] and found["mass"]["sha256"] != found["plain"]["sha256"]
     assert not found["interventions: knockout of frame 0, all heads"]["same_bits"]
@@ -76,3 +82,90 @@ def test_bad_input_is_one_line_and_exit_code_2(name, tmp_path, monkeypatch, capf
         said = capfd.readouterr().err
         assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, (case, said)
     assert [path.name for path in tmp_path.iterdir()] == ["text.json"]
+
+
+# --- The public code beside ours: a stand-in with its names and calls, whose sums are ours
+ATTENTION = """
+FLASH_ATTN_3_AVAILABLE, FLASH_ATTN_2_AVAILABLE = False, True
+import flash_attn
+def attention(q, k, v): pass
+def flash_attention(q, k, v): pass
+"""
+MODEL = "from .attention import flash_attention\n"
+CAUSAL = """
+from wan.modules.attention import attention
+from wan.modules.model import flash_attention
+from test_rows import StandIn as CausalWanModel
+"""
+
+
+class StandIn(CausalWanModel):
+    """Our transformer behind the public one's constructor and call."""
+
+    def __init__(self, *, eps, **sizes):
+        assert sizes.keys() == set(public.SIZES)
+        super().__init__(eps=eps, **sizes)
+
+    def forward(self, x, *, t, context, seq_len, kv_cache, crossattn_cache, current_start):
+        batch, _, num_frames, height, width = x.shape
+        S = self.config.tokens_per_frame(height, width)
+        first = current_start // S
+        assert t.shape == (batch, num_frames) and seq_len == kv_cache[0]["k"].shape[1]
+        assert kv_cache[0]["k"].shape[2:] == (self.config.num_heads, self.config.head_dim)
+        assert crossattn_cache[0]["v"].shape[1] == self.config.text_len
+        if not crossattn_cache[0]["is_init"]:  # a rollout begins
+            crossattn_cache[0]["is_init"].fill_(True)
+            self.cache, self.firsts = self.new_kv_cache(batch, seq_len // S, height, width), []
+        if first not in self.firsts:
+            self.cache.advance(range(first, first + num_frames))
+        self.firsts.append(first)
+        text = self.text_keys_values(context)
+        return super().forward(x.transpose(1, 2), t[0, 0], text, self.cache).transpose(1, 2)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    folder = tmp_path / "Self-Forcing"
+    (folder / "wan/modules").mkdir(parents=True)
+    (folder / "wan/__init__.py").write_text("raise ImportError('every model of the release')")
+    for name, text in (("attention", ATTENTION), ("model", MODEL), ("causal_model", CAUSAL)):
+        (folder / f"wan/modules/{name}.py").write_text(text)
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", ModuleType("flash_attn")
+    )  # as flash-attn-4 alone leaves it
+    monkeypatch.setitem(sys.modules, "test_rows", sys.modules[__name__])
+    monkeypatch.chdir(ROOT)
+    return folder
+
+
+def test_its_fallback_keeps_the_dtype_of_the_weights():
+    attention, model, causal_model = (ModuleType(name) for name in ("attention", "model", "causal_model"))
+    vars(attention).update(
+        FLASH_ATTN_3_AVAILABLE=False,
+        attention=lambda q, k, v, k_lens=None, dtype=torch.bfloat16: q.to(dtype),  # as the public one
+    )
+    public.choose_attention(attention, model, causal_model)
+    q = torch.ones(2)
+    assert causal_model.attention(q, q, q).dtype == torch.float32
+    assert model.flash_attention(q, q, q, k_lens=None).dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_the_same_weights_noise_and_passes(checkout, tmp_path):
+    output = tmp_path / "public.json"
+    flags = ["--num_frames", "6", "--repeats", "1", "--output_path", str(output)]
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "wan"}
+    rows.run(["--what", "public", "--checkout", str(checkout), *ON_CPU, *flags])
+    assert before.items() <= sys.modules.items()  # our own package is there again
+    report = json.loads(output.read_text())
+    found = report["rows"]
+    assert list(found) == ["public code", "ours, plain", "ours, logits", "ours, mass"]
+    assert found["public code"]["public_attention"] == "PyTorch's scaled_dot_product_attention"
+    assert all(row["difference"] == row["error"] == 0 for row in found.values())
+
+
+def test_what_the_public_code_cannot_do_is_refused(checkout):
+    with pytest.raises(ConfigError, match="run: git clone"):
+        public.import_public(checkout / "wan")
+    with pytest.raises(ConfigError, match="equal blocks that see the whole past"):
+        rows.run(["--what", "public", *ON_CPU, "--cache_policy", "self_forcing_window"])

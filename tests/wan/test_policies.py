@@ -33,7 +33,7 @@ def test_every_policy_has_a_row_and_a_file_and_every_released_one_is_on_the_page
     shown = re.findall(r"\]\(policies/(\w+)\.svg\)", page)
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "docs/policies").glob("*.svg"))
     files = {read_yaml(path)["name"] for path in FILES}
-    by_heads = {name for name, policy in POLICIES.items() if policy.by_heads}  # test_golden_heads.py
+    by_heads = {name for name, policy in POLICIES.items() if policy.by_heads}  # test_golden_policies.py
     assert {row["name"] for row in ROWS} | by_heads == files | {"full"} == set(POLICIES)
 
 
