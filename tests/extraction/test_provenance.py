@@ -140,14 +140,12 @@ def session_of(config, weights="0"):
 
 def of_atlas(session, config, tmp_path):
     edit = Knockout(frames="first", layers=[1], passes="denoise")
-    [name] = Study(tmp_path, edit, "head", [config], session).items
-    return name
+    return str([*Study(tmp_path, edit, "head", [config], session).items])
 
 
 def of_comparison(session, config, tmp_path):
     planned = Comparison(tmp_path, {"a": {"name": "full"}}, [config], {})
-    [item] = with_session(session, planned, 1).items
-    return item.name
+    return with_session(session, planned, 1).items[0].name
 
 
 def of_base_runs(session, config, tmp_path):

@@ -363,7 +363,7 @@ def fetched(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_without_a_network_and_with_bad_flags_it_says_so_in_one_line(warm, clone, tmp_path):
+def test_without_a_network_and_with_a_wrong_name_it_says_so_in_one_line(warm, clone, tmp_path):
     done = download(warm, clone, "--yes", str(tmp_path / "here"))
     wrong = download(warm, clone, "no_such", "x")
     assert (done.returncode, wrong.returncode) == (1, 2) and "does not answer" in done.stderr

@@ -3,7 +3,7 @@ what one's own code may ask for, and what it is refused.
 """
 
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,25 +214,17 @@ def test_an_edit_of_ones_own_is_in_the_record(pipe):
 
 
 def test_pipes_in_threads_do_not_see_each_other(pipe, tiny):
-    pipes, found = (pipe, load(tiny.path, num_frames=6)), {}
+    pipes = pipe, load(tiny.path, num_frames=6)
 
     def work(number):
         torch.set_num_threads(1)
-        edit = at("resid_post", layers=[number % 2])
-        with (
-            capture(pipes[number % 2], "z", layers=[0], steps=[0]) as seen,
-            intervene(edit, lambda x, w: x * 1.01),
-        ):
-            run = pipes[number % 2].generate(seed=number % 2)
-        found[number] = [run.latents, seen["z"].stack(), len(seen.runs)]
+        one, edit = pipes[number % 2], at("resid_post", layers=[number % 2])
+        seeing = capture(one, "z", layers=[0], steps=[0])
+        with seeing as seen, intervene(edit, lambda x, where: x * (1.01 + number)):
+            run = one.generate(seed=number % 2)
+        return run.latents, seen["z"].stack(), len(seen.runs)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    together = dict(found)
-    for number in range(4):
-        work(number)
-        assert torch.equal(together[number][0], found[number][0])
-        assert torch.equal(together[number][1], found[number][1]) and together[number][2] == 1
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(work, range(4)))
+    for found, alone in zip(together, map(work, range(4)), strict=True):
+        assert torch.equal(found[0], alone[0]) and torch.equal(found[1], alone[1]) and found[2] == 1
