@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from wan import backends
+from wan import backends, reductions
 from wan.attention import attend_by_groups, attention_with_lse
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
@@ -194,3 +194,75 @@ def test_it_is_refused_where_it_cannot_be(machine):
         machine(found, capability, "fa4")
         with pytest.raises(ConfigError, match=said):
             backends.check(GPU)
+
+
+# --- FlashAttention-4's kernel as launched here, with sums at key frames
+HAS_FA4 = torch.cuda.is_available() and backends.installed_version(backends.FA4) == backends.LAUNCHED
+IS_HERE = HAS_FA4 and torch.cuda.get_device_capability()[0] == backends.HOPPER
+on_hopper = pytest.mark.skipif(not IS_HERE, reason="no Hopper GPU with flash-attn-4 as launched here")
+factors = pytest.mark.parametrize("factor", [1.0, 5.0], ids=["flat", "peaked"])
+CALLS = {  # batch, heads, queries, key frames, keys of a frame
+    "a block of 1.3B": (1, 12, 4680, 21, 1560),
+    "whole tiles": (1, 2, 256, 4, 128),
+    "a frame ends in each tile": (2, 3, 130, 9, 131),
+    "one frame": (2, 2, 77, 1, 600),
+    "two items": (2, 5, 390, 7, 390),
+}
+
+
+def call_of(sizes, factor: float = 1.0):
+    """Queries, keys and values [B, H, L, D], which lie in larger buffers as a cache's do."""
+    batch, heads, queries, frames, size = sizes
+    generator = torch.Generator(GPU).manual_seed(0)
+
+    def drawn(length):
+        x = torch.randn(batch, length + 3, heads + 1, 128, generator=generator, device=GPU) * factor
+        return x.bfloat16()[:, 2:-1, 1:].transpose(1, 2)
+
+    return drawn(queries), drawn(frames * size), drawn(frames * size)
+
+
+@on_hopper
+@factors
+@pytest.mark.parametrize("sizes", CALLS.values(), ids=CALLS)
+def test_masses_are_those_of_the_softmax(sizes, factor):
+    """Against float64, no worse than the kernel of their own; and the output is the same, bit for bit."""
+    from wan.kernels.mass import query_frame_mass  # Triton is there only beside CUDA
+
+    q, k, v = call_of(sizes, factor)
+    frames = sizes[3]
+    out, lse = backends.fa4_attention(q, k, v)
+    again, lse_again, tails = backends.fa4_with_tails(q, k, v, frames)
+    assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    found = reductions.mass_of_tails(tails, 1)[:, :, 0]
+    rows = q.double() * 128**-0.5
+    exact = torch.cat([(part @ k.double().mT).softmax(-1) for part in rows.split(390, 2)], 2)
+    expected = exact.unflatten(-1, (frames, -1)).sum(-1).mean(2)
+    own_kernel = query_frame_mass(q.transpose(1, 2), k.transpose(1, 2), lse, frames).mean(3)
+    worst = max(2 * (own_kernel - expected).abs().max().item(), 2e-6)
+    assert (found - expected).abs().max() <= worst
+    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]), atol=1e-5, rtol=0)
+
+
+@on_hopper
+@factors
+@pytest.mark.parametrize("heads", [12, 6, 3, 40])
+def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
+    """They are rounded twice, so their error may be √2 times that of one rounding, in both directions alike;
+    the others are what the kernel alone gives, bit for bit.
+    """
+    from wan.kernels import split_keys as waves
+
+    q, k, v = call_of((1, heads, 4680, 21, 1560), factor)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    whole, chunks = waves.plan(4680, 32760, 1, heads, processors)
+    assert chunks > 1 and whole < 4680
+    out, lse = backends.fa4_by_function(q, k, v)
+    found, found_lse = backends.fa4_attention(q, k, v)
+    assert torch.equal(found[:, :, :whole], out[:, :, :whole])
+    assert torch.equal(found_lse[..., :whole], lse[..., :whole])
+    weights = (q[:, :2, whole:].double() @ k[:, :2].double().mT * 128**-0.5).softmax(-1)
+    exact = weights @ v[:, :2].double()
+    errors = [(x[:, :2, whole:] - exact).square().mean().sqrt() for x in (found, out)]
+    assert errors[0] <= 2**0.5 * errors[1]
+    torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
