@@ -15,7 +15,6 @@ from helpers.rollouts import TWO_STEPS, golden_inputs, shared_golden_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan import model as layers
 from wan.cache import CacheSizes, How, KVCache
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
@@ -75,25 +74,20 @@ class Watch:
         self.how_at, self.block, self.calls = how_at, [-1] * LAYERS, 0
 
     def __enter__(self):
-        self.before = layers.SelfAttention.forward, layers.Block.forward
-        before_attention, before_block = self.before
-
-        def block_forward(module, x, time, rope, text, *rest):
-            self.text = text[0].double()
-            return before_block(module, x, time, rope, text, *rest)
-
-        def forward(module, x, rope, cache, *rest):
-            out = before_attention(module, x, rope, cache, *rest)
-            self.compare(module, x, out, cache)
-            return out
-
-        layers.SelfAttention.forward, layers.Block.forward = forward, block_forward
+        blocks = small_model().blocks
+        self.hooks = [block.register_forward_pre_hook(self.read) for block in blocks]
+        self.hooks += [block.self_attn.register_forward_hook(self.compare) for block in blocks]
         return self
 
     def __exit__(self, *error):
-        layers.SelfAttention.forward, layers.Block.forward = self.before
+        for hook in self.hooks:
+            hook.remove()
 
-    def compare(self, module, x, out, cache):
+    def read(self, module, args):
+        self.text = args[3][0].double()
+
+    def compare(self, module, args, out):
+        x, _, cache, *_ = args
         at, layer = ATTENTION_WEIGHT_CAPTURE.now, module.site.layer
         oracle, is_first = self.oracles[layer], self.block[layer] != at.block
         block = range(at.query_frames[0], at.query_frames[-1] + 1)
