@@ -19,10 +19,8 @@ def problems(figure: Figure, letters=(6, 9), least_mm=12.0) -> list[str]:
     """What is wrong with the figure as it is drawn, a line each."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    renderer = canvas.get_renderer()
-    found, inch = [], figure.dpi
-    words = []  # (text, its artist, box in inches)
-    hidden = _hidden(figure)
+    renderer, hidden, inch = canvas.get_renderer(), _hidden(figure), figure.dpi
+    found, words = [], []  # text, its artist, box in inches
     for text in figure.findobj(Text):
         said = text.get_text().strip()
         if not said or not text.get_visible() or text in hidden:
@@ -79,10 +77,7 @@ def _touches_data(axis: Axes, corners: np.ndarray, text: Text) -> bool:
         inside = (path.vertices > box.p0).all(1) & (path.vertices < box.p1).all(1)
         if line.get_marker() not in ("None", "") and inside.any():
             return own is None or not np.allclose(line.get_xydata()[inside], own)
-    bars = [
-        p
-        for p in axis.patches
-        if p.get_clip_on() and p.zorder >= 1 and p.get_data_transform() == axis.transData
-    ]
+    drawn = [p for p in axis.patches if p.get_clip_on() and p.zorder >= 1]
+    bars = [p for p in drawn if p.get_data_transform() == axis.transData]
     paths = [patch.get_transform().transform_path(patch.get_path()) for patch in bars]
     return any(np.isfinite(path.vertices).all() and path.intersects_bbox(box, True) for path in paths)
