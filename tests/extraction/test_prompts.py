@@ -129,9 +129,9 @@ def test_a_file_is_of_one_prompt(tmp_path):
 STATES = {"prompt_embeds": torch.zeros(1, 5, 64)}
 
 
-@pytest.mark.parametrize(
-    ("content", "flags", "message"),
-    [
+def test_files_that_do_not_fit_are_refused(tmp_path, capfd):
+    path = tmp_path / "states.pt"
+    for content, flags, message in (
         (None, [], "states.pt not found"),
         ({"prompt_embeds": torch.zeros(1, 5, 3)}, [], r"\[1, 5, 3\] are not \[1, at most 64, 64\]"),
         ({"prompt_embeds": torch.full((1, 5, 64), torch.nan)}, [], "holds no finite prompt_embeds"),
@@ -139,15 +139,12 @@ STATES = {"prompt_embeds": torch.zeros(1, 5, 64)}
         (STATES | {"prompt": 3}, [], "its prompt is a int, not a text"),
         (STATES | {"prompt": "a"}, ["--prompt", "b"], "--prompt is 'b', but .* the states of 'a'"),
         ([1], [], "holds a list, not a state dict"),
-    ],
-)
-def test_files_that_do_not_fit_are_refused(tmp_path, capfd, content, flags, message):
-    path = tmp_path / "states.pt"
-    if content is not None:
-        torch.save(content, path)
-    given = ["--config_path", "configs/wan_mini.yaml", "--prompt_embeds", path, *flags]
-    refused(run_extraction_figure4, [*given, "--output_path", tmp_path / "out.pt"], capfd, message)
-    assert [p.name for p in tmp_path.iterdir()] == ["states.pt"] * (content is not None)
+    ):
+        if content is not None:
+            torch.save(content, path)
+        given = ["--config_path", "configs/wan_mini.yaml", "--prompt_embeds", path, *flags]
+        refused(run_extraction_figure4, [*given, "--output_path", tmp_path / "out.pt"], capfd, message)
+    assert [p.name for p in tmp_path.iterdir()] == ["states.pt"]
 
 
 # --- Interventions in YAML and CSV, friendly and hostile; flags that name them

@@ -269,9 +269,8 @@ HEADS = ROWS.clone()
 HEADS[:, 1, :, 0] = NAN  # a head that does not see a frame
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_captured_numbers_that_cannot_be_right_and_those_that_can():
+    for values, message in (
         ({"frame_logits": ROWS / 0}, "layer 7, block 1, step 2: frame_logits is not finite; try --device"),
         ({"frame_logits": ROWS.masked_fill(torch.eye(2, 4).bool(), NAN)}, "frame_logits is not finite"),
         ({"frame_logits": ROWS * NAN}, "frame_logits is not finite"),
@@ -281,24 +280,16 @@ HEADS[:, 1, :, 0] = NAN  # a head that does not see a frame
         ({"token_probabilities": ROWS * 0.99}, "rows of token_probabilities sum to 1 ± 0.01"),
         ({"slot_mass": ROWS * 1.01, "frame_mass": ROWS}, "rows of slot_mass"),
         ({"frame_logits": -ROWS / 0, "attended": ROWS > 0}, "frame_logits is not finite"),
-    ],
-)
-def test_captured_numbers_that_cannot_be_right(values, message):
-    with pytest.raises(RunError, match=message):
-        rollout.check_values([call_of(frame_logits=ROWS), call_of(**values)])
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
+    ):
+        with pytest.raises(RunError, match=message):
+            rollout.check_values([call_of(frame_logits=ROWS), call_of(**values)])
+    for values in (
         {"frame_logits": HEADS, "frame_mass": HEADS},  # heads with keys of their own
         {"frame_logits": ROWS * NAN, "attended": ROWS > 0},  # left out by an intervention
         {"frame_mass": ROWS / 2, "slot_mass": ROWS},  # averages, which are no frames, have the rest
         {"frame_mass": ROWS * 1.0009, "key_curve": ROWS, "map_queries": ROWS / 0},
-    ],
-)
-def test_captured_numbers_that_can(values):
-    rollout.check_values([call_of(**values)])
+    ):
+        rollout.check_values([call_of(**values)])
 
 
 def test_looking_changes_no_bit_of_the_latents(tiny):

@@ -157,18 +157,15 @@ def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts, war
         torch.testing.assert_close(two, one, rtol=0, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment", "message"),
-    [
+def test_workers_that_do_not_fit(tmp_path, prompts):
+    for flags, environment, message in (
         (["--workers", "1", "--device", "cuda:0"], {}, "device cuda:0 was asked for"),
         (["--slurm", "none.yaml"], {"PATH": ""}, "needs SLURM's sbatch"),
         (["--gpus", "2"], {}, "give --workers N too"),
         ([], {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun is for one rollout"),
-    ],
-)
-def test_workers_that_do_not_fit(flags, environment, message, tmp_path, prompts, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=message):
-        sweeping(prompts, tmp_path / "out", *flags)()
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match=message):
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            sweeping(prompts, tmp_path / "out", *flags)()
     assert not files_below(tmp_path / "out")
