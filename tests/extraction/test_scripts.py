@@ -85,9 +85,6 @@ def test_every_script_and_granularity_gives_the_same_numbers(caches, tiny, tmp_p
     torch.testing.assert_close(matrix, atlas["frame_logits"][1, 0], equal_nan=True, atol=0, rtol=0)
     torch.testing.assert_close(layer["last_block_frame_attention"], matrix[:, 3:].mean(1))
 
-
-def test_the_atlas(caches):
-    atlas = caches["atlas"]
     assert atlas["pass_timesteps"] == pytest.approx([1000, 833.3333, 0]) and atlas["layers"] == [0, 1]
     absent = later_block(atlas["block_sizes"]).expand(2, 3, 2, 6, 6)
     for name in ("frame_logits", "frame_mass"):
