@@ -47,6 +47,7 @@ TWO, THREE = EMBEDS.repeat(2, 1, 1), EMBEDS.repeat(3, 1, 1)  # attention would r
 REFUSED = [  # what is said, noise, and other arguments
     ("8 frames do not fit blocks of 3; try 6 or 9", NOISE[:, :8], {}),
     (r"is not \[B, F, C, h, w\]", NOISE[0], {}),
+    (r"latents of shape .* are not \[B, 16 channels, F, h, w\]", NOISE[:, :, :8], {}),
     ("prompt embeddings of shape", NOISE, {"prompt_embeds": EMBEDS[..., :5]}),
     ("give prompt_embeds, or text_prompts and a text_encoder", NOISE, {"prompt_embeds": None}),
     ("1 given frames end within a block; blocks end at", NOISE[:, :8], {"initial_latent": NOISE[:, :1]}),
