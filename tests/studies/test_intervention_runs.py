@@ -173,7 +173,7 @@ def tracer(tiny):
     return Tracer(PairedRuns(tiny.config, tiny.session, pairs), first_hidden=1, back=2)
 
 
-def test_all_of_the_past_is_the_other_run_and_its_parts_lie_between(tracer):
+def test_all_of_the_past_is_the_other_run_its_parts_lie_between_and_writers_reach_deeper_layers(tracer):
     (pair,) = tracer.paths.pairs
     one, other = (set(caption.split()) for caption in pair.captions)
     assert len(one - other) == len(other - one) == 1 and pair.scene.unnamed_color
@@ -186,8 +186,7 @@ def test_all_of_the_past_is_the_other_run_and_its_parts_lie_between(tracer):
     tracer.paths.rollout(0, own)
     assert tracer.read({"own": (None, past)}, own)["own"] == pytest.approx([0], abs=1e-5)
 
-
-def test_writers_reach_deeper_layers_alone(tracer):
+    # writers reach deeper layers alone
     record, seen = tracer.written([(0, 0), (0, 1)]), tracer.visible
     found = tracer.read({"shallow": (HEADS[:2], seen), "deep": ([(1, 0)], seen)}, record)
     assert found["shallow"] == pytest.approx([0], abs=1e-5) and abs(found["deep"][0]) > 1e-5
@@ -204,13 +203,10 @@ def test_a_trace_names_the_strongest(tracer, monkeypatch):
     assert found["whole"]["strongest readers"] == pytest.approx(found["readers"][best], abs=1e-6)
 
 
-def test_budget_rows_cost_what_they_say():
+def test_pairs_of_a_file_and_budget_rows_that_cost_what_they_say(tmp_path):
     rows = np.array(budget_rows(np.arange(96.0).reshape(8, 12), 9, 6, 3, 21))
     assert rows[:, 2].mean() <= 9 < rows[:, 2].mean() + 15 / 96 and set(rows[rows[:, 2] == 6, 3]) == {3}
     assert {tuple(row[:2]) for row in rows if row[2] == 21} == {divmod(n, 12) for n in range(77, 96)}
-
-
-def test_pairs_of_a_file(tmp_path):
     pairs = read_pairs("configs/paired_prompts.yaml")
     assert len(pairs) == 16 and all(len(set(pair.texts)) == 3 for pair in pairs)
     assert [pair.seed for pair in pairs] == [*range(16)]

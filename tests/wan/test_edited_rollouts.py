@@ -71,6 +71,8 @@ def test_a_probe_denoises_a_block_again_and_leaves_no_trace():
     pipeline, again, edited, others = tiny_pipeline(local_attn_size=5, sink_size=1), [], [], []
     base, edit = rollout(pipeline, FRAMES), Ablate("zero", layers=[1], passes="denoise")
     assert pipeline.plan(6, given=3).count(replace(edit, passes="all")) == 11  # given blocks: the clean pass
+    told = "edits 3 of 3 heads; layers: 1, passes: 4, blocks: 3, calls: 12"
+    assert pipeline.plan(FRAMES).in_words(edit) == told
 
     def probe(number, denoise):
         with intervene(edit):
