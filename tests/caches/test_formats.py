@@ -256,9 +256,8 @@ SAID = ["the file says 21 frames, its attention covers 19"]
 WINDOW = ["a window of 6 frames without their numbers: taken as the newest"]
 
 
-@pytest.mark.parametrize(
-    ("older", "fields"),
-    [
+def test_fields_of_older_files(read):
+    for older, fields in (
         (older_figure4(), FIGURE4 | {"query_frames": [18, 19, 20], "block_sizes": [3] * 7, "notes": []}),
         (older_figure4(F=19, claimed=21), FIGURE4 | NINETEEN | {"notes": SAID, "key_frames": [*range(19)]}),
         (older_figure4(is_logits=torch.tensor(True), num_frames=np.int64(21)), FIGURE4 | {"is_logits": True}),
@@ -267,11 +266,9 @@ WINDOW = ["a window of 6 frames without their numbers: taken as the newest"]
         (older_layer(orig_num_frames=33, block_sizes=[3, 3, 3]), {"block_sizes": [9], "timestep": None}),
         (older_inference([3, 3, 3], 2, window=6), {"format": "inference", "notes": WINDOW}),
         (older_inference([3, 3], 2), {"num_transformer_blocks": 8, "layer_indices": [2, 4], "num_heads": 3}),
-    ],
-)
-def test_fields_of_older_files(read, older, fields):
-    cache = read(older)
-    assert {name: cache[name] for name in fields} == fields and cache["schema_version"] == 1
+    ):
+        cache = read(older)
+        assert {name: cache[name] for name in fields} == fields and cache["schema_version"] == 1
 
 
 @pytest.mark.parametrize("known", [True, False])

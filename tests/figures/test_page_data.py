@@ -41,11 +41,11 @@ def decode(coded: dict, N: int, H: int) -> np.ndarray:
     return np.where(codes > 1, np.nan, low + (high - low) * codes ** coded["power"])
 
 
-def decode_matrices(coded: dict, N: int, H: int, F: int, averages: int = 0) -> np.ndarray:
-    """Frame matrices [N, H, F, F + averages]; the cells that no head has are NaN."""
-    out = np.full((N, H, F * (F + averages)), np.nan)
+def decode_matrices(coded: dict, N: int, H: int, F: int) -> np.ndarray:
+    """Frame matrices [N, H, F, F]; the cells that no head has are NaN."""
+    out = np.full((N, H, F * F), np.nan)
     out[..., coded["cells"]] = decode(coded, N, H)
-    return out.reshape(N, H, F, F + averages)
+    return out.reshape(N, H, F, F)
 
 
 def test_the_published_data():

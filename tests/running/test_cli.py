@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
@@ -21,7 +20,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from helpers import synthetic_caches
-from helpers.forked import exit_code, forked
+from helpers.forked import exit_code, forked, stopping_after
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +28,6 @@ from experiments import layers_from_atlas, run_extraction_each
 from experiments.caches import load_cache, save_cache
 from experiments.extraction import causal
 from experiments.running import cli
-from experiments.running.progress import Progress
 from wan.config import load_config
 
 PUBLISHED = "cache/published/self_forcing_dmd_castle_72f.pt"
@@ -187,21 +185,13 @@ def test_streams_that_take_nothing_lose_no_file(are_pipes, tmp_path, tiny):
     assert len(made) == 9 and all(load_cache(path)["format"] == "layer" for path in made)
 
 
-def test_nohup_outlives_its_terminal(tmp_path, tiny):
+def test_nohup_outlives_its_terminal(tmp_path, tiny, monkeypatch):
     """SIGHUP comes during the first block."""
+    stopping_after(monkeypatch, 0, by=signal.SIGHUP)
+    argv = ["--config_path", tiny.path, "--output_path", str(tmp_path / "a.pt")]
 
     def call():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        original = Progress.block
-
-        def block(self, index, *more):
-            original(self, index, *more)
-            if index == 0:
-                os.kill(os.getpid(), signal.SIGHUP)
-                time.sleep(0.01)
-
-        Progress.block = block
-        argv = ["--config_path", tiny.path, "--output_path", str(tmp_path / "a.pt")]
         cli.main(run_extraction_each.run, argv)
 
     assert forked(exit_code(call)).value == 0 and "partial" not in load_cache(tmp_path / "a.pt")

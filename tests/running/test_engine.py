@@ -95,7 +95,7 @@ def test_workers_end_with_the_process_that_was_killed(method):
         os.kill(os.getpid(), signal.SIGKILL)
     workers = json.loads(os.read(reading, 1000))
     os.waitpid(child, 0)
-    there = [psutil.Process(worker) for worker in workers if psutil.pid_exists(worker)]
+    there = [process for process in psutil.process_iter() if process.pid in workers]
     assert not psutil.wait_procs(there, timeout=20)[1]
 
 
