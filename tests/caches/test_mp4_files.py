@@ -8,7 +8,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
-from helpers.refusals import refused
+from helpers.forked import refused
 
 from experiments import run_intervention
 from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg, tag_in

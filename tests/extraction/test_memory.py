@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT
+from helpers.forked import refused
 from helpers.policies import POLICIES
-from helpers.refusals import refused
 
 from experiments import run_extraction_figure4
 from experiments.extraction import cache_builders, causal, memory

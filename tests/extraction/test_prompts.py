@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers.refusals import refused
+from helpers.forked import refused
 
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache

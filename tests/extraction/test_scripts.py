@@ -9,7 +9,7 @@ import imageio.v3 as iio
 import pytest
 import torch
 from conftest import ROOT
-from helpers.refusals import refused
+from helpers.forked import refused
 from helpers.synthetic_caches import token_matrix_to_frames
 
 from experiments import (

@@ -1,4 +1,5 @@
-"""Run a function in a fork of this warmed process: its own memory, its own end, no cold start; or stop a run.
+"""Run a function in a fork of this warmed process: its own memory, its own end, no cold start; stop a run, or
+read what a script says where it refuses.
 
 How much is tried: a little in CI, all of it with ROBUSTNESS=full.
 """
@@ -7,6 +8,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import select
 import signal
 import sys
@@ -16,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
+from experiments.running import cli
 from experiments.running.progress import Progress
 
 FULL = os.environ.get("ROBUSTNESS") == "full"
@@ -99,3 +103,11 @@ def stopping_after(monkeypatch, number: int, what: str = "block", by=signal.SIGI
             time.sleep(0.01)
 
     monkeypatch.setattr(Progress, what, on_progress)
+
+
+def refused(script, flags, capfd, message: str, code: int = 2) -> None:
+    """Run a script that ends with this exit code; its one line on stderr must match the message."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(script.run, [*map(str, flags)])
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("block ")]
+    assert ended.value.code == code and len(said) == 1 and re.search(f"^error: .*{message}", said[0]), said

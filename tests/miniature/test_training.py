@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diffusers import AutoencoderKLWan
-from helpers.refusals import refused
+from helpers.forked import refused
 
 from experiments import train_mini
 from experiments.caches.files import StoppedError

@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from helpers.forked import exit_code, forked, stopping_after
-from helpers.refusals import refused
+from helpers.forked import exit_code, forked, refused, stopping_after
 
 from experiments import (
     extract_attention_wan,
