@@ -229,8 +229,8 @@ CONFIG_FLAGS = {
     "layer_index": "layer, counted from 0; the cache goes to cache/layerN.pt",
     "gpus": "make one rollout on so many GPUs of this host; it starts torchrun itself",
     "dtype": "of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU",
-    "offload": "keep the layers' weights on the host and stream them to the GPU; the same bits, less GPU "
-    "memory; umT5 runs on the CPU",
+    "offload": "keep the layers' weights on the host and stream them to the GPU: the same bits, less GPU "
+    "memory; umT5 stays where it is",
     "t5_cpu": "run umT5 on the CPU; other bits than on a GPU",
 }
 BASE = "base"  # of --checkpoints: the weights of ckpt_dir
