@@ -266,3 +266,9 @@ def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
     errors = [(x[:, :2, whole:] - exact).square().mean().sqrt() for x in (found, out)]
     assert errors[0] <= 2**0.5 * errors[1]
     torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
+
+
+def test_kernels_read_rows_of_sixteen_bytes():
+    rows = (HALF, 8, True), (HALF, 12, False), (FLOAT, 12, True), (FLOAT, 6, False)
+    for dtype, head_dim, fits in rows:
+        assert backends.kernels_can_read(torch.empty(1, 3, 5, head_dim, dtype=dtype)) is fits
