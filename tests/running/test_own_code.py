@@ -6,6 +6,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from experiments.running import cli
 from wan.errors import ConfigError
 from wan.files import read_yaml
 from wan.interventions import Ablate, Patch, Source
+from wan.policies import POLICIES
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHOWN = re.compile(r"^(.+?)  # -> (.+)$")
@@ -69,6 +71,7 @@ def test_the_readmes_block_runs_from_any_folder(elsewhere):
     assert isinstance(names["atlas"].plot(layer=5), Figure)
 
 
+@patch.dict(POLICIES)  # a page adds one
 @pytest.mark.parametrize("page", ["own_code", "recipes"])
 def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatch):
     monkeypatch.setattr(WanPipeline, "from_pretrained", lambda name: small_wan_pipeline())
