@@ -124,11 +124,11 @@ def knockouts(study: HiddenShapes) -> dict[str, Any]:
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Draw the curves, and the effect of removing frame 0 against what heads attend to."""
     first = report["first_frame"]
-    shown, notes = dict[str, np.ndarray](), dict[str, str]()
-    for measure in (measure for measure in first["heads"] if measure.endswith(FIRST_PASS)):
-        both = (first["correlations"][measure][key][:3] for key in ("rho", "partial_rho"))
-        name = measure.removesuffix(FIRST_PASS)
-        shown[name] = np.array(first["heads"][measure])
+    heads = first["heads"].items()
+    shown = {n.removesuffix(FIRST_PASS): np.array(x) for n, x in heads if n.endswith(FIRST_PASS)}
+    notes = {}
+    for name in shown:
+        both = (first["correlations"][name + FIRST_PASS][key][:3] for key in ("rho", "partial_rho"))
         notes[name] = "ρ = {}\npartial ρ = {}".format(*("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in both))
     about = f"{report['model']}, {first['prompts']} captions × {report['knockouts']['seeds']} seeds"
     effect, about = np.array(first["heads"]["effect"]), f"knock out the first frame: {about}{FIRST_PASS}"

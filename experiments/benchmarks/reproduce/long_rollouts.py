@@ -6,9 +6,8 @@
 
 Writes docs/long_rollouts.json; where the comparison kept the mp4s, also strips, a PNG of few colours a
 policy, and the README's figure: each policy's median video. --strips writes them alone. --first_frame rolls
-the miniature out instead and measures the
-first-frame effect by length: mean logits of pass 0, fitted to the first frames of each length; placebos are
-the same fit for frames 1 to 14.
+the miniature out instead and measures the first-frame effect by length: mean logits of pass 0, fitted to the
+first frames of each length; placebos are the same fit for frames 1 to 14.
 """
 
 import argparse
@@ -64,8 +63,9 @@ def run(argv=None):
         save_finding(args, by_length(args))
         return
     comparison = read_json(args.comparison)
+    found = findings(comparison)  # refuses what is no comparison
     if not args.strips:
-        save_report(findings(comparison), args.output_path)
+        save_report(found, args.output_path)
         print(args.output_path)
     made = {video["label"] for video in comparison["videos"]}
     medians = {label: median_video(comparison, label) for label in ROWS if label in made}
