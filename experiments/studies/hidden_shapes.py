@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from experiments.studies.runs import (
     knockouts,
     outside,
 )
-from experiments.studies.shape_attention import hidden_frames, return_block
+from experiments.studies.shape_attention import hidden_frames, hiding
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -49,6 +50,7 @@ from wan.vae import VAE
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
 DECODED_AT_ONCE = 96  # videos
 HALVES = 2  # of the captions: heads are chosen on one and judged on the other
+MACHINE = ("device", "text_device", "attention", "torch")  # of an identity: where a trial is made
 RIDGE = 3.0  # of the regression on random sets of heads
 RULES = (
     *("effect", "change of x0", "mass on the past", "mass on the older past"),
@@ -159,10 +161,10 @@ class Trials:
         for head in self.heads:
             yield self.trial(f"without {head}", [head], PAST["past"])
 
-    def name(self, trial: Trial) -> str:
+    def name(self, trial: Trial, identity: Mapping[str, Any] | None = None) -> str:
         """Return the name of a trial's work item: of what its numbers depend on."""
         edits, about = [edit.to_dict() for edit in trial.edits], {"measured": trial.measured}
-        return fingerprint(self.identity, runs=self.of(trial.rows), edits=edits, **about)
+        return fingerprint(identity or self.identity, runs=self.of(trial.rows), edits=edits, **about)
 
     def read(self, trial: Trial) -> dict[str, Any]:
         """Return the numbers of a trial, lists over its rows; nothing where it is not done."""
@@ -195,7 +197,7 @@ class Trials:
         watch.print(f"{stage}: {len(wanted)} trials are done")
 
     def is_done(self, name: str, trial: Trial) -> bool:
-        return self.store.read(name) is not None
+        return bool(self.read(trial))
 
     def make(self, name: str, trial: Trial, watch: RunObserver) -> None:
         watch.log("rollout", trial=trial.name)
@@ -210,7 +212,8 @@ class Trials:
         ckpt_dir, device = self.config.ckpt_dir, self.session.device
         vae = self.keep("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
         pool = self.keep("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
-        videos = [v for part in latents.split(DECODED_AT_ONCE) for v in vae.decode(part).cpu()]
+        parts = latents.split(2 if device.type == "cpu" else DECODED_AT_ONCE)  # two stay in a core's cache
+        videos = [v for part in parts for v in vae.decode(part).cpu()]
         scenes = [self.scenes[row][1] for row in trial.rows]
         answers = pool.judge_all(videos, scenes)
         found: dict[str, Any] = {"trial": trial.name, "change": change.mean(1).tolist()}
@@ -219,9 +222,6 @@ class Trials:
             drifts = [one.result() for one in [pool.submit(drift_of, video.numpy()) for video in videos]]
             found |= {name: [round(one[name], 4) for one in drifts] for name in drifts[0]}
         if trial.measured:
-            pairs = zip(videos, scenes, strict=True)
-            hidden = [pool.submit(hidden_frames, video.numpy(), scene) for video, scene in pairs]
-            found["returns"] = [return_block(one.result(), self.config.block_sizes) for one in hidden]
             last = slice(-self.config.block_sizes[-1], None)
             curve = frame_matrices(runs, 0)[0][..., last, :].mean((0, -2))  # [layers, H, F]
             found["curve"] = curve.round(4).tolist()
@@ -332,11 +332,31 @@ class HeadMemory(Trials):
     def keep(self, what: str, key: str, load: Callable[[], Any]) -> Any:
         return self.shared[what] if what in self.shared else self.shared.setdefault(what, load())
 
-    @property
-    def paths(self) -> dict[str, Any]:
-        """What trace() found; nothing before."""
-        path = self.folder / "paths.json"
-        return read_json(path)["paths"] if path.is_file() else {}
+    @cached_property
+    def machines(self) -> list[dict[str, Any]]:
+        """Environments and identities of machines on which this code made trials: all of them count."""
+        found = map(read_json, sorted((self.folder / "machines").glob("*.json")))
+        here = {key: self.identity[key] for key in MACHINE}
+        return [one for one in found if one["identity"] | here == self.identity]
+
+    def read(self, trial: Trial) -> dict[str, Any]:
+        """Return the numbers of a trial, made here or on another machine; nothing before."""
+        names = (self.name(trial, one) for one in (None, *(one["identity"] for one in self.machines)))
+        return next(filter(None, map(self.store.read, names)), {})
+
+    def about(self, what: str, load: Callable[[], dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Return what load() found once: paths (of trace()), ceilings, moments; {} before."""
+        beside = Results(self.folder)
+        if load and beside.read(what) is None:
+            beside.write(what, load())
+        return beside.read(what) or {}
+
+    def hiding(self, vae: VAE, pool: EvalPool) -> dict[str, list[tuple[int, int]]]:
+        """Return, by caption, the block of the unedited run that shows no shape, and that of its return."""
+        videos = (vae.decode(part)[0].cpu().numpy() for part in self.runs(self.everyone).latents.split(1))
+        scenes = (scene for _, scene in self.scenes)
+        hidden = [pool.submit(hidden_frames, *one) for one in zip(videos, scenes, strict=True)]
+        return {"blocks": [hiding(one.result(), self.config.block_sizes) for one in hidden]}
 
     def others(self, fold: int) -> list[int]:
         """Return the rows on which heads are chosen for a fold: all but its own."""
@@ -415,18 +435,19 @@ class HeadMemory(Trials):
         return found
 
     def routes(self) -> Iterator[Trial]:
-        """Yield the known heads without parts of their past, in some passes, before or after the return."""
+        """Yield the known heads without parts of their past, in some passes or moments of hiding."""
         for part, dropped in PAST.items():
             for passes in ("all", "denoise", "clean"):
                 yield from self.by_folds(f"known: {part}, {passes}", self.known_of, dropped, passes=passes)
-        blocks, returns = len(self.config.block_sizes), self.read(self.base())["returns"]
+        moments = self.about("moments").get("blocks", [(0, 0)] * len(self.scenes))
         for number, (heads, judged) in enumerate(self.of_folds(self.known_of).items()):
-            for back in sorted({returns[row] for row in judged} - {0}):  # when the shape is seen again
-                rows = tuple(sorted(row for row in judged if returns[row] == back))
-                for part, dropped in PAST.items():
-                    for when, some in (("before", range(back)), ("after", range(back, blocks))):
-                        name = f"known: {part}, {when} it returns; {number}, block {back}"
-                        yield self.trial(name, heads, dropped, rows, blocks=some)
+            for gone, back in sorted({(*moments[row],) for row in judged} - {(0, 0)}):
+                rows = tuple(sorted(row for row in judged if (*moments[row],) == (gone, back)))
+                when = {"before it hides": range(gone), "while it is hidden": range(gone, back)}
+                when |= {"from its return on": range(back, len(self.config.block_sizes))}
+                for part, (words, blocks) in product(PAST, when.items()):
+                    name = f"known: {part}, {words}; {number}, blocks {gone} to {back}"
+                    yield self.trial(name, heads, PAST[part], rows, blocks=blocks)
 
     def routes_of_heads(self) -> Iterator[Trial]:
         """Yield single heads, known on half of the captions, without parts of their past, on the others."""
@@ -478,7 +499,7 @@ class HeadMemory(Trials):
     def scores_of(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
         """Return a score of every head [layers, H] by rule, from some captions: high is kept."""
         found = {**self.keep(f"scores of {rows}", "", lambda: self.scores(rows))}
-        if paths := self.paths.get("captions") and self.paths:  # without pairs of captions that are judged
+        if (paths := self.about("paths")).get("captions"):  # without pairs of captions that are judged
             numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
             used = [numbers.get(caption, rows[0]) in rows for caption in paths["captions"]]
             readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)

@@ -24,7 +24,7 @@ from experiments.miniature.moving_shapes import BACKGROUNDS, COLORS, MIN_CONTRAS
 from experiments.miniature.tracking import EvalPool
 from experiments.running.engine import Results, kept
 from experiments.studies.runs import Batch, Head, by_layer, knockouts, outside
-from experiments.studies.shape_attention import hidden_frames, return_block
+from experiments.studies.shape_attention import hidden_frames, hiding
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_yaml
@@ -124,13 +124,8 @@ class PairedRuns:
         for which in range(2):
             videos = zip(vae.decode(self.rollout(which)).cpu(), self.pairs, strict=True)
             futures = [pool.submit(hidden_frames, video.numpy(), pair.scene) for video, pair in videos]
-            found.append([self._hiding(future.result()) for future in futures])
+            found.append([hiding(future.result(), self.config.block_sizes) for future in futures])
         return [one if one == other else (0, 0) for one, other in zip(*found, strict=True)]
-
-    def _hiding(self, hidden: Sequence[bool]) -> tuple[int, int]:
-        back = return_block(hidden, self.config.block_sizes)
-        gone = [n for n, own in enumerate(self.ranges) if all(hidden[f] for f in own) and n < back]
-        return (gone[0], back) if gone else (0, 0)
 
 
 def patch(

@@ -79,6 +79,13 @@ def return_block(hidden: Sequence[bool], block_sizes: Sequence[int]) -> int:
     return next((block for block, own in enumerate(block_ranges(list(block_sizes))) if seen in own), 0)
 
 
+def hiding(hidden: Sequence[bool], block_sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the first block that shows no shape, and that of its return; 0, 0 where there are none."""
+    back, ranges = return_block(hidden, block_sizes), block_ranges(list(block_sizes))[1:]
+    gone = next((n for n, own in enumerate(ranges, 1) if all(hidden[frame] for frame in own)), back)
+    return (gone, back) if gone < back else (0, 0)
+
+
 def lifts_of(calls: Sequence[CapturedCall], cover: Cover, num_heads: int) -> Tensor:
     """Return shares of mass on masks over their shares of tokens [layers, masks, H], of one pass.
 

@@ -200,7 +200,7 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
         found |= {"trial": trial.name, "change": [rng.random() for _ in range(count)]}
         if trial.measured:
             measures = {name: x.tolist() for name, x in attention_measures(self.runs(trial.rows)).items()}
-            found |= {"returns": [2, 1], "measures": measures, "same": [1, 1], "hue kept": [0.5, 0.7]}
+            found |= {"measures": measures, "same": [1, 1], "hue kept": [0.5, 0.7]}
             found["curve"] = np.arange(84.0).reshape(2, 2, 21).tolist()
         return found
 
@@ -214,8 +214,9 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     paths |= {"pairs": 1, "whole": {"past": [1.0, 0.5]}, "writers": {"layer 0": {"all heads": [0.2]}}}
     studies = {"one": memory, "other": replace(memory, folder=tmp_path / "other", known=[], shared={})}
     for study in studies.values():
-        head_memory.save_report({"rendered": [1, 1], "VAE": [1, 0]}, study.folder / "ceilings.json")
-        head_memory.save_report({"paths": paths}, study.folder / "paths.json")
+        study.about("ceilings", lambda: {"rendered": [1, 1], "VAE": [1, 0]})
+        study.about("paths", lambda: paths)
+        study.about("moments", lambda: {"blocks": [[1, 2], [0, 0]]})
         study.make_all(QUIET)
     report = json.loads(json.dumps(head_memory.report_of(studies)))
     shares, answers = report["shares"], [one["answers"] for one in report["miniatures"].values()]
@@ -234,6 +235,17 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     assert shares["patched: past"]["way"]["all"][0] == 0.75
     assert about["classes"]["static"]["real model"] > 0 and about["classes"]["L1H1"]["miniature"] <= 1
     assert {name: len(figure.axes) for name, figure in head_memory.figures_of(report).items()}["routes"] == 1
+
+
+@pytest.mark.parametrize(("changed", "counts"), [({"torch": "3.0"}, True), ({"code": "other"}, False)])
+def test_trials_of_another_machine_count_if_the_code_is_the_same(memory, tmp_path, changed, counts):
+    study, trial = replace(memory, folder=tmp_path, shared={}), memory.base()
+    there = study.identity | changed
+    machine = {"environment": {"device": "another"}, "identity": there}
+    head_memory.save_report(machine, tmp_path / "machines" / "other.json")
+    study.store.write(study.name(trial, there), {"same": [1, 0]})
+    assert study.read(trial).get("same") == ([1, 0] if counts else None)
+    assert study.is_done(study.name(trial), trial) is counts and study.machines == [machine] * counts
 
 
 # --- What heads look at in moving shapes, for attention that is known; classes and mean queries of heads

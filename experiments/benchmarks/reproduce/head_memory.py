@@ -4,12 +4,14 @@
     python experiments/benchmarks/reproduce/head_memory.py --ckpt_dir checkpoints/wan-mini outputs/mini1
 
 Writes docs/head_memory.json and figures (docs/head_memory.md). Trials are kept in --folder by the weights'
-hash: the same command goes on where it stopped, and --trials beside it, of the same miniature, helps.
+hash: the same command goes on where it stopped, and --trials beside it, of the same miniature, helps. Trials
+of the same code made on other machines count once they lie in the folder, with their machines/*.json.
 """
 
 import argparse
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from experiments.benchmarks.harness import finding_parser, miniature_config, sav
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.extraction import causal
-from experiments.extraction.provenance import environment
+from experiments.extraction.provenance import environment, fingerprint
 from experiments.figures.atlas import budget_curves, head_maps, share_bars
 from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import rendered
@@ -112,11 +114,14 @@ def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
             study = HeadMemory(
                 scenes[: args.captions], *made_by, judges, sizes=sizes, known=known, shared=shared
             )
-            paths, ceilings = (study.folder / f"{name}.json" for name in ("paths", "ceilings"))
-            if not (args.trials or args.report or paths.is_file()):
-                save_report({"paths": trace(config, session, vae, pool, pairs)}, paths)
-            if not (args.trials or ceilings.is_file()):
-                save_report(ceilings_of(study, vae, pool), ceilings)
+            if not args.report:
+                made = {"environment": environment(session.device), "identity": study.identity}
+                save_report(made, study.folder / "machines" / f"{fingerprint(study.identity)}.json")
+            if not args.trials:
+                study.about("ceilings", partial(ceilings_of, study, vae, pool))
+                study.about("moments", partial(study.hiding, vae, pool))
+            if not (args.trials or args.report):
+                study.about("paths", partial(trace, config, session, vae, pool, pairs))
             if not args.report:
                 study.make_all(watch)
             studies[name] = study
@@ -182,8 +187,9 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
     first = next(iter(studies.values()))
     claims = {name: claims_of(study) for name, study in studies.items()}
     for name, study in studies.items():
-        ceilings, whole = read_json(study.folder / "ceilings.json"), study.paths.get("whole", {})
-        claims[name] |= {of: {"same": np.array(values, float)} for of, values in ceilings.items()}
+        ceilings, whole = study.about("ceilings"), study.about("paths").get("whole", {})
+        for of in ("rendered", "VAE"):
+            claims[name][of] = {"same": np.array(ceilings[of], float)}
         claims[name] |= {f"patched: {of}": {"way": np.array(values)} for of, values in whole.items()}
     return {
         "environment": environment(first.session.device),
@@ -200,11 +206,12 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
 def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
     """Return what was found in one miniature: known heads, scores, classes, each caption's answers, paths."""
     found: dict[str, Any] = {"weights_sha256": study.session.sha256.result(), "answers": {}}
+    found["machines"] = [one["environment"] for one in study.machines]
     if all(f"without {head}" in claims for head in study.heads):
         folds = range(len(study.judged))
         found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
         found |= {"chosen": agreement_of_halves(study), "classes": classes_of(study)}
-    found["returns in block"] = study.read(study.base())["returns"]
+    found["hides and returns in blocks"] = study.about("moments").get("blocks")
     for name in (name for name in claims if "same" in claims[name]):
         values = claims[name]["same"]  # a digit a caption, or a number where there are several draws
         digits = "".join("-" if np.isnan(x) else str(round(x)) for x in values)
@@ -215,10 +222,12 @@ def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
 
 def paths_of(study: HeadMemory) -> dict[str, Any]:
     """Return what trace() found: of readers each pair's share, of writers means with intervals over pairs."""
-    paths, seen = study.paths, {}
+    paths, seen = study.about("paths"), {}
     for name, one in paths.get("writers", {}).items():
         seen[name] = {by: rounded(bootstrap(np.array(x))) for by, x in one.items()}
-    return {name: values for name, values in paths.items() if name != "whole"} | {"writers": seen}
+    return {name: values for name, values in paths.items() if name not in ("whole", "name")} | {
+        "writers": seen
+    }
 
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
