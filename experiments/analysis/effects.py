@@ -88,6 +88,10 @@ def knockouts_of(report: Mapping[str, Any]) -> tuple:
     return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
 
 
+ALL = "all"  # miniatures together: shares have intervals over them and over captions
+CEILINGS = "rendered", "VAE"
+
+
 def budget_panels(report: Mapping[str, Any]) -> tuple:
     """Return panels, ceilings and subtitle, for figures.budget_curves.
 
@@ -99,10 +103,35 @@ def budget_panels(report: Mapping[str, Any]) -> tuple:
             rule, budget, sink = claim.split(", ")
             for name, row in found["same"].items():
                 panels.setdefault((sink, rule), {}).setdefault(name, {})[int(budget)] = row
-    ceilings = {name: report["shares"][name]["same"]["all"][0] for name in ("rendered", "VAE", "base")}
-    models, captions = len(report["miniatures"]), len(report["captions"])
-    about = report["model"] if models == 1 else f"{models} models {report['model']}"
-    return panels, ceilings, f"Which heads keep the whole past: {about}, {captions} captions"
+    ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
+    return panels, ceilings, f"Which heads keep the whole past: {_of_models(report)}"
+
+
+def route_bars(report: Mapping[str, Any]) -> tuple:
+    """Return shares, ceilings, title, label, each miniature's shares and subtitle, for figures.share_bars."""
+    shares = {claim: one["same"] for claim, one in report["shares"].items() if "same" in one}
+    names = {"8 others of their layers: past": "matched", "every head: past": "no past"}
+    names |= {f"these 8: {claim[7:]}": claim for claim in shares if claim.startswith("known: ")}
+    rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
+    each = [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
+    others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
+    means, ceilings = (
+        {shown: row[ALL] for shown, row in rows.items()},
+        {n: shares[n][ALL][0] for n in CEILINGS},
+    )
+    return (
+        means,
+        ceilings,
+        "Heads lose a part of their past",
+        "Share back in colour and shape",
+        others,
+        _of_models(report),
+    )
+
+
+def _of_models(report: Mapping[str, Any]) -> str:
+    count = len(report["miniatures"])
+    return f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"
 
 
 def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from experiments.analysis.panels import HeadMap, LabelMap
 from experiments.figures.style import BLUE, DARK, GREEN, HATCH, ORANGE, PURPLE, RED, YELLOW, styled
 
 COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
-SHARED = ("logits", "/ seeds")  # units whose panels are to be compared
+SHARED = ("logits", "/ seeds", "share of x0")  # units whose panels are to be compared
 
 
 # --- Maps layers × heads

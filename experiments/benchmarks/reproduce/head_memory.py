@@ -9,8 +9,9 @@ of the same code made on other machines count once they lie in the folder, with 
 """
 
 import argparse
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.analysis import published
-from experiments.analysis.effects import budget_panels
+from experiments.analysis.effects import ALL, budget_panels, route_bars
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import (
     bootstrap,
@@ -59,10 +60,8 @@ from wan.errors import ConfigError
 from wan.files import read_json
 from wan.vae import VAE
 
-SHARE = "Share back in colour and shape"
 NUMBERS = ("same", "same_color", "comes_back", "shape", "change", "hue kept", "sharpness")  # of a caption
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
-ALL = "all"  # miniatures together
 
 
 def run(argv=None):
@@ -279,29 +278,31 @@ def classes_of(study: HeadMemory) -> dict[str, Any]:
 
 
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
-    """Return the figures of a report: routes, readers of the colour, rules at equal bytes."""
-    name, mini = next(iter(report["miniatures"].items()))
-    shares = {claim: one["same"] for claim, one in report["shares"].items() if "same" in one}
-    ceilings = {of: shares[of][ALL][0] for of in ("rendered", "VAE")}
-    known = {claim: claim for claim in shares if claim.startswith("known: ")}
-    names = {"8 others of their layers": "matched", "all heads: past, all": "no past"} | known
-    rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
-    each = [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
-    others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
-    means, title = {shown: row[ALL] for shown, row in rows.items()}, "Heads lose a part of their past"
+    """Return the figures of a report: routes, readers of the colour by miniature, rules at equal bytes."""
     found = {
-        "routes": share_bars(means, ceilings, title, SHARE, others, ", ".join(report["miniatures"])),
+        "routes": share_bars(*route_bars(report)),
         "head_budgets": budget_curves(*budget_panels(report)),
     }
-    if readers := mini["paths"].get("readers"):
-        layers = sorted({int(name.split()[1]) for name in readers})
-        heads = sum(name.startswith("layer 0 head") for name in readers)
-        read = np.array([[np.mean(readers[f"layer {n} head {h}"]) for h in range(heads)] for n in layers])
-        panel = HeadMap("reads", "Colour read from visible frames", "share of x0", "sequential", read)
-        subtitle = f"{name}, {mini['paths']['pairs']} pairs of colours"
+    paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
+    if paths:
+        maps = [readers_of(f"{name}, {one['pairs']} pairs", one["readers"]) for name, one in paths.items()]
+        subtitle = (
+            "share of the way to the other colour's x0 that a head's keys and values of visible frames move"
+        )
         title = "Heads that read the colour"
-        found["color_readers"] = head_maps([panel], layers, subtitle=subtitle, title=title)
+        found["color_readers"] = head_maps(maps, range(len(maps[0].values)), subtitle=subtitle, title=title)
     return found
+
+
+def readers_of(title: str, readers: Mapping[str, Sequence[float]]) -> HeadMap:
+    """Return the share of x0 that each head reads [layers, H], a mean over pairs."""
+    heads = {
+        (*map(int, re.findall(r"\d+", name)),): shares for name, shares in readers.items() if "head" in name
+    }
+    values = np.zeros(np.max([*heads], 0) + 1)
+    for head, shares in heads.items():
+        values[head] = np.mean(shares)
+    return HeadMap("reads", title, "share of x0", "sequential", values)
 
 
 if __name__ == "__main__":
