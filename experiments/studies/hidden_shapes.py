@@ -450,11 +450,11 @@ class HeadMemory(Trials):
                     yield self.trial(name, heads, PAST[part], rows, blocks=blocks)
 
     def routes_of_heads(self) -> Iterator[Trial]:
-        """Yield single heads, known on half of the captions, without parts of their past, on the others."""
-        for head in self.known_of(0):
+        """Yield single heads without parts of their past: not who is important is asked, but which part."""
+        heads = self.known or self.highest(self.scores_of(self.everyone)["effect"], self.sizes.known)
+        for head in heads:
             for part, passes in (*((part, "all") for part in PAST), ("past", "denoise"), ("past", "clean")):
-                name = f"{head}: {part}, {passes}"
-                yield self.trial(name, [head], PAST[part], self.folds[0], passes=passes)
+                yield self.trial(f"{head}: {part}, {passes}", [head], PAST[part], passes=passes)
 
     def sampled(self) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
