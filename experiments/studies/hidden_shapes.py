@@ -304,8 +304,7 @@ class Sizes:
     known: int = 8  # heads of largest single effect
     draws: int = 4  # of random heads for each fold, matched by layer with the known ones
     samples: int = 32  # of random halves of all heads
-    budgets: tuple[int, ...] = (7, 9, 10, 15)  # frames of the mean head
-    more_budgets: tuple[int, ...] = (8, 12)  # judged last
+    budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
     narrow: int = 6  # window of the heads that get no more
     sink: int = 3
     folds: int = 5  # parts of the captions, each judged by heads chosen on the others; 1: only half is
@@ -364,19 +363,17 @@ class HeadMemory(Trials):
 
     def stages(self) -> Iterator[tuple[str, Iterable[Trial]]]:
         """Yield names and trials, what says most first; later ones need the results of the first two."""
-        sizes, rules = self.sizes, (*RULES, "random")
         yield "first", self.first()
         yield "singles", self.singles()
         if not all(map(self.read, (self.base(), *self.singles()))):
             return
         yield "controls", self.controls()
-        yield "budgets", self.budgets(rules, sizes.budgets, sizes.sink)
-        yield "budgets without a sink", self.budgets((*RULES[:3], "random"), sizes.budgets, 0)
+        yield "budgets", self.budgets((*RULES, "random"), self.sizes.sink)
         yield "routes", self.routes()
-        yield "more budgets", self.budgets(rules, sizes.more_budgets, sizes.sink)
-        yield "routes of single heads", self.routes_of_heads()
         yield "samples", self.sampled()
-        yield "budgets by interactions", self.budgets(("interactions",), sizes.budgets, sizes.sink)
+        yield "budgets by interactions", self.budgets(("interactions",), self.sizes.sink)
+        yield "budgets without a sink", self.budgets((*RULES, "interactions", "random"), 0)
+        yield "routes of single heads", self.routes_of_heads()
 
     def make_all(self, watch: Progress, crew: Crew | None = None) -> None:
         """Make the trials that are missing. Raises what work_through raises."""
@@ -402,7 +399,7 @@ class HeadMemory(Trials):
         """Yield the unedited runs, and all heads without a past, with windows, and with windows of a sink."""
         yield replace(self.base(), drift=True)
         yield replace(self.trial("no past", self.heads, PAST["past"]), drift=True)
-        for size in (self.sizes.narrow, *self.sizes.budgets, *self.sizes.more_budgets):
+        for size in (self.sizes.narrow, *self.sizes.budgets):
             for sink in (0, self.sizes.sink):
                 trial = self.trial(f"uniform, {size}, sink {sink}", self.heads, outside(size, sink))
                 yield replace(trial, drift=True)
@@ -469,21 +466,21 @@ class HeadMemory(Trials):
             found.append(sorted(order[:middle] if number % 2 else order[middle:]))
         return found
 
-    def budgets(self, rules: Sequence[str], budgets: Sequence[int], sink: int) -> Iterator[Trial]:
+    def budgets(self, rules: Sequence[str], sink: int) -> Iterator[Trial]:
         """Yield, for each rule and budget, heads with the whole past, chosen on the other folds' captions.
 
         The rest have narrow windows with a sink. random heads are matched by layer with the effect's.
         """
         scores = [self.scores_of(self.others(fold)) for fold in range(len(self.judged))]
-        for budget in budgets:
-            for rule in (rule for rule in rules if rule in (*scores[0], "random")):
+        known = (rule for rule in rules if rule in (*scores[0], "random"))
+        for budget, rule in product(self.sizes.budgets, known):
 
-                def rest(fold: int, rule: str = rule, budget: int = budget) -> list[Head]:
-                    whole = self.chosen(scores[fold], rule, budget, fold)
-                    return [head for head in self.heads if head not in whole]
+            def rest(fold: int, rule: str = rule, budget: int = budget) -> list[Head]:
+                whole = self.chosen(scores[fold], rule, budget, fold)
+                return [head for head in self.heads if head not in whole]
 
-                dropped = outside(self.sizes.narrow, sink)
-                yield from self.by_folds(f"{rule}, {budget}, sink {sink}", rest, dropped)
+            dropped = outside(self.sizes.narrow, sink)
+            yield from self.by_folds(f"{rule}, {budget}, sink {sink}", rest, dropped)
 
     def chosen(self, scores: Mapping[str, np.ndarray], rule: str, budget: int, fold: int = 0) -> list[Head]:
         """Return the heads that a rule gives the whole past within a budget, of scores [layers, H]."""

@@ -146,9 +146,7 @@ def test_frame_0_is_removed_from_the_view_of_each_head(study, tiny, tmp_path):
 # --- Which part of the past
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory, tiny):
-    sizes = Sizes(
-        captions=2, draws=2, samples=2, budgets=(6, 7), more_budgets=(8,), narrow=4, sink=1, folds=2
-    )
+    sizes = Sizes(captions=2, draws=2, samples=2, budgets=(6, 7, 8), narrow=4, sink=1, folds=2)
     made_by, folder = (unnamed_captions(2, {}), tiny.config, tiny.session), tmp_path_factory.mktemp("memory")
     return HeadMemory(*made_by, folder, sizes=sizes, known=[(0, 1), (1, 0)])
 
@@ -167,7 +165,9 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
 
 @pytest.mark.parametrize(("folds", "judged"), [(1, 5), (2, 10), (5, 10)])
 def test_heads_are_chosen_on_captions_of_other_folds(memory, monkeypatch, folds, judged):
-    study = replace(memory, scenes=unnamed_captions(10, {}), sizes=replace(memory.sizes, folds=folds))
+    study = replace(
+        memory, scenes=unnamed_captions(10, {}), sizes=replace(memory.sizes, folds=folds, budgets=(6,))
+    )
     heads = {row: [(0, 0), (0, 1), (1, 0)][row % 3] for row in range(10)}
 
     def scores_of(self, rows):  # the head of the one row that is left out, or of the first of them
@@ -176,7 +176,7 @@ def test_heads_are_chosen_on_captions_of_other_folds(memory, monkeypatch, folds,
         return {"effect": scores}
 
     monkeypatch.setattr(HeadMemory, "scores_of", scores_of)
-    trials = [*study.budgets(("effect",), (6,), 1)]
+    trials = [*study.budgets(("effect",), 1)]
     rows = [row for trial in trials for row in trial.rows]
     assert len(rows) == len({*rows}) == judged and len(trials) == min(3, folds)
     for trial in trials:

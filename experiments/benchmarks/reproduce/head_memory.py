@@ -158,11 +158,11 @@ def claims_of(study: HeadMemory) -> dict[str, Values]:
             for values in [np.concatenate([one[name] for one in done])]
         }
     for claim, values in found.items():
-        beside = f"uniform, {claim.partition(', ')[2]}" if ", sink " in claim else "base"
-        if claim in ("matched", "no past"):
-            beside = "known"
-        if claim not in (beside, "base") and beside in found:
-            values[f"less {beside}"] = values["same"] - found[beside]["same"]
+        rule, _, size = claim.partition(", ")
+        compared = [f"{other}, {size}" for other in ("uniform", "random")] if "sink " in size else ["base"]
+        for other in ["known"] if claim in ("matched", "no past") else compared:
+            if other in found and claim not in (other, "base") and rule != "uniform":
+                values[f"less {other}"] = values["same"] - found[other]["same"]
     return found
 
 
