@@ -92,26 +92,29 @@ ALL = "all"  # miniatures together: shares have intervals over them and over cap
 CEILINGS = "rendered", "VAE"
 
 
-def budget_panels(report: Mapping[str, Any]) -> tuple:
-    """Return panels, ceilings and subtitle, for figures.budget_curves.
+def budget_panels(report: Mapping[str, Any], sink: int) -> tuple:
+    """Return panels, ceilings and subtitle, for figures.budget_curves, of narrow windows with a sink.
 
-    panels: (sink, rule) -> miniature, or all -> budget -> (share, low, high).
+    panels: rule -> miniature, or all -> budget -> (share, low, high).
     """
-    panels: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = {}
+    panels: dict[str, dict[str, dict[int, list[float]]]] = {}
     for claim, found in report["shares"].items():
-        if ", sink " in claim:
-            rule, budget, sink = claim.split(", ")
+        if claim.endswith(f", sink {sink}"):
+            rule, budget, _ = claim.split(", ")
             for name, row in found["same"].items():
-                panels.setdefault((sink, rule), {}).setdefault(name, {})[int(budget)] = row
+                panels.setdefault(rule, {}).setdefault(name, {})[int(budget)] = row
     ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
-    return panels, ceilings, f"Which heads keep the whole past: {_of_models(report)}"
+    others = (
+        f"chosen heads keep the whole past, others {report['narrow window']} frames, {sink} of them a sink"
+    )
+    return panels, ceilings, f"{_of_models(report)}; {others}"
 
 
 def route_bars(report: Mapping[str, Any]) -> tuple:
     """Return shares, ceilings, title, label, each miniature's shares and subtitle, for figures.share_bars."""
     shares = {claim: one["same"] for claim, one in report["shares"].items() if "same" in one}
-    names = {"8 others of their layers: past": "matched", "every head: past": "no past"}
-    names |= {f"these 8: {claim[7:]}": claim for claim in shares if claim.startswith("known: ")}
+    names = {"nothing": "base", "8 others of their layers: past": "matched", "every head: past": "no past"}
+    names |= {claim.removeprefix("known: "): claim for claim in shares if claim.startswith("known: ")}
     rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
     each = [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
     others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}

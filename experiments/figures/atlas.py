@@ -313,31 +313,30 @@ def knockout_curves(
 
 @styled
 def budget_curves(
-    panels: Mapping[tuple[str, str], Mapping[str, Mapping[int, Sequence[float]]]],
+    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
     ceilings: Mapping[str, float],
     subtitle: str,
 ) -> Figure:
-    """Draw a panel for each (sink, rule): of all miniatures a line in a band, of each a thin one.
+    """Draw a panel for each rule, the best first: of all miniatures a line in a band, of each a thin one.
 
     panels: miniature, or all -> budget -> (share, low, high). Beside a rule stands the uniform window.
     """
-    rules = [at for at in sorted(panels) if at[1] != "uniform"]
-    columns = min(4, sum(sink == rules[0][0] for sink, _ in rules))  # a row a sink, where it has room
-    figure, axes = st.panels(len(rules), columns, (2.3, 1.9), sharey=True)
+    mean = {rule: np.mean([row[0] for row in found["all"].values()]) for rule, found in panels.items()}
+    rules = sorted(mean.keys() - {"uniform"}, key=lambda rule: -mean[rule])
+    figure, axes = st.panels(len(rules), min(4, len(rules)), (2.3, 1.9), sharey=True)
     legend: dict[str, Artist] = {}
-    for axis, (sink, rule) in zip(axes, rules, strict=True):
-        of_rules = {"a uniform window": ("uniform", DARK), "the rule": (rule, BLUE)}
-        for label, (which, color) in of_rules.items():
-            for name, points in panels[sink, which].items():
+    for axis, rule in zip(axes, rules, strict=True):
+        for label, which, color in (("uniform windows", "uniform", DARK), ("the rule", rule, BLUE)):
+            for name, points in panels[which].items():
                 budgets = sorted(points)
                 share, low, high = np.array([points[n][:3] for n in budgets]).T
                 if name == "all":
                     axis.fill_between(budgets, low, high, color=color, alpha=0.2, linewidth=0)
                     axis.plot(budgets, share, "o-", color=color, markersize=3, linewidth=1.5, label=label)
-                elif len(panels[sink, which]) > 2:
+                elif len(panels[which]) > 2:
                     axis.plot(budgets, share, color=color, linewidth=0.5, label="one miniature")
         _draw_ceilings(axis, "h", ceilings)
-        axis.set(title=f"{rule}, {sink}", ylim=(-0.02, 1.02))
+        axis.set(title=rule, ylim=(-0.02, 1.02))
         legend |= st.handles(axis)
     x, y = "Cache of the mean head (latent frames)", "Share back in colour and shape"
     st.label_figure(figure, axes, f"{y}, by rule and cache", subtitle, y, legend, x)
@@ -378,7 +377,7 @@ def share_bars(
     for (name, marks), color, marker in zip((others or {}).items(), (ORANGE, "0.5"), "Ds", strict=False):
         axis.plot(marks, rows, marker, color=color, markersize=4, label=name)
     _draw_ceilings(axis, "v", ceilings)
-    axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 1.4) for name in shares])
+    axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 2.0) for name in shares])
     axis.set(ylim=(len(shares) - 0.4, -0.6), xlim=(None, 1.02))
     st.label_figure(figure, [axis], title, about, legend=st.handles(axis), x=x)
     return figure

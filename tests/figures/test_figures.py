@@ -59,8 +59,7 @@ def drawings() -> dict[str, Figure]:
     slots = np.where(slots < 0, -9, slots)
     shares = np.sort(rng.random((4, 5)), 1)[:, [2, 1, 3, 0, 4]]
     budgets = {
-        (sink, rule): {name: {3: shares[0], 6: shares[1]} for name in ("all", "one", "other")}
-        for sink in ("sink 0", "sink 3")
+        rule: {name: {3: shares[0], 6: shares[1]} for name in ("all", "one", "other")}
         for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
     }
     routes = {"all routes of it": shares[0], "one": shares[1]}, {"rendered": 0.9, "VAE": 0.8}

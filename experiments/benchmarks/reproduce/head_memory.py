@@ -281,7 +281,8 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour by miniature, rules at equal bytes."""
     found = {
         "routes": share_bars(*route_bars(report)),
-        "head_budgets": budget_curves(*budget_panels(report)),
+        "head_budgets": budget_curves(*budget_panels(report, 3)),
+        "head_budgets_no_sink": budget_curves(*budget_panels(report, 0)),
     }
     paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
     if paths:
