@@ -92,21 +92,19 @@ ALL = "all"  # miniatures together: shares have intervals over them and over cap
 CEILINGS = "rendered", "VAE"
 
 
-def budget_panels(report: Mapping[str, Any], sink: int) -> tuple:
-    """Return panels, ceilings and subtitle, for figures.budget_curves, of narrow windows with a sink.
+def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
+    """Return panels, ceilings and subtitle, for figures.budget_curves, of a window and sink of other heads.
 
     panels: rule -> miniature, or all -> budget -> (share, low, high).
     """
     panels: dict[str, dict[str, dict[int, list[float]]]] = {}
     for claim, found in report["shares"].items():
-        if claim.endswith(f", sink {sink}"):
-            rule, budget, _ = claim.split(", ")
+        rule, *size = claim.split(", ")
+        if size[1:] == [f"sink {sink}" if rule == "uniform" else f"{window} with sink {sink}"]:
             for name, row in found["same"].items():
-                panels.setdefault(rule, {}).setdefault(name, {})[int(budget)] = row
+                panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
     ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
-    others = (
-        f"chosen heads keep the whole past, others {report['narrow window']} frames, {sink} of them a sink"
-    )
+    others = f"chosen heads keep the whole past, others {window} frames, {sink} of them a sink"
     return panels, ceilings, f"{_of_models(report)}; {others}"
 
 

@@ -305,8 +305,7 @@ class Sizes:
     draws: int = 4  # of random heads for each fold, matched by layer with the known ones
     samples: int = 32  # of random halves of all heads
     budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
-    narrow: int = 6  # window of the heads that get no more
-    sink: int = 3
+    narrow: tuple[tuple[int, int], ...] = ((6, 3), (9, 3), (6, 0))  # windows, and sinks, of the other heads
     folds: int = 5  # parts of the captions, each judged by heads chosen on the others; 1: only half is
 
 
@@ -368,11 +367,13 @@ class HeadMemory(Trials):
         if not all(map(self.read, (self.base(), *self.singles()))):
             return
         yield "controls", self.controls()
-        yield "budgets", self.budgets((*RULES, "random"), self.sizes.sink)
+        first, *narrow = self.sizes.narrow
+        yield "budgets", self.budgets((*RULES, "random"), *first)
         yield "routes", self.routes()
         yield "samples", self.sampled()
-        yield "budgets by interactions", self.budgets(("interactions",), self.sizes.sink)
-        yield "budgets without a sink", self.budgets((*RULES, "interactions", "random"), 0)
+        yield "budgets by interactions", self.budgets(("interactions",), *first)
+        for window, sink in narrow:
+            yield f"budgets, {window} with sink {sink}", self.budgets((*RULES, "random"), window, sink)
         yield "routes of single heads", self.routes_of_heads()
 
     def make_all(self, watch: Progress, crew: Crew | None = None) -> None:
@@ -399,10 +400,10 @@ class HeadMemory(Trials):
         """Yield the unedited runs, and all heads without a past, with windows, and with windows of a sink."""
         yield replace(self.base(), drift=True)
         yield replace(self.trial("no past", self.heads, PAST["past"]), drift=True)
-        for size in (self.sizes.narrow, *self.sizes.budgets):
-            for sink in (0, self.sizes.sink):
-                trial = self.trial(f"uniform, {size}, sink {sink}", self.heads, outside(size, sink))
-                yield replace(trial, drift=True)
+        windows, sinks = zip(*self.sizes.narrow, strict=True)
+        for size, sink in product(sorted({*windows, *self.sizes.budgets}), sorted({*sinks})):
+            trial = self.trial(f"uniform, {size}, sink {sink}", self.heads, outside(size, sink))
+            yield replace(trial, drift=True)
 
     def known_of(self, fold: int) -> list[Head]:
         """Return the heads of largest single effect: those given, or chosen on the captions of others."""
@@ -456,7 +457,7 @@ class HeadMemory(Trials):
     def sampled(self) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
         for number, narrow in enumerate(self.random_halves()):
-            yield self.trial(f"sample {number}", narrow, outside(self.sizes.narrow))
+            yield self.trial(f"sample {number}", narrow, outside(*self.sizes.narrow[0]))
 
     def random_halves(self) -> list[list[Head]]:
         """Return the heads of each sample that get narrow windows; every other sample is the complement."""
@@ -466,26 +467,28 @@ class HeadMemory(Trials):
             found.append(sorted(order[:middle] if number % 2 else order[middle:]))
         return found
 
-    def budgets(self, rules: Sequence[str], sink: int) -> Iterator[Trial]:
+    def budgets(self, rules: Sequence[str], window: int, sink: int) -> Iterator[Trial]:
         """Yield, for each rule and budget, heads with the whole past, chosen on the other folds' captions.
 
         The rest have narrow windows with a sink. random heads are matched by layer with the effect's.
         """
         scores = [self.scores_of(self.others(fold)) for fold in range(len(self.judged))]
-        known = (rule for rule in rules if rule in (*scores[0], "random"))
-        for budget, rule in product(self.sizes.budgets, known):
+        known = [rule for rule in rules if rule in (*scores[0], "random")]
+        for budget, rule in product([size for size in self.sizes.budgets if size > window], known):
 
             def rest(fold: int, rule: str = rule, budget: int = budget) -> list[Head]:
-                whole = self.chosen(scores[fold], rule, budget, fold)
+                whole = self.chosen(scores[fold], rule, budget, fold, window)
                 return [head for head in self.heads if head not in whole]
 
-            dropped = outside(self.sizes.narrow, sink)
-            yield from self.by_folds(f"{rule}, {budget}, sink {sink}", rest, dropped)
+            name = f"{rule}, {budget}, {window} with sink {sink}"
+            yield from self.by_folds(name, rest, outside(window, sink))
 
-    def chosen(self, scores: Mapping[str, np.ndarray], rule: str, budget: int, fold: int = 0) -> list[Head]:
+    def chosen(
+        self, scores: Mapping[str, np.ndarray], rule: str, budget: int, fold: int = 0, window: int = 0
+    ) -> list[Head]:
         """Return the heads that a rule gives the whole past within a budget, of scores [layers, H]."""
-        frames, narrow = self.config.num_frames, self.sizes.narrow
-        count = int(len(self.heads) * (budget - narrow) / (frames - narrow) + 1e-9)
+        frames, window = self.config.num_frames, window or self.sizes.narrow[0][0]
+        count = int(len(self.heads) * (budget - window) / (frames - window) + 1e-9)
         best = self.highest(scores["effect" if rule == "random" else rule], count)
         return self.matched(best, fold) if rule == "random" else best
 

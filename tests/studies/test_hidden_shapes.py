@@ -146,7 +146,7 @@ def test_frame_0_is_removed_from_the_view_of_each_head(study, tiny, tmp_path):
 # --- Which part of the past
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory, tiny):
-    sizes = Sizes(captions=2, draws=2, samples=2, budgets=(6, 7, 8), narrow=4, sink=1, folds=2)
+    sizes = Sizes(captions=2, draws=2, samples=2, budgets=(6, 7, 8), narrow=((4, 1), (4, 0)), folds=2)
     made_by, folder = (unnamed_captions(2, {}), tiny.config, tiny.session), tmp_path_factory.mktemp("memory")
     return HeadMemory(*made_by, folder, sizes=sizes, known=[(0, 1), (1, 0)])
 
@@ -176,7 +176,7 @@ def test_heads_are_chosen_on_captions_of_other_folds(memory, monkeypatch, folds,
         return {"effect": scores}
 
     monkeypatch.setattr(HeadMemory, "scores_of", scores_of)
-    trials = [*study.budgets(("effect",), 1)]
+    trials = [*study.budgets(("effect",), 4, 1)]
     rows = [row for trial in trials for row in trial.rows]
     assert len(rows) == len({*rows}) == judged and len(trials) == min(3, folds)
     for trial in trials:
@@ -223,8 +223,9 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     assert shares["VAE"]["same"]["all"][0] == 0.5 and shares["base"]["same"]["one"] == [1, 1, 1, 2]
     assert shares["base"]["hue kept"]["all"][0] == 0.6 and shares["matched"]["same"]["all"][3] == 4
     rules = {"effect", "interactions", "random", "uniform", "Dummy Forcing", "path patching"}
-    assert {f"{rule}, 7, sink 1" for rule in rules} | {"known: frame 0, clean"} <= shares.keys()
-    names = "effect, 7, sink 1", "uniform, 7, sink 1"
+    assert {f"{rule}, 7, 4 with sink 1" for rule in rules - {"uniform"}} <= shares.keys()
+    assert {"uniform, 7, sink 1", "random, 7, 4 with sink 0", "known: frame 0, clean"} <= shares.keys()
+    names = "effect, 7, 4 with sink 1", "uniform, 7, sink 1"
     means = [[np.mean([int(x) for x in one[name]]) for name in names] for one in answers]
     assert shares[names[0]]["same"]["all"][0] == pytest.approx(np.mean(means, 0)[0], abs=1e-3)
     less = shares[names[0]][f"less {names[1]}"]

@@ -158,10 +158,12 @@ def claims_of(study: HeadMemory) -> dict[str, Values]:
             for values in [np.concatenate([one[name] for one in done])]
         }
     for claim, values in found.items():
-        rule, _, size = claim.partition(", ")
-        compared = [f"{other}, {size}" for other in ("uniform", "random")] if "sink " in size else ["base"]
-        for other in ["known"] if claim in ("matched", "no past") else compared:
-            if other in found and claim not in (other, "base") and rule != "uniform":
+        others = ["known"] if claim in ("matched", "no past") else ["base"]
+        if " with " in claim:
+            _, budget, narrow = claim.split(", ")
+            others = [f"uniform, {budget}, {narrow.split(' with ')[1]}", f"random, {budget}, {narrow}"]
+        for other in others:
+            if other in found and claim not in (other, "base"):
                 values[f"less {other}"] = values["same"] - found[other]["same"]
     return found
 
@@ -196,7 +198,6 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
         "captions": [scene.caption for _, scene in first.scenes],
         "seeds": [number for number, _ in first.scenes],
         "folds": first.sizes.folds,
-        "narrow window": first.sizes.narrow,
         "shares": shares_of(claims),
         "miniatures": {name: about(study, claims[name]) for name, study in studies.items()},
     }
@@ -279,11 +280,11 @@ def classes_of(study: HeadMemory) -> dict[str, Any]:
 
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour by miniature, rules at equal bytes."""
-    found = {
-        "routes": share_bars(*route_bars(report)),
-        "head_budgets": budget_curves(*budget_panels(report, 3)),
-        "head_budgets_no_sink": budget_curves(*budget_panels(report, 0)),
-    }
+    found = {"routes": share_bars(*route_bars(report))}
+    for name, narrow in {"": (6, 3), "_last_block": (9, 3), "_no_sink": (6, 0)}.items():
+        panels, *about = budget_panels(report, *narrow)
+        if panels.keys() - {"uniform"}:
+            found[f"head_budgets{name}"] = budget_curves(panels, *about)
     paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
     if paths:
         maps = [readers_of(f"{name}, {one['pairs']} pairs", one["readers"]) for name, one in paths.items()]
