@@ -144,6 +144,12 @@ def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):
         make_policy("head_budget", file=file).check([3])
 
 
+def test_forcing_kv_has_memory_for_the_mean_head():
+    """Layer 0 keeps 3 frames in both heads, the others 1, 1, 1 and 3: 2 on average, a sink of 2, a block."""
+    policy = make_policy(**STATIC | {"heads": [[1, 0], [1, 1], [1, 0]]}, sink=2, temporal_context_length=2)
+    assert [policy.capacity(frames, 3).slots for frames in (21, 5)] == [7, 5]
+
+
 CLASSES = {"name": "per_head", "file": LABELS, "policies": {"far": FULL, "near": WINDOW}}
 STATIC, TRI = {"name": "forcing_kv", "heads": [[1, 0]]}, {"name": "triattention"}
 REFUSED = {  # what is said -> settings; a file by its content
