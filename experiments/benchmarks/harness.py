@@ -5,6 +5,7 @@ import gc
 import hashlib
 import json
 import math
+import re
 import statistics
 import time
 import zlib
@@ -72,10 +73,13 @@ def save_finding(
 
 
 def save_report(report: Mapping[str, Any], path: str | Path | None) -> None:
-    """Write a report as JSON; do nothing without a path."""
+    """Write a report as JSON, a list of numbers in a line; do nothing without a path."""
     if path:
+        text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        lists = r"\[\n\s+([^][{}]+)\n\s+\]"
+        text = re.sub(lists, lambda one: "[" + re.sub(r"\n\s+", " ", one[1]) + "]", text)
         with replacing(Path(path)) as file:
-            file.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
+            file.write(text.encode())
 
 
 def warmed_up(rows: Timed, more: Callable[[], dict[str, Any]] = dict) -> Rows:

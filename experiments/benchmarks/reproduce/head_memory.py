@@ -161,7 +161,8 @@ def claims_of(study: HeadMemory) -> dict[str, Values]:
         others = ["known"] if claim in ("matched", "no past") else ["base"]
         if " with " in claim:
             _, budget, narrow = claim.split(", ")
-            others = [f"uniform, {budget}, {narrow.split(' with ')[1]}", f"random, {budget}, {narrow}"]
+            uniform = [other for other in found if other.startswith(f"uniform, {budget}, ")]
+            others = [*uniform, f"random, {budget}, {narrow}"]
         for other in others:
             if other in found and claim not in (other, "base"):
                 values[f"less {other}"] = values["same"] - found[other]["same"]
@@ -222,12 +223,12 @@ def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
 
 def paths_of(study: HeadMemory) -> dict[str, Any]:
     """Return what trace() found: of readers each pair's share, of writers means with intervals over pairs."""
-    paths, seen = study.about("paths"), {}
-    for name, one in paths.get("writers", {}).items():
-        seen[name] = {by: rounded(bootstrap(np.array(x))) for by, x in one.items()}
-    return {name: values for name, values in paths.items() if name not in ("whole", "name")} | {
-        "writers": seen
+    found = {what: one for what, one in study.about("paths").items() if what not in ("whole", "name")}
+    writers, readers = found.get("writers", {}), found.get("readers", {})
+    of_writers = {
+        name: {by: rounded(bootstrap(np.array(x))) for by, x in one.items()} for name, one in writers.items()
     }
+    return found | {"readers": {name: rounded(x) for name, x in readers.items()}, "writers": of_writers}
 
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
