@@ -60,7 +60,7 @@ from wan.errors import ConfigError
 from wan.files import read_json
 from wan.vae import VAE
 
-NUMBERS = ("same", "same_color", "comes_back", "shape", "change", "hue kept", "sharpness")  # of a caption
+NUMBERS = ("same", "comes_back", "shape", "change", "hue kept", "sharpness")  # of a caption
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
 
 
@@ -222,13 +222,15 @@ def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
 
 
 def paths_of(study: HeadMemory) -> dict[str, Any]:
-    """Return what trace() found: of readers each pair's share, of writers means with intervals over pairs."""
+    """Return what trace() found: shares of readers and of writers with intervals over pairs."""
     found = {what: one for what, one in study.about("paths").items() if what not in ("whole", "name")}
-    writers, readers = found.get("writers", {}), found.get("readers", {})
-    of_writers = {
-        name: {by: rounded(bootstrap(np.array(x))) for by, x in one.items()} for name, one in writers.items()
-    }
-    return found | {"readers": {name: rounded(x) for name, x in readers.items()}, "writers": of_writers}
+    found["readers"] = {name: interval(x) for name, x in found.get("readers", {}).items()}
+    writers = found.get("writers", {}).items()
+    return found | {"writers": {name: {by: interval(x) for by, x in one.items()} for name, one in writers}}
+
+
+def interval(shares: Sequence[float]) -> list[float]:
+    return rounded(bootstrap(np.array(shares)))
 
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
@@ -298,13 +300,13 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
 
 
 def readers_of(title: str, readers: Mapping[str, Sequence[float]]) -> HeadMap:
-    """Return the share of x0 that each head reads [layers, H], a mean over pairs."""
+    """Return the share of x0 that each head reads [layers, H], from shares with their intervals."""
     heads = {
         (*map(int, re.findall(r"\d+", name)),): shares for name, shares in readers.items() if "head" in name
     }
     values = np.zeros(np.max([*heads], 0) + 1)
     for head, shares in heads.items():
-        values[head] = np.mean(shares)
+        values[head] = shares[0]
     return HeadMap("reads", title, "share of x0", "sequential", values)
 
 
