@@ -310,8 +310,9 @@ def test_an_edit_is_run_and_shown(tiny, tmp_path):
     chosen["EDIT"] = {"edit": "knockout", "frames": "first", "layers": 1, "passes": "denoise"}
     printed, drawn = run("interventions", tmp_path, effects_cache(), ATLAS="none.pt", **chosen)
     assert "Knockout(layers=1" in printed and row_of(printed, "direct") == ["direct", "1.750"]
-    names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "routes", "head_budgets")
-    assert drawn.keys() == {f"{name}.svg" for name in names}
+    names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "routes")
+    budgets = {"head_budgets.svg", "head_budgets_no_sink.svg"}
+    assert drawn.keys() == {f"{name}.svg" for name in names} | budgets
     assert "edited: Knockout(layers=1" in drawn["attention.svg"]
 
 
