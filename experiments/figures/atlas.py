@@ -322,7 +322,7 @@ def budget_curves(
     panels: miniature, or all -> budget -> (share, low, high). Beside a rule stands the uniform window.
     """
     mean = {rule: np.mean([row[0] for row in found["all"].values()]) for rule, found in panels.items()}
-    rules = sorted(mean.keys() - {"uniform"}, key=lambda rule: -mean[rule])
+    rules = sorted((rule for rule in mean if rule != "uniform"), key=lambda rule: -mean[rule])
     figure, axes = st.panels(len(rules), min(4, len(rules)), (2.3, 1.9), sharey=True)
     legend: dict[str, Artist] = {}
     for axis, rule in zip(axes, rules, strict=True):

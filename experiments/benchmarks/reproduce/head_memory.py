@@ -289,17 +289,18 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
         if panels.keys() - {"uniform"}:
             found[f"head_budgets{name}"] = budget_curves(panels, *about)
     paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
-    if paths:
-        maps = [readers_of(f"{name}, {one['pairs']} pairs", one["readers"]) for name, one in paths.items()]
+    read = {f"{name}, {one['pairs']} pairs": readers_of(one["readers"]) for name, one in paths.items()}
+    if read:
+        maps = [HeadMap("reads", title, "share of x0", "sequential", x) for title, x in read.items()]
         subtitle = (
-            "share of the way to the other colour's x0 that a head's keys and values of visible frames move"
+            "share of the way to the other run's x0 that a head's keys and values of visible frames move"
         )
-        title = "Heads that read the colour"
-        found["color_readers"] = head_maps(maps, range(len(maps[0].values)), subtitle=subtitle, title=title)
+        title, layers = "Heads that read the colour", range(len(next(iter(read.values()))))
+        found["color_readers"] = head_maps(maps, layers, subtitle=subtitle, title=title)
     return found
 
 
-def readers_of(title: str, readers: Mapping[str, Sequence[float]]) -> HeadMap:
+def readers_of(readers: Mapping[str, Sequence[float]]) -> np.ndarray:
     """Return the share of x0 that each head reads [layers, H], from shares with their intervals."""
     heads = {
         (*map(int, re.findall(r"\d+", name)),): shares for name, shares in readers.items() if "head" in name
@@ -307,7 +308,7 @@ def readers_of(title: str, readers: Mapping[str, Sequence[float]]) -> HeadMap:
     values = np.zeros(np.max([*heads], 0) + 1)
     for head, shares in heads.items():
         values[head] = shares[0]
-    return HeadMap("reads", title, "share of x0", "sequential", values)
+    return values
 
 
 if __name__ == "__main__":
