@@ -54,7 +54,7 @@ MACHINE = ("device", "text_device", "attention", "torch")  # of an identity: whe
 RIDGE = 3.0  # of the regression on random sets of heads
 RULES = (
     *("effect", "change of x0", "mass on the past", "mass on the older past"),
-    *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "path patching"),
+    *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "path patching", "interactions"),
 )
 
 NumberedScenes = list[tuple[int, Scene]]
@@ -305,7 +305,7 @@ class Sizes:
     draws: int = 4  # of random heads for each fold, matched by layer with the known ones
     samples: int = 32  # of random halves of all heads
     budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
-    narrow: tuple[tuple[int, int], ...] = ((6, 3), (9, 3), (6, 0))  # windows, and sinks, of the other heads
+    narrow: tuple[tuple[int, int], ...] = ((6, 3), (6, 0), (9, 3))  # windows, and sinks, of the other heads
     folds: int = 5  # parts of the captions, each judged by heads chosen on the others; 1: only half is
 
 
@@ -367,13 +367,10 @@ class HeadMemory(Trials):
         if not all(map(self.read, (self.base(), *self.singles()))):
             return
         yield "controls", self.controls()
-        first, *narrow = self.sizes.narrow
-        yield "budgets", self.budgets((*RULES, "random"), *first)
         yield "routes", self.routes()
-        yield "samples", self.sampled()
-        yield "budgets by interactions", self.budgets(("interactions",), *first)
-        for window, sink in narrow:
-            yield f"budgets, {window} with sink {sink}", self.budgets((*RULES, "random"), window, sink)
+        for narrow in self.sizes.narrow:
+            yield f"samples, {narrow}", self.sampled(*narrow)
+            yield f"budgets, {narrow}", self.budgets(*narrow)
         yield "routes of single heads", self.routes_of_heads()
 
     def make_all(self, watch: Progress, crew: Crew | None = None) -> None:
@@ -454,10 +451,10 @@ class HeadMemory(Trials):
             for part, passes in (*((part, "all") for part in PAST), ("past", "denoise"), ("past", "clean")):
                 yield self.trial(f"{head}: {part}, {passes}", [head], PAST[part], passes=passes)
 
-    def sampled(self) -> Iterator[Trial]:
+    def sampled(self, window: int, sink: int) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
         for number, narrow in enumerate(self.random_halves()):
-            yield self.trial(f"sample {number}", narrow, outside(*self.sizes.narrow[0]))
+            yield self.trial(f"sample {number} of {window}/{sink}", narrow, outside(window, sink))
 
     def random_halves(self) -> list[list[Head]]:
         """Return the heads of each sample that get narrow windows; every other sample is the complement."""
@@ -467,13 +464,13 @@ class HeadMemory(Trials):
             found.append(sorted(order[:middle] if number % 2 else order[middle:]))
         return found
 
-    def budgets(self, rules: Sequence[str], window: int, sink: int) -> Iterator[Trial]:
+    def budgets(self, window: int, sink: int) -> Iterator[Trial]:
         """Yield, for each rule and budget, heads with the whole past, chosen on the other folds' captions.
 
         The rest have narrow windows with a sink. random heads are matched by layer with the effect's.
         """
-        scores = [self.scores_of(self.others(fold)) for fold in range(len(self.judged))]
-        known = [rule for rule in rules if rule in (*scores[0], "random")]
+        scores = [self.scores_of(self.others(fold), (window, sink)) for fold in range(len(self.judged))]
+        known = [*(rule for rule in RULES if rule in scores[0]), "random"]
         for budget, rule in product([size for size in self.sizes.budgets if size > window], known):
 
             def rest(fold: int, rule: str = rule, budget: int = budget) -> list[Head]:
@@ -496,15 +493,18 @@ class HeadMemory(Trials):
         """Return the heads of highest score [layers, H]."""
         return sorted(self.heads, key=lambda head: -scores[head])[:count]
 
-    def scores_of(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return a score of every head [layers, H] by rule, from some captions: high is kept."""
+    def scores_of(self, rows: Sequence[int], narrow: tuple[int, int] | None = None) -> dict[str, np.ndarray]:
+        """Return a score of every head [layers, H] by rule, from some captions: high is kept.
+
+        interactions are those of heads with narrow windows (window, sink), the first ones where left out.
+        """
         found = {**self.keep(f"scores of {rows}", "", lambda: self.scores(rows))}
         if (paths := self.about("paths")).get("captions"):  # without pairs of captions that are judged
             numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
             used = [numbers.get(caption, rows[0]) in rows for caption in paths["captions"]]
             readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)
             found["path patching"] = np.array([shares[used].mean() for shares in readers]).reshape(self.shape)
-        if all(samples := [self.read(one) for one in self.sampled()]):
+        if all(samples := [self.read(one) for one in self.sampled(*(narrow or self.sizes.narrow[0]))]):
             returns = np.array([np.array(one[BACK])[list(rows)].mean() for one in samples])
             found["interactions"] = regressed(self.random_halves(), returns, self.heads).reshape(self.shape)
         return found
