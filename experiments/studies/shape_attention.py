@@ -72,18 +72,17 @@ def hidden_frames(video: np.ndarray, scene: Scene) -> list[bool]:
     return cover_of(torch.from_numpy(video), scene, SIDE // 16, SIDE // 16).hidden.tolist()
 
 
-def return_block(hidden: Sequence[bool], block_sizes: Sequence[int]) -> int:
-    """Return the first block after hidden frames in which a frame is seen again; 0 where there is none."""
+def hiding(hidden: Sequence[bool], block_sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the first block all of whose frames are hidden, and that in which a frame is seen again.
+
+    0, 0 where there are none, or the shape is hidden from the start.
+    """
     first = list(hidden).index(True) if any(hidden) else len(hidden)
     seen = next((frame for frame in range(first, len(hidden)) if not hidden[frame]), None)
-    return next((block for block, own in enumerate(block_ranges(list(block_sizes))) if seen in own), 0)
-
-
-def hiding(hidden: Sequence[bool], block_sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the first block that shows no shape, and that of its return; 0, 0 where there are none."""
-    back, ranges = return_block(hidden, block_sizes), block_ranges(list(block_sizes))[1:]
-    gone = next((n for n, own in enumerate(ranges, 1) if all(hidden[frame] for frame in own)), back)
-    return (gone, back) if gone < back else (0, 0)
+    ranges = block_ranges(list(block_sizes))
+    back = next((block for block, own in enumerate(ranges) if seen in own), 0)
+    gone = next((n for n, own in enumerate(ranges[:back]) if all(hidden[frame] for frame in own)), 0)
+    return (gone, back) if gone else (0, 0)
 
 
 def lifts_of(calls: Sequence[CapturedCall], cover: Cover, num_heads: int) -> Tensor:

@@ -26,7 +26,7 @@ from experiments.studies import hidden_shapes as shapes
 from experiments.studies.causal_atlas import first_frame_numbers, first_frame_study
 from experiments.studies.hidden_shapes import Design, HeadMemory, Sizes, Trials, regressed, unnamed_captions
 from experiments.studies.runs import PAST, Runs, attention_measures, knockouts, measures_of_pass, outside
-from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, followers, measure, return_block
+from experiments.studies.shape_attention import MASKS, Cover, ShapeAttention, followers, hiding, measure
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, Pass, Site
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -68,8 +68,14 @@ def test_parts_of_the_past():
     parts = {name: [*dropped(range(6, 9))] for name, dropped in PAST.items()}
     assert parts["older past"] + parts["last block"] == parts["past"] and parts["frame 0"] == [0]
     sizes = [3] * 4
-    assert return_block([False] * 4 + [True] * 4 + [False] * 4, sizes) == 2
-    assert return_block([False] * 12, sizes) == return_block([False] * 6 + [True] * 6, sizes) == 0
+    assert hiding([False] * 3 + [True] * 5 + [False] * 4, sizes) == (1, 2)
+    none = (
+        [False] * 12,
+        [False] * 6 + [True] * 6,
+        [False] * 4 + [True] * 4 + [False] * 4,
+        [True] * 4 + [False] * 8,
+    )
+    assert {hiding(hidden, sizes) for hidden in none} == {(0, 0)}
 
 
 def test_measures_of_a_batch_are_those_of_each_run(study):
