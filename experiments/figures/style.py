@@ -5,6 +5,7 @@ was not attended. A drawing function sets every tick and whole sentences; styled
 out ticks without room, and makes the figure higher where panels are too low.
 """
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
@@ -124,13 +125,19 @@ def save_svg(figure: Figure, path: str | Path, metadata: Mapping[str, str | None
     return Path(path)
 
 
+PLACES = re.compile(rb' (?:d|x|y)="[^"]*"')
+DECIMALS = re.compile(rb"(\d\.\d\d)\d+")  # of points: a hundredth is enough
+
+
 def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes of a figure as "svg" or "pdf"."""
     content = BytesIO()
     still = {"figure.constrained_layout.use": False}  # else the next drawing finds a layout
     with plt.rc_context(STYLE | still | {"savefig.bbox": None, "pdf.fonttype": 42}):
         figure.savefig(content, format=kind, metadata=metadata)
-    return content.getvalue()
+    if kind != "svg":
+        return content.getvalue()
+    return PLACES.sub(lambda some: DECIMALS.sub(rb"\1", some[0]), content.getvalue())
 
 
 # --- Fitting a figure to its width
