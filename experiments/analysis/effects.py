@@ -104,30 +104,24 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
             for name, row in found["same"].items():
                 panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
     ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
-    others = f"chosen heads keep the whole past, others {window} frames, {sink} of them a sink"
-    return panels, ceilings, f"{_of_models(report)}; {others}"
+    others = f"{window} frames" + f", {sink} of them a sink" * (sink > 0)
+    return panels, ceilings, f"{_of_models(report)}; chosen heads keep the whole past, others {others}"
 
 
 def route_bars(report: Mapping[str, Any]) -> tuple:
     """Return shares, ceilings, title, label, each miniature's shares and subtitle, for figures.share_bars."""
     shares = {claim: one["same"] for claim, one in report["shares"].items() if "same" in one}
-    names = {"nothing": "base", "8 others of their layers: past": "matched", "every head: past": "no past"}
+    names = {"nothing": "base", "others of their layers: past": "matched", "every head: past": "no past"}
     names |= {claim.removeprefix("known: "): claim for claim in shares if claim.startswith("known: ")}
     rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
     each = [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
     others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
     means, ceilings = (
         {shown: row[ALL] for shown, row in rows.items()},
-        {n: shares[n][ALL][0] for n in CEILINGS},
+        {of: shares[of][ALL][0] for of in CEILINGS},
     )
-    return (
-        means,
-        ceilings,
-        "Heads lose a part of their past",
-        "Share back in colour and shape",
-        others,
-        _of_models(report),
-    )
+    labels = "Heads lose a part of their past", "Share back in colour and shape"
+    return means, ceilings, *labels, others, _of_models(report)
 
 
 def _of_models(report: Mapping[str, Any]) -> str:

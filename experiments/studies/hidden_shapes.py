@@ -343,11 +343,12 @@ class HeadMemory(Trials):
         return next(filter(None, map(self.store.read, names)), {})
 
     def about(self, what: str, load: Callable[[], dict[str, Any]] | None = None) -> dict[str, Any]:
-        """Return what load() found once: paths (of trace()), ceilings, moments; {} before."""
-        beside = Results(self.folder)
-        if load and beside.read(what) is None:
-            beside.write(what, load())
-        return beside.read(what) or {}
+        """Return what load() found once for these runs: paths (of trace()), ceilings, moments; {} before."""
+        key = fingerprint(self.identity | dict.fromkeys(MACHINE), runs=self.of(self.everyone))
+        beside, name = Results(self.folder), f"{what}_{key}"
+        if load and beside.read(name) is None:
+            beside.write(name, load())
+        return beside.read(name) or {}
 
     def hiding(self, vae: VAE, pool: EvalPool) -> dict[str, list[tuple[int, int]]]:
         """Return, by caption, the block of the unedited run that shows no shape, and that of its return."""

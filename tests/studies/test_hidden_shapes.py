@@ -69,13 +69,8 @@ def test_parts_of_the_past():
     assert parts["older past"] + parts["last block"] == parts["past"] and parts["frame 0"] == [0]
     sizes = [3] * 4
     assert hiding([False] * 3 + [True] * 5 + [False] * 4, sizes) == (1, 2)
-    none = (
-        [False] * 12,
-        [False] * 6 + [True] * 6,
-        [False] * 4 + [True] * 4 + [False] * 4,
-        [True] * 4 + [False] * 8,
-    )
-    assert {hiding(hidden, sizes) for hidden in none} == {(0, 0)}
+    for hidden in (range(0), range(6, 12), range(4, 8), range(4)):  # never, to the end, no whole block
+        assert hiding([frame in hidden for frame in range(12)], sizes) == (0, 0)
 
 
 def test_measures_of_a_batch_are_those_of_each_run(study):
@@ -171,14 +166,12 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
 
 @pytest.mark.parametrize(("folds", "judged"), [(1, 5), (2, 10), (5, 10)])
 def test_heads_are_chosen_on_captions_of_other_folds(memory, monkeypatch, folds, judged):
-    study = replace(
-        memory, scenes=unnamed_captions(10, {}), sizes=replace(memory.sizes, folds=folds, budgets=(6,))
-    )
+    sizes = replace(memory.sizes, folds=folds, budgets=(6,))
+    study = replace(memory, scenes=unnamed_captions(10, {}), sizes=sizes)
     heads = {row: [(0, 0), (0, 1), (1, 0)][row % 3] for row in range(10)}
 
-    def scores_of(
-        self, rows, narrow=None
-    ):  # the head of the one row that is left out, or of the first of them
+    def scores_of(self, rows, narrow=None):
+        """Choose the head of the one row that is left out, or of the first of them."""
         scores = np.zeros(self.shape)
         scores[heads[min({*range(10)} - {*rows})]] = 1
         return {"effect": scores}
@@ -254,6 +247,10 @@ def test_trials_of_another_machine_count_if_the_code_is_the_same(memory, tmp_pat
     head_memory.save_report(machine, tmp_path / "machines" / "other.json")
     study.store.write(study.name(trial, there), {"same": [1, 0]})
     assert study.read(trial).get("same") == ([1, 0] if counts else None)
+    study.about("moments", lambda: {"blocks": [[1, 2]]})
+    assert study.about("moments")["blocks"] and not replace(study, scenes=study.scenes[:1] * 2).about(
+        "moments"
+    )
     assert study.is_done(study.name(trial), trial) is counts and study.machines == [machine] * counts
 
 

@@ -21,7 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.analysis import published
-from experiments.analysis.effects import ALL, budget_panels, route_bars
+from experiments.analysis.effects import ALL, CEILINGS, budget_panels, route_bars
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import (
     bootstrap,
@@ -61,6 +61,7 @@ from wan.files import read_json
 from wan.vae import VAE
 
 NUMBERS = ("same", "comes_back", "shape", "change", "hue kept", "sharpness")  # of a caption
+BUDGETS = "head_budgets", "head_budgets_no_sink", "head_budgets_last_block"  # a figure a narrow window
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
 
 
@@ -134,8 +135,7 @@ def ceilings_of(study: HeadMemory, vae: VAE, pool: EvalPool) -> dict[str, list[i
     parts = (vae.decode(vae.encode(x.to(study.session.device))) for x in torch.stack(videos).split(32))
     judged = pool.judge_all(videos, scenes), pool.judge_all((v.cpu() for x in parts for v in x), scenes)
     return {
-        name: [int(one["same"]) for one in answers]
-        for name, answers in zip(("rendered", "VAE"), judged, strict=True)
+        name: [int(one["same"]) for one in answers] for name, answers in zip(CEILINGS, judged, strict=True)
     }
 
 
@@ -190,7 +190,7 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
     claims = {name: claims_of(study) for name, study in studies.items()}
     for name, study in studies.items():
         ceilings, whole = study.about("ceilings"), study.about("paths").get("whole", {})
-        for of in ("rendered", "VAE"):
+        for of in CEILINGS:
             claims[name][of] = {"same": np.array(ceilings[of], float)}
         claims[name] |= {f"patched: {of}": {"way": np.array(values)} for of, values in whole.items()}
     return {
@@ -230,6 +230,7 @@ def paths_of(study: HeadMemory) -> dict[str, Any]:
 
 
 def interval(shares: Sequence[float]) -> list[float]:
+    """Return a mean over pairs with its interval."""
     return rounded(bootstrap(np.array(shares)))
 
 
@@ -284,10 +285,10 @@ def classes_of(study: HeadMemory) -> dict[str, Any]:
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
     """Return the figures of a report: routes, readers of the colour by miniature, rules at equal bytes."""
     found = {"routes": share_bars(*route_bars(report))}
-    for name, narrow in {"": (6, 3), "_last_block": (9, 3), "_no_sink": (6, 0)}.items():
+    for name, narrow in zip(BUDGETS, Sizes.narrow, strict=True):
         panels, *about = budget_panels(report, *narrow)
         if panels.keys() - {"uniform"}:
-            found[f"head_budgets{name}"] = budget_curves(panels, *about)
+            found[name] = budget_curves(panels, *about)
     paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
     read = {f"{name}, {one['pairs']} pairs": readers_of(one["readers"]) for name, one in paths.items()}
     if read:
