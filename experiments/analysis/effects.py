@@ -88,21 +88,23 @@ def knockouts_of(report: Mapping[str, Any]) -> tuple:
     return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
 
 
-ALL = "all"  # miniatures together: shares have intervals over them and over captions
+ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
 CEILINGS = "rendered", "VAE"
 
 
 def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
     """Return panels, ceilings and subtitle, for figures.budget_curves, of a window and sink of other heads.
 
-    panels: rule -> miniature, or all -> budget -> (share, low, high).
+    panels: rule -> miniature, or all -> budget -> (share,), of all with its interval.
     """
     panels: dict[str, dict[str, dict[int, list[float]]]] = {}
     for claim, found in report["shares"].items():
         rule, *size = claim.split(", ")
         if size[1:] == [f"sink {sink}" if rule == "uniform" else f"{window} with sink {sink}"]:
-            for name, row in found["same"].items():
-                panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
+            each = zip(report["miniatures"], found["same"][EACH], strict=True)
+            for name, row in [(ALL, found["same"][ALL]), *((name, [share]) for name, share in each)]:
+                if row[0] is not None:
+                    panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
     ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
     others = f"{window} frames" + f", {sink} of them a sink" * (sink > 0)
     return panels, ceilings, f"{_of_models(report)}; chosen heads keep the whole past, others {others}"
@@ -114,7 +116,7 @@ def route_bars(report: Mapping[str, Any]) -> tuple:
     names = {"nothing": "base", "others of their layers: past": "matched", "every head: past": "no past"}
     names |= {claim.removeprefix("known: "): claim for claim in shares if claim.startswith("known: ")}
     rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
-    each = [[row.get(of, [np.nan])[0] for of in report["miniatures"]] for row in rows.values()]
+    each = [np.array(row[EACH], float) for row in rows.values()]
     others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
     means, ceilings = (
         {shown: row[ALL] for shown, row in rows.items()},

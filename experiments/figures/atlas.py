@@ -319,7 +319,7 @@ def budget_curves(
 ) -> Figure:
     """Draw a panel for each rule, the best first: of all miniatures a line in a band, of each a thin one.
 
-    panels: miniature, or all -> budget -> (share, low, high). Beside a rule stands the uniform window.
+    panels: miniature, or all -> budget -> (share, low, high), of one (share,). The uniform window is in all.
     """
     mean = {rule: np.mean([row[0] for row in found["all"].values()]) for rule, found in panels.items()}
     rules = sorted((rule for rule in mean if rule != "uniform"), key=lambda rule: -mean[rule])
@@ -329,8 +329,9 @@ def budget_curves(
         for label, which, color in (("uniform windows", "uniform", DARK), ("the rule", rule, BLUE)):
             for name, points in panels[which].items():
                 budgets = sorted(points)
-                share, low, high = np.array([points[n][:3] for n in budgets]).T
+                share, *interval = np.array([points[n][:3] for n in budgets]).T
                 if name == "all":
+                    low, high = interval
                     axis.fill_between(budgets, low, high, color=color, alpha=0.2, linewidth=0)
                     axis.plot(budgets, share, "o-", color=color, markersize=3, linewidth=1.5, label=label)
                 elif len(panels[which]) > 2:

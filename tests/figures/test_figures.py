@@ -59,7 +59,7 @@ def drawings() -> dict[str, Figure]:
     slots = np.where(slots < 0, -9, slots)
     shares = np.sort(rng.random((4, 5)), 1)[:, [2, 1, 3, 0, 4]]
     budgets = {
-        rule: {name: {3: shares[0], 6: shares[1]} for name in ("all", "one", "other")}
+        rule: {"all": {3: shares[0], 6: shares[1]}, "one": {3: [0.5], 6: [0.7]}, "other": {3: [0.2]}}
         for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
     }
     routes = {"all routes of it": shares[0], "one": shares[1]}, {"rendered": 0.9, "VAE": 0.8}

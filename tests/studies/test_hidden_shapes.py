@@ -221,7 +221,7 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
         study.make_all(QUIET)
     report = json.loads(json.dumps(head_memory.report_of(studies)))
     shares, answers = report["shares"], [one["answers"] for one in report["miniatures"].values()]
-    assert shares["VAE"]["same"]["all"][0] == 0.5 and shares["base"]["same"]["one"] == [1, 1, 1, 2]
+    assert shares["VAE"]["same"]["all"][0] == 0.5 and shares["base"]["same"]["each"] == [1, 1]
     assert shares["base"]["hue kept"]["all"][0] == 0.6 and shares["matched"]["same"]["all"][3] == 4
     rules = {"effect", "interactions", "random", "uniform", "Dummy Forcing", "path patching"}
     assert {f"{rule}, 7, 4 with sink 1" for rule in rules - {"uniform"}} <= shares.keys()
@@ -230,7 +230,7 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     means = [[np.mean([int(x) for x in one[name]]) for name in names] for one in answers]
     assert shares[names[0]]["same"]["all"][0] == pytest.approx(np.mean(means, 0)[0], abs=1e-3)
     less = shares[names[0]][f"less {names[1]}"]
-    assert less["other"][0] == pytest.approx(means[1][0] - means[1][1], abs=1e-3)
+    assert less["each"][1] == pytest.approx(means[1][0] - means[1][1], abs=1e-3)
     assert less["all"][0] == pytest.approx(np.mean(np.subtract(*np.transpose(means))), abs=1e-3)
     about = report["miniatures"]["other"]
     assert about["chosen"]["effect"]["rho with effect"] == 1 and len(about["paths"]["readers"]) == 4

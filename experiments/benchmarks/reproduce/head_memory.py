@@ -21,7 +21,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.analysis import published
-from experiments.analysis.effects import ALL, CEILINGS, budget_panels, route_bars
+from experiments.analysis.effects import ALL, CEILINGS, EACH, budget_panels, route_bars
 from experiments.analysis.panels import HeadMap
 from experiments.analysis.stats import (
     bootstrap,
@@ -170,14 +170,16 @@ def claims_of(study: HeadMemory) -> dict[str, Values]:
 
 
 def shares_of(claims: Mapping[str, Mapping[str, Values]]) -> dict[str, Any]:
-    """Return claim -> number -> miniature, or all -> mean with its interval and the count of captions."""
-    found: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+    """Return claim -> number -> the mean, its interval and the count of captions; means of each miniature."""
+    found: dict[str, Any] = defaultdict(dict)
     names = dict.fromkeys((c, n) for one in claims.values() for c in one for n in one[c])
     for claim, name in (one for one in names if not one[0].startswith(("without", "sample"))):
-        values = {mini: one[claim][name] for mini, one in claims.items() if name in one.get(claim, {})}
-        groups = {mini: each[~np.isnan(each)] for mini, each in values.items()}
-        for mini, some in [(ALL, [*groups.values()]), *((mini, [each]) for mini, each in groups.items())]:
-            found[claim][name][mini] = [*rounded(nested_bootstrap(some)), sum(map(len, some))]
+        values = [one.get(claim, {}).get(name, np.zeros(0)) for one in claims.values()]
+        each = [some[~np.isnan(some)] for some in values]
+        judged = [some for some in each if len(some)]
+        means = [round(float(some.mean()), 3) if len(some) else None for some in each]
+        row = [*rounded(nested_bootstrap(judged)), sum(map(len, judged))]
+        found[claim][name] = {ALL: row, EACH: means}
     return found
 
 
