@@ -31,7 +31,7 @@ def head_maps(
 ) -> Figure:
     """Draw a panel per measure, scales from the 2nd to 98th percentile, shared by logits and by effects."""
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
-    columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
+    columns = 3 if len(shown) in (5, 6) else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     figure, axes = st.panels(len(shown), columns, (3.0, _height(len(layers)) + 0.3))
     for axis, (panel, values) in zip(axes, shown, strict=True):
         name = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"

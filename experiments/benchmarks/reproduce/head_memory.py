@@ -292,11 +292,12 @@ def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
         if panels.keys() - {"uniform"}:
             found[name] = budget_curves(panels, *about)
     paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
-    read = {f"{name}, {one['pairs']} pairs": readers_of(one["readers"]) for name, one in paths.items()}
+    read = {f"share of x0, {name}": readers_of(one["readers"]) for name, one in paths.items()}
     if read:
         maps = [HeadMap("reads", title, "share of x0", "sequential", x) for title, x in read.items()]
+        pairs = ", ".join(str(one["pairs"]) for one in paths.values())
         subtitle = (
-            "share of the way to the other run's x0 that a head's keys and values of visible frames move"
+            f"how far a head's keys and values of visible frames move x0 to the other run's; {pairs} pairs"
         )
         title, layers = "Heads that read the colour", range(len(next(iter(read.values()))))
         found["color_readers"] = head_maps(maps, layers, subtitle=subtitle, title=title)
