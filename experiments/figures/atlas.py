@@ -31,7 +31,7 @@ def head_maps(
 ) -> Figure:
     """Draw a panel per measure, scales from the 2nd to 98th percentile, shared by logits and by effects."""
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
-    columns = 3 if len(shown) in (5, 6) else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
+    columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     figure, axes = st.panels(len(shown), columns, (3.0, _height(len(layers)) + 0.3))
     for axis, (panel, values) in zip(axes, shown, strict=True):
         name = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"
@@ -329,10 +329,9 @@ def budget_curves(
         for label, which, color in (("uniform windows", "uniform", DARK), ("the rule", rule, BLUE)):
             for name, points in panels[which].items():
                 budgets = sorted(points)
-                share, *interval = np.array([points[n][:3] for n in budgets]).T
+                share, *ends = np.array([points[n][:3] for n in budgets]).T
                 if name == "all":
-                    low, high = interval
-                    axis.fill_between(budgets, low, high, color=color, alpha=0.2, linewidth=0)
+                    axis.fill_between(budgets, *ends, color=color, alpha=0.2, linewidth=0)
                     axis.plot(budgets, share, "o-", color=color, markersize=3, linewidth=1.5, label=label)
                 elif len(panels[which]) > 2:
                     axis.plot(budgets, share, color=color, linewidth=0.5, label="one miniature")

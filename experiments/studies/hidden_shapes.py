@@ -56,6 +56,7 @@ RULES = (
     *("effect", "change of x0", "mass on the past", "mass on the older past"),
     *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "path patching", "interactions"),
 )
+MEASURED = "effect", "change of x0", "path patching", "interactions"  # rules by edits; the others: attention
 
 NumberedScenes = list[tuple[int, Scene]]
 
@@ -502,7 +503,7 @@ class HeadMemory(Trials):
         found = {**self.keep(f"scores of {rows}", "", lambda: self.scores(rows))}
         if (paths := self.about("paths")).get("captions"):  # without pairs of captions that are judged
             numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
-            used = [numbers.get(caption, rows[0]) in rows for caption in paths["captions"]]
+            used = [numbers.get(caption) in (None, *rows) for caption in paths["captions"]]
             readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)
             found["path patching"] = np.array([shares[used].mean() for shares in readers]).reshape(self.shape)
         if all(samples := [self.read(one) for one in self.sampled(*(narrow or self.sizes.narrow[0]))]):

@@ -232,6 +232,16 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     less = shares[names[0]][f"less {names[1]}"]
     assert less["each"][1] == pytest.approx(means[1][0] - means[1][1], abs=1e-3)
     assert less["all"][0] == pytest.approx(np.mean(np.subtract(*np.transpose(means))), abs=1e-3)
+    rivals = [rule for rule in shapes.RULES if rule not in shapes.MEASURED]
+    best = [
+        max(np.mean([int(x) for x in one[f"{rule}, 7, 4 with sink 1"]]) for rule in rivals) for one in answers
+    ]
+    less = shares[names[0]]["less attention"]
+    assert less["each"] == pytest.approx(
+        [mean[0] - value for mean, value in zip(means, best, strict=True)], abs=1e-3
+    )
+    half = head_memory.shares_of({"one": {"base": {"same": np.array([1, np.nan])}}, "other": {}})
+    assert half["base"]["same"] == {"all": [1, 1, 1, 1], "each": [1, None]}
     about = report["miniatures"]["other"]
     assert about["chosen"]["effect"]["rho with effect"] == 1 and len(about["paths"]["readers"]) == 4
     assert shares["patched: past"]["way"]["all"][0] == 0.75

@@ -47,6 +47,7 @@ from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.studies.hidden_shapes import (
     HALVES,
+    MEASURED,
     RULES,
     Design,
     HeadMemory,
@@ -160,9 +161,12 @@ def claims_of(study: HeadMemory) -> dict[str, Values]:
     for claim, values in found.items():
         others = ["known"] if claim in ("matched", "no past") else ["base"]
         if " with " in claim:
-            _, budget, narrow = claim.split(", ")
+            rule, budget, narrow = claim.split(", ")
             uniform = [other for other in found if other.startswith(f"uniform, {budget}, ")]
             others = [*uniform, f"random, {budget}, {narrow}"]
+            rivals = [found.get(f"{one}, {budget}, {narrow}") for one in RULES if one not in MEASURED]
+            if rule in MEASURED and (judged := [one["same"] for one in rivals if one]):  # the best of each
+                values["less attention"] = values["same"] - max(judged, key=np.nanmean)
         for other in others:
             if other in found and claim not in (other, "base"):
                 values[f"less {other}"] = values["same"] - found[other]["same"]
