@@ -41,7 +41,7 @@ from wan.errors import ConfigError, did_you_mean, short_repr
 from wan.interventions import Steer, at, intervene
 from wan.pipeline import check_numerics, flow_to_x0
 from wan.policies import POLICIES
-from wan.sites import Activation, SiteCapture, Where, check_indices, check_site, watched
+from wan.sites import Activation, ActivationSite, SiteCapture, check_indices, check_site, watched
 from wan.vae import VAE, Preview
 
 if TYPE_CHECKING:
@@ -561,7 +561,7 @@ def x0_lens(
     check_capture(pipe, watcher, streams=True)
     found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]
 
-    def read(x: Tensor, where: Where) -> Tensor:
+    def read(x: Tensor, where: ActivationSite) -> Tensor:
         assert pipe._session is not None
         pipeline, model = pipe._session.pipeline, pipe._session.pipeline.model
         if where.site == "x_t":

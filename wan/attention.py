@@ -14,7 +14,7 @@ from torch import Tensor
 from wan import backends
 from wan.errors import ConfigError, refuse
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
-from wan.sites import Pass, Site, now, observer, visit, wanted, watchers
+from wan.sites import Pass, Site, current_pass, hook_point, observer, wanted, watchers
 
 # Of q, k, v [B, H, L, D], under a mask of its own.
 MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -92,11 +92,11 @@ def attention(
         return out.transpose(1, 2)
     if site is None or not is_seen:
         return attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
-    call = Call(site, now(), q, k, v, layout)
+    call = Call(site, current_pass(), q, k, v, layout)
     out = _attend_watched(call)
     if by := observer():
         by.observe(call)
-    return visit(site_name(site, "z"), site.layer, out, site.shard)
+    return hook_point(site_name(site, "z"), site.layer, out, site.shard)
 
 
 def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) -> Tensor:
@@ -120,7 +120,9 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
         for rows, layout in parts() if is_watched or by else ():
             of_heads = tuple(numbers[row] for row in rows)
             asks, keys, seen = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
-            call = Call(site, now(), asks, keys, seen, layout, of_heads=of_heads, layer_heads=num_heads)
+            call = Call(
+                site, current_pass(), asks, keys, seen, layout, of_heads=of_heads, layer_heads=num_heads
+            )
             if is_watched:  # before the next: a source stops in each call
                 out[:, :, as_index(of_heads, q.device)] = _attend_watched(call)
             else:
@@ -130,7 +132,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
         by.observe_groups(calls)
     if items != batch:
         out = out[0].unflatten(1, (batch, -1)).transpose(0, 1)
-    return visit(site_name(site, "z"), site.layer, out, site.shard)
+    return hook_point(site_name(site, "z"), site.layer, out, site.shard)
 
 
 def site_name(site: Site, name: str) -> str:
@@ -141,7 +143,7 @@ def site_name(site: Site, name: str) -> str:
 def _attend_watched(call: Call) -> Tensor:
     """Compute the output [B, Lq, H, D] of a call that is shown to all who watch, before and after."""
     layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
-    visit(call.site.kind, layer, call, shard, of_heads)
+    hook_point(call.site.kind, layer, call, shard, of_heads)
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # as edits left them
     slots = 0
     if call.of_heads is None and (by := observer()) and backends.gives_tails(q, k, v):
@@ -158,9 +160,9 @@ def _attend_watched(call: Call) -> Tensor:
         return out
     bias = None if call.bias is None else send(call.bias.per_token(), q.device)[:, None]
     plain = logits_of(q, k, bias)
-    scores = visit(names[0], layer, plain, shard, of_heads)
+    scores = hook_point(names[0], layer, plain, shard, of_heads)
     softmax = scores.softmax(-1)
-    pattern = visit(names[1], layer, softmax, shard, of_heads)
+    pattern = hook_point(names[1], layer, softmax, shard, of_heads)
     if torch.equal(scores, plain) and torch.equal(pattern, softmax):
         return out  # the fused kernel's bits
     return (pattern.to(v.dtype) @ v).transpose(1, 2)

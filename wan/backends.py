@@ -4,7 +4,7 @@
 
 The choice follows from that variable, what is installed, the device and the sizes of a call, never from
 whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
-wan/kernels/fa4.py, and elsewhere by its own function: torch's activate_flash_attention_impl("FA4") unpacks
+wan/wings/fa4.py, and elsewhere by its own function: torch's activate_flash_attention_impl("FA4") unpacks
 two results where 4.0.0b36 gives five (torch 2.13).
 """
 
@@ -155,5 +155,5 @@ def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Te
 
 def _launched(q: Tensor, k: Tensor, v: Tensor, frame_size: int) -> tuple[Tensor, Tensor, Any]:
     tokens_first = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, tails = imported("wan.kernels.fa4").attention(*tokens_first, frame_size)
+    out, lse, tails = imported("wan.wings.fa4").attention(*tokens_first, frame_size)
     return out.transpose(1, 2), lse, tails

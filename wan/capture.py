@@ -17,7 +17,17 @@ from wan import reductions
 from wan.attention import Call
 from wan.errors import ConfigError, refuse
 from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send
-from wan.sites import Pass, Site, asks_for, check_indices, during, now, observe_process, observed, observer
+from wan.sites import (
+    Pass,
+    Site,
+    asks_for,
+    check_indices,
+    current_pass,
+    during,
+    observe_process,
+    observed,
+    observer,
+)
 
 Kind = Literal["self", "cross"]
 
@@ -364,11 +374,11 @@ class Capture:
 
     def wants(self, site: Site) -> bool:
         """Return whether the call that a site is about to make in this pass is asked for."""
-        return any(request.wants(site, now()) for request in self.requests)
+        return any(request.wants(site, current_pass()) for request in self.requests)
 
     def slots_weighed(self, site: Site, layout: KeyLayout | None) -> int:
         """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""
-        at = now()
+        at = current_pass()
         if layout is None or layout.chosen or at is None or at.parts:
             return 0
         requests = [request for request in self.requests if request.wants(site, at)]
@@ -386,7 +396,7 @@ class Capture:
     def observe_groups(self, calls: Sequence[Call]) -> None:
         """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
         for request in self.requests if calls else ():
-            if not request.wants(calls[0].site, now()):
+            if not request.wants(calls[0].site, current_pass()):
                 continue
             if request.granularity != "frame" or request.rope_bands:
                 raise ConfigError("where heads keep keys of their own, calls are kept at granularity 'frame'")
@@ -437,9 +447,11 @@ class AttentionCapture:
         return observer() is not None
 
     @property
-    def now(self) -> Pass | None:
+    def current_pass(self) -> Pass | None:
         """The forward that runs, as the sampler announced it."""
-        return now()
+        return current_pass()
+
+    now = current_pass  # its name before 0.2, for one release
 
     def during(self, at: Pass) -> AbstractContextManager[None]:
         """Announce the forward that runs inside this context."""

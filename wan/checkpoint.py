@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, library_reads, one_line, refuse, short_repr
 from wan.files import MAX_LAYERS, MAX_SIZE, UnreadableError, load_tensors, read_json
-from wan.offload import StreamedBlocks
+from wan.wings.offload import StreamedBlocks
 
 if TYPE_CHECKING:
     from wan.model import WanModel
@@ -527,7 +527,8 @@ def build_model(
 ) -> Model:
     """Build a model of the given sizes and weights for inference. Its parameters are never held twice.
 
-    offload keeps the layers' weights on the host and streams them (wan/offload.py). Raise CheckpointError
+    offload keeps the layers' weights on the host and streams them (wan/wings/offload.py). Raise
+    CheckpointError
     naming source and the first few keys that are missing, unexpected or of another shape.
     """
     with torch.device("meta"):

@@ -162,7 +162,7 @@ class RunConfig:
 
     device: str = "auto"
     dtype: Annotated[str, DTYPES] = "auto"  # bfloat16 on a GPU, float32 on a CPU
-    gpus: Annotated[int, 1, 4096] = 1  # how many make one rollout together, by heads (wan/parallel.py)
+    gpus: Annotated[int, 1, 4096] = 1  # how many make one rollout together, by heads (wan/wings/parallel.py)
     offload: bool = False  # the layers' weights stay on the host and are streamed
     t5_cpu: bool = False  # umT5 runs on the CPU, where it rounds otherwise
     prompt_embeds: Place | None = None  # a file of prompt embeddings, in place of umT5

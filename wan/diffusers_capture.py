@@ -39,7 +39,7 @@ class CapturingProcessor:
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """hidden_states [B, Lq, dim], text encoder_hidden_states [B, Lk, dim] -> [B, Lq, dim]."""
-        at = ATTENTION_WEIGHT_CAPTURE.now
+        at = ATTENTION_WEIGHT_CAPTURE.current_pass
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))  # [B, L, H, D]

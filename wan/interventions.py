@@ -48,9 +48,9 @@ from wan.sites import (
     OF_FORWARD,
     OF_HEADS,
     SITES,
+    ActivationSite,
     Pass,
     Watcher,
-    Where,
     check_indices,
     check_site,
     check_sites,
@@ -269,7 +269,7 @@ class Edit(_Checked, ABC):
         )
 
     @abstractmethod
-    def apply(self, x: Any, where: Where, data: Any = None) -> Any:
+    def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
         """Return what takes the place of x, an activation or a Call, which is selected; None for nothing.
 
         data: the means (HeadOutputs, ReferenceMeans) or the run in step that the edit needs.
@@ -388,7 +388,7 @@ def replace_values(
     setattr(call, name, x)
 
 
-def with_heads(x: Tensor, where: Where, heads: Sequence[int] | None, new: Tensor) -> Tensor:
+def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, new: Tensor) -> Tensor:
     """Return x with heads of the model (None: with everything) taken from new, which broadcasts to it."""
     new = new.to(x.dtype).expand_as(x)
     if heads is None:
@@ -403,7 +403,7 @@ def with_heads(x: Tensor, where: Where, heads: Sequence[int] | None, new: Tensor
     return x
 
 
-def of_source(x: Any, where: Where, data: Any) -> Any:
+def of_source(x: Any, where: ActivationSite, data: Any) -> Any:
     """Return the source run's value at the place of x. InterventionError where shapes differ."""
     source = data.value(where)
     parts = [(each.q, each.k) if isinstance(each, Call) else (each,) for each in (source, x)]
@@ -452,7 +452,7 @@ class KeySelection(Edit):
     def kind(self) -> str:
         return "self" if self.frames is not None else "cross"
 
-    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
+    def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         slots = list(self.tokens or ()) if self.frames is None else slots_in(call, self.frames)
         if not slots:
             return None
@@ -514,7 +514,7 @@ class Ablate(Edit):
     def needs(self) -> str:
         return "means of outputs" if "mean" in self.how else super().needs
 
-    def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor:
+    def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
         if self.how == "zero":
             return with_heads(x, where, self.heads, x.new_zeros(()))
         if self.how == "resample":
@@ -552,7 +552,7 @@ class Patch(Edit):
     def key_frames(self) -> Frames | None:
         return (self.frames or ("past",)) if self.what == "kv" else None
 
-    def apply(self, x: Any, where: Where, data: Any = None) -> Any:
+    def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
         if self.what not in ("qk", "kv"):
             return with_heads(x, where, self.heads, of_source(x, where, data))
         heads, slots, tokens = heads_in(self, x), [], EVERY
@@ -593,7 +593,7 @@ class Move(Edit):
         both = (self.offset is None) == (self.position is None)
         refuse((both, "Move takes offset= or position=, in frames"))
 
-    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
+    def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         slots = slots_in(call, self.frames)
         if not slots:
             return None
@@ -630,7 +630,7 @@ class Jitter(Edit):
         e = 2 * torch.rand(num_heads, generator=generator, dtype=torch.float64) - 1
         return ROPE_THETA * (1 + self.scale * e)
 
-    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
+    def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
         refuse((MIXED in layout.positions, "Jitter needs the position of every key; take another policy"))
         every = range(len(layout.slots))
@@ -656,7 +656,7 @@ class Band(Edit):
     phase: float = 0.0
     scale: float = 1.0
 
-    def apply(self, call: Call, where: Where, data: Any = None) -> Call | None:
+    def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
         check_indices("band", self.bands, pairs)
         chosen = torch.zeros(pairs, dtype=torch.float64)
@@ -680,7 +680,7 @@ class Steer(Edit):
     def sites(self) -> tuple[str, ...]:
         return (self.site,)
 
-    def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor:
+    def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
         size, given = x.shape[-1], len(self.direction)
         refuse((size != given, f"{where}: the direction has {given} numbers, not {size}"))
         direction = send(torch.tensor(self.direction, dtype=x.dtype), x.device)
@@ -694,8 +694,8 @@ class Steer(Edit):
 class Custom(Edit):
     """A function of one's own at some sites: fn(x, where) returns what takes the place of x, or None.
 
-    x is a copy, which fn may change; where says site, layer and pass (wan.sites.Where). What it returns has
-    the shape and dtype of x, and no NaN.
+    x is a copy, which fn may change; where says site, layer and pass (wan.sites.ActivationSite). What it
+    returns has the shape and dtype of x, and no NaN.
     """
 
     names: tuple[str, ...]
@@ -715,7 +715,7 @@ class Custom(Edit):
         refuse((missing, f"at({', '.join(self.sites)}) has no function: intervene(at(...), fn)"))
         super().check(plan)
 
-    def apply(self, x: Tensor, where: Where, data: Any = None) -> Tensor | None:
+    def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
         function = self.function if callable(self.function) else self.function.apply
         new = function(x.clone(), where)
         if new is None:
@@ -819,7 +819,7 @@ class Edits(Watcher):
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         return at is not None and any(edit.selects(site, layer, at) for edit in self.edits)
 
-    def visit(self, x: Any, where: Where) -> Any:
+    def on_activation(self, x: Any, where: ActivationSite) -> Any:
         for number, edit in enumerate(self.edits):
             if not edit.selects(where.site, where.layer, where.at):
                 continue
@@ -866,7 +866,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
 Key = tuple[str, int, int, str]  # kind (self, cross for z and cross_z), or another site; layer, step, branch
 
 
-def key_of(where: Where) -> Key:
+def key_of(where: ActivationSite) -> Key:
     """Return what means are kept by."""
     kind = {"z": "self", "cross_z": "cross"}.get(where.site, where.site)
     return kind, where.layer or 0, where.step, where.branch
@@ -885,14 +885,14 @@ class HeadOutputs(Watcher):
     norms: dict[tuple[Key, int], Tensor] = field(default_factory=dict)
     shard: HeadShard | None = None  # where heads are in several processes
 
-    def visit(self, x: Tensor, where: Where) -> None:
+    def on_activation(self, x: Tensor, where: ActivationSite) -> None:
         if where.site in self.sites:
             self.shard = where.shard
             frames = x.unflatten(1, (len(where.frames), -1))  # [B, Fq, S, H, D]
             self.means[key_of(where), where.block] = frames.mean(2, dtype=torch.float32).cpu()
             self.norms[key_of(where), where.block] = frames.float().norm(dim=-1).mean(2).cpu()
 
-    def of(self, where: Where) -> Tensor:
+    def of(self, where: ActivationSite) -> Tensor:
         """[B, Fq, H, D] of the same call; InterventionError where it was not recorded."""
         found = self.means.get((key_of(where), where.block))
         if found is None:
@@ -936,7 +936,7 @@ class ReferenceMeans:
                 sums[key] = more
         return cls({key: total / count for key, (total, count) in sums.items()})
 
-    def of(self, where: Where) -> Tensor:
+    def of(self, where: ActivationSite) -> Tensor:
         """[1, Fq, H, D] of a call; InterventionError where the set has no such layer, pass or place."""
         means, count = self.values.get(key_of(where)), len(where.frames)
         if means is None or len(means) < count:
@@ -959,7 +959,7 @@ class RunInStep(Watcher):
         self._rollout = rollout
         self._thread: Thread | None = None
         self._mine, self._theirs = Semaphore(0), Semaphore(0)  # whose turn it is
-        self._wanted: Where | None = None
+        self._wanted: ActivationSite | None = None
         self._found: Any = None  # a Tensor or Call of the place wanted, or why there is none
 
     def __enter__(self) -> "RunInStep":
@@ -972,7 +972,7 @@ class RunInStep(Watcher):
             self._thread.join()
         self._found = None
 
-    def value(self, where: Where) -> Tensor | Call:
+    def value(self, where: ActivationSite) -> Tensor | Call:
         """Return what the source has in a place; InterventionError where it has none."""
         if self._wanted != where and not isinstance(self._found, BaseException):
             self._wanted, self._found = where, None
@@ -991,7 +991,7 @@ class RunInStep(Watcher):
         wanted = self._wanted
         return wanted is not None and (site, layer, at) == (wanted.site, wanted.layer, wanted.at)
 
-    def visit(self, x: Tensor | Call, where: Where) -> None:
+    def on_activation(self, x: Tensor | Call, where: ActivationSite) -> None:
         """In the source's thread: stop in the place that is wanted."""
         if where == self._wanted:
             self._found = x

@@ -272,7 +272,7 @@ class KeyBias:
 # --- Which heads a process has, and heads that see keys of their own
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """The heads of a range out of total. Others' heads are in other processes (wan/parallel.py)."""
+    """The heads of a range out of total. Others' heads are in other processes (wan/wings/parallel.py)."""
 
     heads: range
     total: int

@@ -15,7 +15,7 @@ from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
 from wan.policies import of_window
-from wan.sites import Site, visit, wanted, watchers
+from wan.sites import Site, hook_point, wanted, watchers
 
 Cache = AnyCache | None
 Mask = Tensor | MaskedAttention | None
@@ -122,10 +122,10 @@ class FeedForward(nn.Sequential):
             hidden = self.widened(x)
         else:
             wide = widen(x)
-            changed = visit("mlp_pre", self.layer, wide)
+            changed = hook_point("mlp_pre", self.layer, wide)
             same = by_kernel and torch.equal(changed, wide)
             hidden = self.widened(x) if same else gelu(changed)
-        return narrow(visit("mlp_post", self.layer, hidden))
+        return narrow(hook_point("mlp_post", self.layer, hidden))
 
     def widened(self, x: Tensor) -> Tensor:
         """GELU of the first product by one kernel."""
@@ -168,14 +168,14 @@ class SelfAttention(_Attention):
         own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw)
         return self.merge(self.attend(own, kv_cache, mask, layout))
 
-    # project() and merge() know nothing of the past, nor of who is looking: wan/parallel.py exchanges tokens
-    # for heads in between, wan/kernels/graphs.py replays both.
+    # project() and merge() know nothing of the past, nor of who is looking: wan/wings/parallel.py exchanges
+    # tokens for heads in between, wan/wings/graphs.py replays both.
 
     def project(self, x: Tensor, rope: Rope, with_raw: bool) -> tuple[Tensor, ...]:
         """Return queries, keys and values [B, L, H, D] of tokens, and with_raw their keys without RoPE."""
         q, _ = self.turned("q", self.q(x), rope.queries, False)  # a norm finds its product in the GPU's cache
         k, raw_k = self.turned("k", self.k(x), rope.keys, with_raw)
-        return q, k, visit("v", self.site.layer, self.values(x)), *raw_k
+        return q, k, hook_point("v", self.site.layer, self.values(x)), *raw_k
 
     def turned(
         self, name: str, projected: Tensor, rope: tuple[Tensor, Tensor], with_raw: bool
@@ -184,12 +184,12 @@ class SelfAttention(_Attention):
         norm, layer = getattr(self, f"norm_{name}"), self.site.layer
         rotated = norm(projected, rope)
         if not with_raw and not wanted(name, layer):
-            return visit(f"{name}_rot", layer, rotated), ()
+            return hook_point(f"{name}_rot", layer, rotated), ()
         plain = norm(projected)
-        raw = visit(name, layer, plain)
+        raw = hook_point(name, layer, plain)
         if raw is not plain and not torch.equal(raw, plain):
             rotated = rotate(raw, *rope)
-        return visit(f"{name}_rot", layer, rotated), (raw,) if with_raw else ()
+        return hook_point(f"{name}_rot", layer, rotated), (raw,) if with_raw else ()
 
     def attend(
         self,
@@ -226,7 +226,7 @@ class CrossAttention(_Attention):
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
         layer = self.site.layer
         q, k, v = (
-            visit(f"cross_{name}", layer, part)
+            hook_point(f"cross_{name}", layer, part)
             for name, part in zip("qkv", (self.norm_q(self.q(x)), *text), strict=True)
         )
         return self.o(attention(q, k, v, self.site).flatten(2))
@@ -267,17 +267,17 @@ class Block(nn.Module):
 
         text are its keys and values, [B, n, H, D] each.
         """
-        x = visit("resid_pre", self.layer, x)
+        x = hook_point("resid_pre", self.layer, x)
         attend, feed = self.modulations(time)
         if watchers():
             rows = [
-                visit(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
+                hook_point(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
                 for name, *pair in zip(Modulation._fields, attend, feed, strict=True)
             ]
             attend, feed = (Modulation(*parts) for parts in zip(*rows, strict=True))
         seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
         x, fed = self.feed(x, seen, attend, feed, text)
-        return visit("resid_post", self.layer, self.gate2(x, fed, feed.gate))
+        return hook_point("resid_post", self.layer, self.gate2(x, fed, feed.gate))
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
         """Return the modulations of self-attention and of the FFN, each [B, F or 1, dim]."""
@@ -288,11 +288,11 @@ class Block(nn.Module):
         self, x: Tensor, seen: Tensor, attend: Modulation, feed: Modulation, text: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the residual stream and the FFN's output before the last gated add, [B, L, dim] each."""
-        seen = visit("attn_out", self.layer, seen)
+        seen = hook_point("attn_out", self.layer, seen)
         x, normed = self.add_norm("resid_mid", x, seen, attend.gate, None)
-        crossed = visit("cross_out", self.layer, self.cross_attn(normed, text))
+        crossed = hook_point("cross_out", self.layer, self.cross_attn(normed, text))
         x, normed = self.add_norm("resid_cross", x, crossed, None, feed)
-        return x, visit("mlp_out", self.layer, self.ffn(normed))
+        return x, hook_point("mlp_out", self.layer, self.ffn(normed))
 
     def add_norm(
         self, site: str, x: Tensor, y: Tensor, gate: Tensor | None, feed: Modulation | None
@@ -304,11 +304,11 @@ class Block(nn.Module):
             if feed is not None:
                 how = (feed.scale, feed.shift, self.norm2.eps)
             added, normed = kernels.add_norm(x, y, gate, *how)
-            total = visit(site, self.layer, added)
+            total = hook_point(site, self.layer, added)
             if total is not added:
                 _, normed = kernels.add_norm(total, torch.zeros_like(total), None, *how)
             return total, normed
-        total = visit(site, self.layer, x + y if gate is None else self.gate1(x, y, gate))
+        total = hook_point(site, self.layer, x + y if gate is None else self.gate1(x, y, gate))
         return total, self.norm3(total) if feed is None else self.norm2(total, feed.scale, feed.shift)
 
 
@@ -459,7 +459,7 @@ class CausalWanModel(WanModel):
     def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
         super().__init__(**sizes)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
-        self.head_shard = HeadShard.whole(self.config.num_heads)  # wan/parallel.py has less of them here
+        self.head_shard = HeadShard.whole(self.config.num_heads)  # fewer of them under wan/wings/parallel.py
 
     def forward(  # type: ignore[override]  # it shares parameters with WanModel, not its call
         self,
@@ -478,9 +478,9 @@ class CausalWanModel(WanModel):
         if frames is None:
             frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
         t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]
-        x = visit("x_t", None, x)
+        x = hook_point("x_t", None, x)
         flow = self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask)
-        return visit("flow", None, flow.transpose(1, 2))
+        return hook_point("flow", None, flow.transpose(1, 2))
 
     def new_kv_cache(
         self,

@@ -15,7 +15,7 @@ from wan.interventions import BlockKeys, RolloutPlan
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
-from wan.sites import Pass, check_watchers, during, visit
+from wan.sites import Pass, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
 RECACHE = -1  # the step of a forward that computes the cache again
@@ -323,7 +323,7 @@ class Rollout:
             # 1. Predict the clean block.
             x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])
             with during(self.pipeline.at(block, frames, step)):
-                x0 = visit("x0", None, x0)
+                x0 = hook_point("x0", None, x0)
             # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
                 x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])

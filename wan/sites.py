@@ -1,8 +1,8 @@
 """Name every activation of the model, and let others see it, or change it, on its way.
 
-The model calls visit(site, layer, x) where an activation is made. Nothing happens until somebody watches:
+The model calls hook_point(site, layer, x) where an activation is made. Nothing happens until someone watches:
 
-    with watched(watcher):  # watcher.visit(x, where) returns what takes the place of x, or None
+    with watched(watcher):  # watcher.on_activation(x, where) returns what takes the place of x, or None
         pipeline.inference(...)
 
 Edits, recorders (wan/interventions.py) and SiteCapture are watchers. An observer (wan/capture.py) keeps
@@ -88,7 +88,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Where:
+class ActivationSite:
     """The place of an activation: its site, layer (None for x_t, flow, x0) and pass."""
 
     site: str
@@ -112,7 +112,7 @@ class Where:
 class Watcher:
     """See, and perhaps change, activations while installed."""
 
-    def visit(self, x: Any, where: Where) -> Any:
+    def on_activation(self, x: Any, where: ActivationSite) -> Any:
         """Return what takes the place of x, or None."""
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
@@ -176,7 +176,7 @@ def observer() -> Any:
     return _of_process if not _open or _OBSERVER.get() is ... else _OBSERVER.get()
 
 
-now = _PASS.get  # the forward that runs, as the sampler announced it, or None
+current_pass = _PASS.get  # the forward that runs, as the sampler announced it, or None
 
 
 def watchers() -> tuple[Watcher, ...]:
@@ -189,7 +189,9 @@ def wanted(site: str, layer: int | None) -> bool:
     return any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
 
 
-def visit(site: str, layer: int | None, x: Any, shard: HeadShard | None = None, of_heads: Any = None) -> Any:
+def hook_point(
+    site: str, layer: int | None, x: Any, shard: HeadShard | None = None, of_heads: Any = None
+) -> Any:
     """Show an activation to all watchers -> x, or its replacement."""
     for watcher in watchers():
         if (at := _PASS.get()) is None:
@@ -197,7 +199,7 @@ def visit(site: str, layer: int | None, x: Any, shard: HeadShard | None = None, 
                 "captures and edits need the pass of each call: run the model through the "
                 "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
             )
-        changed = watcher.visit(x, Where(site, layer, at, shard, of_heads))
+        changed = watcher.on_activation(x, ActivationSite(site, layer, at, shard, of_heads))
         x = x if changed is None else changed
     return x
 
@@ -243,11 +245,11 @@ def check_indices(name: str, chosen: Collection[int] | None, count: int | None) 
 class Activation:
     """An activation that was kept, and where it was."""
 
-    where: Where
+    where: ActivationSite
     value: Tensor
 
 
-Reduce = Callable[[Tensor, Where], Tensor]
+Reduce = Callable[[Tensor, ActivationSite], Tensor]
 
 
 @dataclass(eq=False)
@@ -286,7 +288,7 @@ class SiteCapture(Watcher):
         check_indices("step", self.steps, plan.num_passes)
         check_indices("head", self.heads, plan.num_heads)
 
-    def visit(self, x: Tensor, where: Where) -> None:
+    def on_activation(self, x: Tensor, where: ActivationSite) -> None:
         if not self.wants(where.site, where.layer, where.at):
             return
         if self.on_block and self.kept and self.kept[-1].where.block != where.block:
@@ -301,7 +303,7 @@ class SiteCapture(Watcher):
         value = value.contiguous().to(self.to, non_blocking=True) if is_copy else value.clone()
         self.kept.append(Activation(where, value))
 
-    def chosen(self, x: Tensor, where: Where) -> Tensor:
+    def chosen(self, x: Tensor, where: ActivationSite) -> Tensor:
         """Return the frames and heads of an activation that were asked for."""
         axes, F = SITES[where.site].split(), len(where.frames)
         for axis, name in enumerate(axes):

@@ -35,15 +35,16 @@ from experiments.extraction.provenance import environment
 from experiments.running.cli import config_from, count, main, policy_settings, run_parser
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from wan import attention as attention_code
-from wan import backends, parallel
+from wan import backends
 from wan.capture import CaptureRequest
 from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Move, intervene
-from wan.kernels.graphs import apply_cuda_graphs
 from wan.policies import read_policy
 from wan.reductions import mass_of_tails
 from wan.sites import SiteCapture, watched
+from wan.wings import parallel
+from wan.wings.graphs import apply_cuda_graphs
 
 CAPTURES = ("plain", "logits", "mass", "key_curve", "tokens")
 LOOKED = ("maps", "interventions", "sites")

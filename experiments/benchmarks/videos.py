@@ -28,10 +28,10 @@ from experiments.extraction.memory import GB, SAVE_VIDEO, Memory
 from wan.checkpoint import VAE_FILE, build_model
 from wan.config import MODELS, RunConfig
 from wan.errors import ConfigError
-from wan.kernels.graphs import apply_cuda_graphs
 from wan.model import CausalWanModel
 from wan.text_encoder import UMT5_XXL
 from wan.vae import VAE, StreamedDecoder
+from wan.wings.graphs import apply_cuda_graphs
 
 SPREAD = 0.5  # standard deviation of the random VAE's pictures, in -1..1
 CARDS = {"16 GB": 16, "24 GB": 24, "80 GB": None}  # GiB; 1 is left to what else lies on it

@@ -28,7 +28,7 @@ from experiments.extraction.memory import NEED_A_USER, Memory, check_memory, che
 from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
 from experiments.extraction.provenance import fingerprint, identity, provenance
 from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
-from wan import checkpoint, parallel
+from wan import checkpoint
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_weights
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
@@ -47,15 +47,16 @@ from wan.interventions import (
     intervene,
     record_head_outputs,
 )
-from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.noise import Noise, SeededNoise, TensorNoise, released_noise
-from wan.offload import StreamedBlocks
-from wan.parallel import apply_head_parallel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch
-from wan.rolling_forcing import RollingForcingPipeline
 from wan.sites import observed, watchers
+from wan.wings import parallel
+from wan.wings.graphs import apply_cuda_graphs, forget_cuda_graphs
+from wan.wings.offload import StreamedBlocks
+from wan.wings.parallel import apply_head_parallel
+from wan.wings.rolling_forcing import RollingForcingPipeline
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 ROOM = 0.93  # of what is free: the allocator held up to 7 % more than was used (docs/benchmarks/cards.json)
@@ -247,7 +248,7 @@ def load_pipeline(
         if group is None or group.size() != config.gpus:
             raise ConfigError(
                 f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
-                f"{config.gpus} processes by torchrun, and let each call wan.parallel.join()"
+                f"{config.gpus} processes by torchrun, and let each call wan.wings.parallel.join()"
             )
         apply_head_parallel(model, group)
         replay_layers(model, after=1)

@@ -24,11 +24,11 @@ from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
-from wan.offload import streamed_bytes
 from wan.reductions import CHUNK_ELEMENTS
 from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
 from wan.text_encoder import encoder_sizes
 from wan.vae import POSITIONS_AT_ONCE
+from wan.wings.offload import streamed_bytes
 
 GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize

@@ -11,7 +11,7 @@ from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
-from wan.parallel import any_process, gather_calls
+from wan.wings.parallel import any_process, gather_calls
 
 if TYPE_CHECKING:
     from wan.model import WanModel

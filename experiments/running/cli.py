@@ -39,7 +39,7 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
             run(argv)
         except (KeyboardInterrupt, Exception) as error:
             message, code = explained(error)
-            group = sys.modules.get("wan.parallel")
+            group = sys.modules.get("wan.wings.parallel")
             if code == LOST or (group and not group.is_first_to_fail(message)):  # another process says it
                 raise SystemExit(code) from None
             if "--debug" in (sys.argv if argv is None else argv):
@@ -49,7 +49,7 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
 
 def explained(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for an error."""
-    group = sys.modules.get("wan.parallel")  # loaded where several processes make one rollout
+    group = sys.modules.get("wan.wings.parallel")  # loaded where several processes make one rollout
     if group is not None and (trouble := group.trouble_with_others(error)):
         if trouble == "lost":  # the other process, or its launcher, prints the reason
             return "another process of this rollout has ended", LOST

@@ -14,9 +14,9 @@ from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.devices import choose_device
 from experiments.extraction.rollout import RunObserver
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank
-from wan import parallel
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
+from wan.wings import parallel
 
 
 class Group:

@@ -22,9 +22,9 @@ from experiments.caches.files import CacheError
 from experiments.extraction.edits import named_files
 from experiments.extraction.rollout import RunObserver
 from experiments.running.locks import require_distinct
-from wan import parallel
 from wan.config import RunConfig
 from wan.errors import UserError
+from wan.wings import parallel
 
 
 class Progress(RunObserver):

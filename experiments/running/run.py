@@ -26,11 +26,11 @@ from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, memory, observed, partial_name
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
-from wan import parallel
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.wings import parallel
 
 BuildCache = Callable[[Extraction], dict[str, Any]]
 

@@ -31,7 +31,7 @@ from wan.files import read_yaml
 from wan.interventions import Edit, Patch, Source, intervene
 from wan.interventions import Frames as EditFrames
 from wan.policies import PromptSwitch
-from wan.sites import Pass, Watcher, Where, watched
+from wan.sites import ActivationSite, Pass, Watcher, watched
 from wan.vae import VAE
 
 OTHER = Source(prompt="the other colour")  # a name: its calls are given as data
@@ -49,11 +49,11 @@ class RecordedCalls(Watcher):
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         return site in ("self", "z") and at is not None and at.step == self.step
 
-    def visit(self, x: Any, where: Where) -> None:
+    def on_activation(self, x: Any, where: ActivationSite) -> None:
         if self.wants(where.site, where.layer, where.at):
             self.found[where.site, where.layer, where.block] = x
 
-    def value(self, where: Where) -> Any:
+    def value(self, where: ActivationSite) -> Any:
         """Return what was there in this block, whatever the step: the past is the same in all."""
         return self.found[where.site, where.layer, where.block]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from helpers.rollouts import TWO_STEPS
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
 from wan.model import CausalWanModel
-from wan.parallel import gather_calls
 from wan.pipeline import CausalInferencePipeline
+from wan.wings.parallel import gather_calls
 
 HEADS, LAYERS = 6, 2
 SIZES = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 16, "text_len": 8}

@@ -99,13 +99,13 @@ def machine(monkeypatch):
         return lambda *args, **more: calls.append(way) or function(*args, **more)
 
     def prepare(installed=INSTALLED, capability=(9, 0), wanted="") -> list[str]:
-        package, module, of_hopper = map(ModuleType, ("flash_attn", "flash_attn.cute", "wan.kernels.fa4"))
+        package, module, of_hopper = map(ModuleType, ("flash_attn", "flash_attn.cute", "wan.wings.fa4"))
         package.__spec__ = ModuleSpec("flash_attn", None)  # transformers looks at it
         module.flash_attn_func = counted("function", flash_attn_func)
         of_hopper.attention = counted("launched", launched)
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         monkeypatch.setitem(sys.modules, "flash_attn.cute", module if installed else None)
-        monkeypatch.setitem(sys.modules, "wan.kernels.fa4", of_hopper if installed else None)
+        monkeypatch.setitem(sys.modules, "wan.wings.fa4", of_hopper if installed else None)
         versions = {backends.FA4: installed}
         monkeypatch.setattr(backends, "installed_version", versions.get)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -182,7 +182,7 @@ def test_the_latents_are_those_of_diffusers_own_processors_and_calls_name_where_
         sample(pipeline, guidance_scale=1.0)  # another video, without the second branch
     assert torch.equal(plain, captured) and torch.equal(plain, sample(pipeline))
     assert [block.attn1.processor for block in pipeline.transformer.blocks] == processors
-    assert ATTENTION_WEIGHT_CAPTURE.now is None and not ATTENTION_WEIGHT_CAPTURE.active
+    assert ATTENTION_WEIGHT_CAPTURE.current_pass is None and not ATTENTION_WEIGHT_CAPTURE.active
     sites = [Site(0, "self"), Site(1, "self")]
     guided = [(site, step, branch) for step in range(3) for branch in ("cond", "uncond") for site in sites]
     told = [(call.site, call.at.step, call.at.branch) for call in calls]

@@ -13,13 +13,14 @@ from helpers.checkpoints import GOLDEN_MODEL, diffusers_model, native_config, wr
 from helpers.rollouts import TWO_STEPS, drawn, golden_inputs
 from safetensors.torch import save_file
 
-from wan import checkpoint, offload
+from wan import checkpoint
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.checkpoint import CheckpointError, LoRA, merge_lora, read_checkpoint, read_lora, to_diffusers_names
 from wan.config import MODELS
 from wan.files import MAPPED_BYTES, UnreadableError, load_tensors
 from wan.model import CausalWanModel, WanModel
 from wan.pipeline import CausalInferencePipeline
+from wan.wings import offload
 
 DIM = GOLDEN_MODEL.dim
 

@@ -12,11 +12,11 @@ from helpers.parallel_rollouts import small_model
 
 from wan.capture import CaptureRequest
 from wan.interventions import Knockout, intervene
-from wan.kernels import graphs as cuda_graphs
-from wan.kernels.graphs import apply_cuda_graphs, forget_cuda_graphs
 from wan.model import CausalWanModel
 from wan.policies import make_policy
 from wan.sites import SiteCapture, watched
+from wan.wings import graphs as cuda_graphs
+from wan.wings.graphs import apply_cuda_graphs, forget_cuda_graphs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 2, "text_dim": 16, "text_len": 8}

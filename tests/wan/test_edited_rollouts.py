@@ -16,7 +16,7 @@ from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Patch
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
-from wan.sites import Pass, SiteCapture, Where, watched, watchers
+from wan.sites import ActivationSite, Pass, SiteCapture, watched, watchers
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each
@@ -61,7 +61,7 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), intervene(inner):
             rollout(pipeline)
     assert session.changed == [3 * MODEL_LAYERS * 5]  # three rollouts, one block of two with a past, 5 passes
-    monkeypatch.setattr(interventions.Edits, "visit", None)
+    monkeypatch.setattr(interventions.Edits, "on_activation", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not interventions.active_edits() and torch.equal(rollout(pipeline), plain)
@@ -196,7 +196,7 @@ def test_means_are_those_of_every_token_and_of_the_blocks_that_have_a_place():
             torch.testing.assert_close(values.double(), expected, atol=1e-6, rtol=0)
     assert len(seen.kept) == len(outputs.means) == len(outputs.norms)
     with pytest.raises(InterventionError, match="layer 2, block 5, step 0: no output was recorded"):
-        outputs.of(Where("z", 2, Pass(query_frames=range(3), block=5)))
+        outputs.of(ActivationSite("z", 2, Pass(query_frames=range(3), block=5)))
     reference = interventions.ReferenceMeans.over([outputs, outputs])
     assert len(reference.values) == MODEL_LAYERS * 5 * len({key[0] for key in reference.values})
     for key, values in reference.values.items():
@@ -245,7 +245,7 @@ def test_nothing_is_left_behind_also_where_the_edited_run_fails():
     ):
         pipeline.model.blocks[1].register_forward_pre_hook(fail_in_main)
         of_seed(pipeline, 1)()
-    assert threading.active_count() == before and ATTENTION_WEIGHT_CAPTURE.now is None
+    assert threading.active_count() == before and ATTENTION_WEIGHT_CAPTURE.current_pass is None
     assert not watchers() and not ATTENTION_WEIGHT_CAPTURE.active
 
 

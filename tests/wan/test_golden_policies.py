@@ -16,7 +16,7 @@ from wan.attention import attention, attention_by_heads
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.keys import CHOSEN, EMPTY, KeyLayout
 from wan.policies import make_policy
-from wan.sites import now
+from wan.sites import current_pass
 
 ATOL = 2e-5  # the smallest wrong policy moves the latents by 5e-3
 LAYER = 2  # whose slots were recorded
@@ -154,9 +154,9 @@ class HeadRecorder:
         monkeypatch.setattr(layers, "attention_by_heads", self.attend)
 
     def attend(self, groups, site, batch):
-        if site.layer == 0 and now().step == 0:
+        if site.layer == 0 and current_pass().step == 0:
             self.blocks.append({})
-        for group in groups if now().step == 0 else ():
+        for group in groups if current_pass().step == 0 else ():
             cache, kind = group.parts.func.__self__, group.parts.args[0]
             seen = cache.seen(kind)[0].expand(-1, len(kind.heads)).sort(0).values.T
             for head, row in zip(kind.heads, seen.tolist(), strict=True):

@@ -17,7 +17,7 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, Call
 from wan.errors import ConfigError
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Move, Patch, fingerprint, intervene
 from wan.keys import MIXED, KeyLayout, Slot
-from wan.sites import Pass, Site, Where
+from wan.sites import ActivationSite, Pass, Site
 
 close = partial(torch.testing.assert_close, atol=1e-5, rtol=0)
 
@@ -175,7 +175,7 @@ def test_patched_heads_against_float64(what, frames, slots):
     for name in what:
         rows = torch.arange(len(OWN) * S) if name == "q" else keys
         for head in (0, 2):
-            theirs = getattr(source.value(Where("self", 2, HERE)), name)
+            theirs = getattr(source.value(ActivationSite("self", 2, HERE)), name)
             mixed[name][:, rows, head] = theirs[:, rows, head]
     edit = Patch(what, {"seed": 1}, frames=frames, heads=[0, 2], passes="all")
     check(run(edit, data={edit: source}), *mixed.values())

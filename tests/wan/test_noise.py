@@ -11,7 +11,7 @@ from wan.blocks import block_ranges
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError
 from wan.noise import CardGenerator, SeededNoise, TensorNoise, released_noise
-from wan.rolling_forcing import RollingForcingPipeline
+from wan.wings.rolling_forcing import RollingForcingPipeline
 
 SHAPE, FRAMES, STEPS = (16, 2, 10), 9, 4
 EMBEDS = drawn(1, 4, TINY["text_dim"])

@@ -13,8 +13,8 @@ from wan.capture import CaptureRequest
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, RunInStep, intervene
 from wan.model import CausalWanModel
-from wan.parallel import apply_head_parallel, check_size, legal_sizes
 from wan.policies import PromptSwitch, make_policy
+from wan.wings.parallel import apply_head_parallel, check_size, legal_sizes
 
 ATOL = 1e-5
 POLICIES = {

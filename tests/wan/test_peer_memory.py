@@ -14,10 +14,10 @@ import torch.distributed as dist
 from helpers.parallel_rollouts import REQUESTS, small_model, together
 from test_cuda_graphs import assert_equal, roll_out
 
-from wan.kernels import peer_memory
-from wan.kernels.graphs import apply_cuda_graphs
-from wan.kernels.peer_memory import AFTER, BEFORE, TIMEOUT, AllToAll, PeerMemory, peer_memory_of
-from wan.parallel import apply_head_parallel
+from wan.wings import peer_memory
+from wan.wings.graphs import apply_cuda_graphs
+from wan.wings.parallel import apply_head_parallel
+from wan.wings.peer_memory import AFTER, BEFORE, TIMEOUT, AllToAll, PeerMemory, peer_memory_of
 
 CPU = torch.device("cpu")
 GARBAGE = 0x7B  # in every byte of new memory: a finite number that nobody computes, in any dtype

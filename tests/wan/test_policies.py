@@ -88,7 +88,7 @@ class Watch:
 
     def compare(self, module, args, out):
         x, _, cache, *_ = args
-        at, layer = ATTENTION_WEIGHT_CAPTURE.now, module.site.layer
+        at, layer = ATTENTION_WEIGHT_CAPTURE.current_pass, module.site.layer
         oracle, is_first = self.oracles[layer], self.block[layer] != at.block
         block = range(at.query_frames[0], at.query_frames[-1] + 1)
         if is_first and at.step >= 0:

@@ -13,7 +13,7 @@ from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene
 from wan.keys import rotate
 from wan.pipeline import add_noise, flow_to_x0
-from wan.rolling_forcing import CleanFrames, RollingForcingPipeline
+from wan.wings.rolling_forcing import CleanFrames, RollingForcingPipeline
 
 STEPS = [1000, 800, 600, 400, 200]
 

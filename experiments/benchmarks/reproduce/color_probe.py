@@ -33,7 +33,7 @@ from experiments.running.cli import count, main
 from experiments.studies.runs import Batch
 from wan.blocks import VIDEO_FRAMES_PER_LATENT as STRIDE
 from wan.config import load_config
-from wan.sites import SiteCapture, Where, watched
+from wan.sites import ActivationSite, SiteCapture, watched
 from wan.vae import VAE
 
 GIVEN, FRAMES = 3, 12  # latent frames: of the rendered beginning, and of the whole video
@@ -95,7 +95,7 @@ def observe(loaded: causal.LoadedModel, chosen: Sequence[Scene]) -> Observed:
     return torch.cat(batches, 3), torch.tensor(colors), torch.tensor(owners)
 
 
-def of_places(x: Tensor, where: Where, at: Tensor) -> Tensor:
+def of_places(x: Tensor, where: ActivationSite, at: Tensor) -> Tensor:
     """Return the patch that the shape's centre is in and the mean of all, [B, F, 2, dim]."""
     frames = x.unflatten(1, (len(where.frames), -1))  # [B, F, S, dim]
     index = at[:, list(where.frames), None, None].expand(-1, -1, 1, x.shape[-1]).to(x.device)

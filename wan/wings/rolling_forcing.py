@@ -22,7 +22,7 @@ from wan.keys import KeyLayout, Slot, rotate
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
 from wan.policies import PromptSwitch, WindowedPolicy
-from wan.sites import Pass, check_watchers, during, visit
+from wan.sites import Pass, check_watchers, during, hook_point
 
 
 class RollingCache(KVCache):
@@ -161,7 +161,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
                 block, step, frames = part.block, part.step, blocks[part.block]
                 x0 = flow_to_x0(flow, window[block], self.sigmas[step])
                 with during(part):
-                    x0 = visit("x0", None, x0)
+                    x0 = hook_point("x0", None, x0)
                 # 3. Each block goes on to its next lower level, unless it is at the last.
                 if step + 1 < levels:
                     window[block] = add_noise(x0, noise.fresh(step, frames), self.sigmas[step + 1])

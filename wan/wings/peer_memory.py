@@ -1,4 +1,4 @@
-"""Tokens of all heads for heads of all tokens, and back, between the processes of wan/parallel.py.
+"""Tokens of all heads for heads of all tokens, and back, between the processes of wan/wings/parallel.py.
 
 Letters: P processes, L tokens of a call, of which each process has L/P; H heads, of which each has H/P.
 AllToAll is the plain path, on every device and over any network. PeerMemory writes into the memory of other

@@ -28,10 +28,10 @@ from torch.distributed.rendezvous import rendezvous
 from wan.attention import Call, attention
 from wan.capture import BY_FRAME, CapturedCall, joint_layout, spread
 from wan.errors import ConfigError
-from wan.kernels.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
 from wan.keys import HeadShard
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
-from wan.sites import now, observer, watchers
+from wan.sites import current_pass, observer, watchers
+from wan.wings.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
 
 # The processes: torchrun starts them; NCCL connects GPUs, and gloo CPUs and what was captured.
 
@@ -211,7 +211,7 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
             z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if (by := observer()) and by.wants(attn.site):
-            by.observe(Call(attn.site, now(), whole(q), *own))
+            by.observe(Call(attn.site, current_pass(), whole(q), *own))
         return attn.o(attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward
