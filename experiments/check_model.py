@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.caches.files import RunError
-from experiments.running.cli import add_fit_flag, config_from, main, refuse, run_parser
+from experiments.running.cli import config_from, main, refuse, run_parser
 from wan.config import CARDS
 from wan.errors import ConfigError
 
@@ -27,7 +27,6 @@ def run(argv=None):
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag("--reference", nargs="+", metavar="FILE", help="atlases to compare with; the published ones")
-    add_fit_flag(parser)
     args = parser.parse_args(argv)
     refuse(args, "the references say it", *OF_REFERENCES)
 
@@ -62,9 +61,6 @@ def run(argv=None):
         replace(config, prompt=cache["prompt"], seed=cache["seed"], num_frames=cache["num_frames"])
         for cache in caches
     ]
-    if args.fit:
-        config = causal.fit(config, [], "").config
-    configs = [replace(one, offload=config.offload, t5_cpu=config.t5_cpu) for one in configs]
     largest = max(configs, key=lambda one: one.num_frames)
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)
 

@@ -5,7 +5,7 @@ python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer
 
 from functools import partial
 
-from experiments.running.cli import add_config_flags, add_fit_flag, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -17,7 +17,6 @@ def run(argv=None):
     what, kept = ("probabilities", "logits"), "probabilities in float32, or logits in float16"
     parser.add_argument("--capture", choices=what, default=what[0], help=kept)
     add_config_flags(parser, "gpus")
-    add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch

@@ -23,7 +23,6 @@ def run(argv=None):
     cli.add_config_flags(parser, "gpus")
     cli.add_sweep_flags(parser, checkpoints=True)
     cli.add_engine_flags(parser)
-    cli.add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
@@ -37,7 +36,6 @@ def run(argv=None):
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
         make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
         return
-    cli.refuse(args, "a sweep takes the flags that one run with --fit prints", "fit")
     if args.output_path != parser.get_default("output_path"):
         raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.running.cli import add_config_flags, add_fit_flag, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -19,7 +19,6 @@ def run(argv=None):
     how = "frame: exact means, no matrix; token: the same from whole matrices, slower, as a check"
     parser.add_argument("--granularity", choices=("token", "frame"), default="frame", help=how)
     add_config_flags(parser, "gpus")
-    add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch

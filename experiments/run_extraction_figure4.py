@@ -5,7 +5,7 @@ python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml
 
 from functools import partial
 
-from experiments.running.cli import add_config_flags, add_fit_flag, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 
 
 def run(argv=None):
@@ -15,7 +15,6 @@ def run(argv=None):
     flag("--granularity", choices=("token", "key", "frame"), default="token", help=sizes)
     flag("--capture", choices=("logits", "probabilities"), default="logits", help="of a token matrix")
     add_config_flags(parser, "gpus")
-    add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders  # after the flags: a --help needs no torch

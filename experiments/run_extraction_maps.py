@@ -8,7 +8,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from experiments.running.cli import add_config_flags, add_fit_flag, config_from, main, run_parser
+from experiments.running.cli import add_config_flags, config_from, main, run_parser
 from experiments.running.ranks import this_rank
 from wan.errors import ConfigError, short_repr
 
@@ -37,7 +37,6 @@ def run(argv=None):
     flag("--blocks", type=int, nargs="+", help="whose queries look; those of the patches, else the last")
     flag("--steps", type=int, nargs="+", help="passes, in place of one --step")
     flag("--words", action="store_true", help="also where each word of the prompt is read")
-    add_fit_flag(parser)
     args = parser.parse_args(argv)
 
     from experiments.extraction import cache_builders as maps  # after the flags: a --help needs no torch

@@ -161,7 +161,7 @@ def beside(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
 
 # --- Smaller GPUs
 def cards(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
-    """Yield phases of four runs in the memory of smaller GPUs, by the flags that --fit chooses.
+    """Yield phases of four runs in the memory of smaller GPUs, by the flags that make each fit.
 
     torch.cuda.set_per_process_memory_fraction caps the allocator; seconds are of this GPU.
     """

@@ -24,7 +24,7 @@ from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
 from experiments.extraction.edits import check_sources, edits_of, record_of, require_means, source_of
-from experiments.extraction.memory import NEED_A_USER, Memory, check_memory, check_requests
+from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
 from experiments.extraction.provenance import fingerprint, identity, provenance
 from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
@@ -59,7 +59,6 @@ from wan.wings.parallel import apply_head_parallel
 from wan.wings.rolling_forcing import RollingForcingPipeline
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
-ROOM = 0.93  # of what is free: the allocator held up to 7 % more than was used (docs/benchmarks/cards.json)
 MEANS = Path("cache/reference_means")
 MEANS_SEEDS = (0, 1)
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
@@ -143,17 +142,6 @@ def memory_of(
     dtype, sizes = choose_dtype(config.dtype, device), checkpoint.read_model_config(config.ckpt_dir)
     encodes = needs_encoder(config, prompts or [config.prompt], sizes, dtype, device)
     return Memory(config, sizes, requests, dtype, device, encodes, **settings)
-
-
-def fit(config: RunConfig, requests: Sequence[CaptureRequest], decodes: str) -> Memory:
-    """Choose flags of memory so that a run fits, and print them. ConfigError where none are enough."""
-    memory = memory_of(config, requests, decodes=decodes)
-    flags, fitting = memory.fitting({where: int(ROOM * size) for where, size in memory.free().items()})
-    if fitting is None or any(flag.startswith(NEED_A_USER) for flag in flags):
-        check_memory(memory, quiet=True)
-    assert fitting is not None
-    print(f"--fit chose {' '.join(flags) or 'nothing: all of it fits'}")
-    return replace(fitting, config=replace(fitting.config, dtype=str(fitting.dtype).removeprefix("torch.")))
 
 
 def prepare(

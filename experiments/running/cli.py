@@ -308,12 +308,6 @@ def add_engine_flags(parser: Parser) -> None:
     )
 
 
-def add_fit_flag(parser: Parser) -> None:
-    """Add --fit, to the scripts that make one rollout."""
-    said = "choose flags of memory so that the run fits, and say which"
-    parser.add_argument("--fit", action="store_const", const=True, help=said)
-
-
 def add_run_flags(parser: Parser) -> None:
     """Add flags of memory, and of how a run behaves."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")

@@ -46,9 +46,6 @@ def make_caches(
     Where several GPUs make the rollout, the first process writes.
     """
     config, decodes = join_processes(args, config), "" if args.save_video is None else SAVE_VIDEO
-    if getattr(args, "fit", None):
-        fitting = causal.fit(config, requests, decodes)
-        config, requests = fitting.config, fitting.requests
     nbytes = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
 
