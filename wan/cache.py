@@ -1,7 +1,7 @@
 """The KV caches of a rollout, and the face of the policies that fill and empty them.
 
 A KVCache holds slots of one frame each. A PerHeadCache has a KVCache for each class of heads. In a
-HeadwiseCache heads keep single tokens. What stays, a CachePolicy says (wan/policies.py). Letters: B batch,
+HeadwiseCache heads keep single tokens. What stays, a CachePolicy says (wan/policies/). Letters: B batch,
 S tokens per frame, H heads, h heads of a kind, D head dim, n keys.
 """
 

@@ -138,7 +138,7 @@ class RunConfig:
     independent_first_frame: bool = False
     local_attn_size: Annotated[int, -1, MAX_FRAMES] = -1  # frames; -1: attend to the whole past
     sink_size: Frames = 0  # frames
-    cache_policy: dict[str, Any] | None = None  # name and fields (wan/policies.py)
+    cache_policy: dict[str, Any] | None = None  # name and fields (wan/policies/)
     prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
 
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])

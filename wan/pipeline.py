@@ -85,7 +85,7 @@ class CausalInferencePipeline:
         """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional.
 
         warp_denoising_step reads the steps as those of an unshifted schedule. cache_policy says what a block
-        may look at (wan/policies.py). Without one it is the window that the model's local_attn_size and
+        may look at (wan/policies/). Without one it is the window that the model's local_attn_size and
         sink_size describe, or the whole past. first_block_steps are block 0's in place of
         denoising_step_list. With recompute_context n the keys of the last n frames are computed again before
         each block; all other frames leave, the sink included (window's global_sink stays). weights says in

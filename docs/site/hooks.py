@@ -22,7 +22,7 @@ MEASURES = "measures first_frame rope_waves taxonomy video_maps effects drift"
 REFERENCE = {  # page -> title, modules
     "session": ("Load, capture, plot", "experiments.session experiments.caches.store"),
     "edits": ("Edits", "wan.interventions wan.sites"),
-    "policies": ("Policies", "wan.policies wan.cache"),
+    "policies": ("Policies", "wan.policies wan.policies.frames wan.policies.headwise wan.cache"),
     "model": (
         "Model and capture",
         "wan.config wan.pipeline wan.attention wan.keys wan.capture wan.diffusers_capture",

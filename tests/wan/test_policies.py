@@ -262,7 +262,7 @@ def test_the_policy_of_the_contributors_page_runs():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names: dict = {}
     source = re.search(r"```python\n(@dataclass\nclass Earliest.*?)```", text, re.S)[1]
-    exec("from wan.policies import *\n" + source, names)
+    exec("from wan.policies.frames import *\n" + source, names)
     pipeline = CausalInferencePipeline(
         shared_golden_model(), cache_policy=names["Earliest"](window=8, sink=1)
     )

@@ -1,0 +1,161 @@
+"""Cache policies by name: what a block may look at, and what a change of prompts does to the cache.
+
+    policy = read_policy({"name": "deep_sink", "window": 21, "sink": 10})
+    CausalInferencePipeline(model, cache_policy=policy)
+
+frames.py has the policies of all heads alike, headwise.py those of single heads. A new policy is a subclass
+of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from wan.cache import FLUSH_KEEPS, CachePolicy, How
+from wan.errors import ConfigError, check_fields, library_reads, short_repr
+from wan.files import MAX_TEXT
+from wan.policies.frames import (
+    DeepSink,
+    EmaSink,
+    Full,
+    MemoryBank,
+    Participative,
+    Relative,
+    RollingSink,
+    TwoMemories,
+    Window,
+)
+from wan.policies.frames import (
+    WindowedPolicy as WindowedPolicy,
+)
+from wan.policies.headwise import (
+    DummyForcing,
+    ForcingKV,
+    HeadBudget,
+    PerHead,
+    TriAttention,
+)
+from wan.policies.headwise import (
+    HeadwisePolicy as HeadwisePolicy,
+)
+
+# --- By name, and from settings
+
+POLICIES: dict[str, type[CachePolicy]] = {
+    policy.name: policy
+    for policy in (
+        Full,
+        Window,
+        Relative,
+        DeepSink,
+        Participative,
+        EmaSink,
+        TwoMemories,
+        RollingSink,
+        MemoryBank,
+        PerHead,
+        DummyForcing,
+        ForcingKV,
+        TriAttention,
+        HeadBudget,
+    )
+}
+
+
+def make_policy(name: str, **chosen: Any) -> CachePolicy:
+    """Return a policy by its name in configs, with its fields.
+
+    Raises ConfigError for a field that it does not have, or a value that it cannot have.
+    """
+    if name not in POLICIES:
+        raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
+    known = [f.name for f in fields(POLICIES[name]) if f.init]
+    if unknown := [key for key in chosen if key not in known]:
+        said = f"{short_repr(unknown[0])}; it has {', '.join(known)}"
+        raise ConfigError(f"cache_policy {name} has no field {said}")
+    if "policies" in chosen:  # of classes of heads
+        with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
+            chosen["policies"] = {str(label): read_policy(one) for label, one in chosen["policies"].items()}
+    return POLICIES[name](**chosen)
+
+
+def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
+    """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}."""
+    if isinstance(settings, CachePolicy):
+        return settings
+    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
+        raise ConfigError(f"cache_policy needs settings with a name, one of {', '.join(POLICIES)}")
+    return make_policy(**{str(key): value for key, value in settings.items()})
+
+
+def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
+    """Return the policy that the older settings mean: the whole past (-1), or a window with a sink."""
+    return Full() if local_attn_size == -1 else Window(window=local_attn_size, sink=sink_size)
+
+
+# --- Prompts that change, and keys that are computed again
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSwitch:
+    """From frame on, which must begin a block, another prompt: a text, or its states [B, n, text_dim].
+
+    keep: the cache stays as it is. recache (LongLive): the newest frames are computed again under the new
+    prompt. flush (Infinity-RoPE): only the sink and the last two frames stay. cut: flush, and the next block
+    stands far away.
+    """
+
+    frame: int
+    prompt: Annotated[str, 1, MAX_TEXT] | None = None
+    how: How = "keep"
+    prompt_embeds: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "prompt_schedule: ")
+
+
+def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
+    """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
+    has = {*settings}
+    if not {"frame", "prompt"} <= has <= {"frame", "prompt", "how"} or settings["prompt"] is None:
+        said = short_repr(dict(settings))
+        raise ConfigError(f"prompt_schedule: a switch has a frame, a prompt and perhaps how, not {said}")
+    return PromptSwitch(**settings)
+
+
+def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
+    """Raise ConfigError for a switch that does not begin a later block, a second one there, or one that the
+    policy cannot make.
+    """
+    starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
+    for switch in schedule:
+        if switch.frame not in starts or frames.count(switch.frame) > 1:
+            there = ", ".join(map(str, starts)) or "no later frame"
+            raise ConfigError(
+                f"prompt_schedule: frame {switch.frame} does not begin a block after the first, or has two "
+                f"prompts; blocks begin at {there}"
+            )
+        policy.check_switch(switch.how, switch.frame)
+
+
+def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
+    """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
+
+    context is recompute_context. Returns how many of them are remembered still, and how many, the newest, are
+    now to be computed again.
+    """
+    if how in ("flush", "cut"):
+        cache.flush()
+        past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
+    return past, past if how == "recache" else min(past, context)
+
+
+def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:
+    """Raise ConfigError where keys of the last context frames cannot be computed again (0: they are not)."""
+    if context:
+        policy.require(policy.can_recache, "cannot compute its cache again; take window or relative")
+        least = context + block_size
+        fits = context > 0 and (policy.num_frames is None or least <= policy.num_frames)
+        policy.require(fits, f"recompute_context {context} and a block do not fit; take a window of {least}")
