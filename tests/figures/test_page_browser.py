@@ -221,33 +221,6 @@ def test_hovering_shows_the_value_of_the_cache(page, files):
 
 
 @pytest.mark.beside
-def test_a_widget_and_its_page_show_the_same_head(browser, files, tmp_path):
-    pytest.importorskip("anywidget", reason="an extra: pip install -e '.[widget]'")
-    from experiments.figures.widget import RENDER
-
-    model = """
-      const values = { page: PAGE, height: 700, layer: 5, head: 2, pass_number: 0, measure: "wave_r2" };
-      const heard = {};
-      const model = { get: (name) => values[name], save_changes() {},
-        set(name, value) { if (values[name] !== value) { values[name] = value; heard[name]?.(); } },
-        on(name, call) { heard[name.slice(7)] = call; } };
-      render({ model, el: document.body });
-    """
-    page = json.dumps((files / "index.html").read_text()).replace("</", "<\\/")
-    path = tmp_path / "w.html"
-    path.write_text(f"<body><script>{RENDER}{model.replace('PAGE', page)}</script></body>")
-    browser.open(f"file://{path}", 1000, 800)
-    assert browser.wait_for("values.layer === 5 && values.head === 2 && values.measure === 'wave_r2'")
-    browser.js("model.set('head', 1)")
-    assert browser.wait_for("values.head === 1")
-    x, y, *_ = box(browser, "iframe")
-    browser.point(x + 200, y + 400)
-    for name in ("k", "j", "j"):
-        browser.key(name)
-    assert browser.complaints() == []
-
-
-@pytest.mark.beside
 def test_downloads(page, files, tmp_path):
     browser = page("layer=5&head=2&pins=0.1_1.1&theme=dark&list=all")
     cache = load_cache(files / "a.pt")

@@ -34,7 +34,6 @@ function draw() {
   markHeads();
   markTable();
   writeLink();
-  tellParent();
 }
 
 function drawControls() {
@@ -208,22 +207,6 @@ $("table").addEventListener("click", (event) => {
   const again = state.sort === column;
   choose(again && !state.descending ? { sort: "", descending: true } : { sort: column, descending: !again });
   $("table").querySelector(`[data-sort="${column}"]`)?.focus();
-});
-
-// -- inside a notebook ------------------------------------------------------------------------------
-
-// A widget's frame is told what is shown, and says what to show (experiments/figures/widget.py)
-const SHARED = ["layer", "head", "pass", "measure"];
-let told = false; // the notebook speaks first
-function tellParent() {
-  if (!told) return;
-  parent.postMessage({ layer: data.layers[state.layer], head: state.head, pass: state.pass, measure: state.measure }, "*");
-}
-addEventListener("message", (event) => {
-  if (parent === window || event.source !== parent || typeof event.data !== "object") return;
-  const wanted = SHARED.filter((name) => name in event.data);
-  told = true;
-  choose(Object.fromEntries(wanted.map((name) => [name, LINK[name][0](String(event.data[name]))])));
 });
 
 // -- start -------------------------------------------------------------------------------------------
