@@ -61,12 +61,12 @@ def run(argv=None):
     if len(steps) > 1 and not args.all_layers:
         raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
     if args.all_layers:
-        layers, kind, parameter = None, "atlas", "CACHE_PATH"
+        layers, kind = None, "atlas"
         names = {"cond": "atlas_base.pt", "uncond": "atlas_base_uncond.pt"}
         builds = {name: partial(base.base_atlas_cache, steps=steps, branch=b) for b, name in names.items()}
     else:
         layer = base.choose_layer(config, args.layer_index)
-        layers, kind, parameter = [layer], "layer", "DATA_PATH"
+        layers, kind = [layer], "layer"
         builds = {f"layer{layer}.pt": partial(base.base_layer_cache, layer=layer, step=steps[0])}
     request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
     # a layer cache holds both branches of guidance, an atlas one
@@ -78,7 +78,7 @@ def run(argv=None):
     if not args.quiet:
         path = next(iter(outputs))
         from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
-        print(f'next: open notebooks/{FORMATS[kind].notebook} and set {parameter} = "{from_notebooks}"')
+        print(f'next: open notebooks/{FORMATS[kind].notebook} and set CACHE_PATH = "{from_notebooks}"')
 
 
 if __name__ == "__main__":

@@ -9,15 +9,13 @@ source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 figure4=cache/attention_cache_figure4.pt
 inference=cache/attention_cache.pt
 atlas=cache/atlas.pt
-layer=cache/layer3.pt
-published=cache/layer20.pt
-python - "$figure4" "$inference" "$atlas" "$layer" "$published" <<'PY'
+python - "$figure4" "$inference" "$atlas" <<'PY'
 import sys
 from pathlib import Path
 from experiments.caches import load_cache
 for path in filter(lambda p: Path(p).exists(), sys.argv[1:]):
     cache = load_cache(path)
-    if cache["model"] != "wan-mini" and cache["weights"] != "published":
+    if cache["model"] != "wan-mini":
         sys.exit(f"error: {path} is a cache of {cache['model']}; move it away first, the quickstart would replace it")
 PY
 
@@ -26,14 +24,11 @@ python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml
     --save_video outputs/wan-mini.mp4
 python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --output_path "$atlas" --key_curve --cross --rope_bands
 python experiments/run_extraction.py --config_path configs/wan_mini.yaml --output_path "$inference"
-python experiments/layers_from_atlas.py "$atlas" --layers 3
-python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt --layers 20
 papermill --cwd notebooks --no-progress-bar --log-level WARNING notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb \
     -p CACHE_PATH "../$figure4" -p SAVE_DIR figure4
 
 echo
 echo "the generated video:    outputs/wan-mini.mp4"
-echo "caches of its rollout:  $figure4  $inference  $atlas  $layer"
-echo "of the real model:      $published, its layer 20 from published data"
+echo "caches of its rollout:  $figure4  $inference  $atlas"
 echo "the executed notebook:  outputs/plt_fig4.ipynb"
 for svg in notebooks/figure4/*.svg; do echo "figure:                 $svg"; done

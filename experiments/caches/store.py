@@ -130,8 +130,7 @@ def _command(path: Path, expect: Sequence[str]) -> str:
     kind = (by_name or list(expect) or (["layer"] if path.name.startswith("layer") else ["figure4"]))[0]
     script = f"python experiments/{FORMATS[kind].script}"
     if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
-        published = "python experiments/layers_from_atlas.py cache/published/self_forcing_dmd_eagle_21f.pt"
-        return f"{script} --layer_index {layer[1]} (without a model: {published} --layers {layer[1]})"
+        return f"{script} --layer_index {layer[1]}"
     flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
     return f"{script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
 
@@ -181,7 +180,7 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
     """Open every layerN.pt of a folder by number. CacheError unless all belong to one rollout."""
     paths = sorted(folder.glob("layer*.pt"), key=lambda p: int("0" + "".join(filter(str.isdigit, p.stem))))
     if not paths:
-        command = f"bash experiments/extract_all_layers.sh CONFIG {folder}"
+        command = f"python experiments/run_extraction_each.py --output_dir {folder}"
         raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
     caches = {path: load_cache(path, expect=formats) for path in paths}
     remedy = "a folder of layers belongs to one rollout, each layer once: move one of the files out"

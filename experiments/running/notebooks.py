@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, replacing
-from experiments.caches.store import layer_from_atlas, one_layer, open_layers
+from experiments.caches.store import one_layer, open_layers
 from wan.checkpoint import sampled_sha256
 
 Cache = Mapping[str, Any]
@@ -38,7 +38,9 @@ class Notebook(NamedTuple):
 
 
 NOTEBOOKS = {
-    "extract_all_attention.ipynb": Notebook("DATA_PATH", ("layer",), "layer{}_perhead_grid.svg"),
+    "extract_all_attention.ipynb": Notebook(
+        *("CACHE_PATH", ("layer", "atlas"), "layer{}_perhead_grid.svg", "LAYER")
+    ),
     "plt_fig4.ipynb": Notebook(
         *("CACHE_PATH", ("figure4", "inference", "atlas"), "figure4_layer{}_per_head_grid.svg", "HEADS"),
         lambda cache, layer: [[layer, head, f"L{layer}H{head}"] for head in range(cache["num_heads"])],
@@ -54,8 +56,8 @@ NOTEBOOKS = {
 class LayerCaches:
     """The layers of a cache file, or of a folder of layerN.pt, as a notebook takes them.
 
-    A notebook of single layers gets a layer cache taken out of an atlas. plt_fig4 gets an atlas of one layer:
-    its figures of all layers would be the same every time. These caches are written to a folder of their own.
+    plt_fig4 gets an atlas of one layer, written to a folder of its own: its figures of all layers would be
+    the same every time.
     """
 
     def __init__(self, notebook: str, source: str | Path, folder: str | Path):
@@ -66,12 +68,11 @@ class LayerCaches:
         self.cache: Cache | None = None
         self.files: dict[int, Path] = {}
         if self.source.is_dir():
-            opened = open_layers(self.source, self.notebook.formats)
+            opened = open_layers(self.source, self.notebook.formats[:1])
             self.files = {cache["layer_index"]: path for path, cache in opened.items()}
             self.layers = sorted(self.files)
         else:
-            atlas = ("atlas",) if "layer" in self.notebook.formats else ()
-            self.cache = load_cache(self.source, expect=(*self.notebook.formats, *atlas))
+            self.cache = load_cache(self.source, expect=self.notebook.formats)
             found = self.cache.get("layers") or self.cache.get("layer_indices") or [self.cache["layer_index"]]
             self.layers = sorted(set(found))
 
@@ -99,7 +100,7 @@ class LayerCaches:
                 chosen[notebook.layer] = notebook.value(self.cache, layer)
             if self.cache["format"] == "atlas" and notebook.layer != "LAYER":
                 path = self.folder / f"layer{layer}.pt"
-                save_cache(path, (one_layer if notebook.layer else layer_from_atlas)(self.cache, layer))
+                save_cache(path, one_layer(self.cache, layer))
         return {notebook.cache: str(path.resolve())} | chosen
 
     def file_of(self, layer: int) -> Path:

@@ -6,7 +6,6 @@ import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
-from experiments import match_curve
 from experiments.analysis import published, sweeps, taxonomy
 from experiments.analysis.first_frame import effects_of, first_frame_effect
 from experiments.analysis.measures import head_statistics
@@ -168,14 +167,6 @@ def test_other_curves(tmp_path):
     for read in (lambda: published.read_labels(path), lambda: published.read_curves(tmp_path / "c.csv")):
         with pytest.raises(CacheError, match="csv"):
             read()
-
-
-def test_the_matching_script(capsys):
-    match_curve.run(["--cache_path", "cache/published/self_forcing_dmd_castle_21f.pt"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    for name, layer, head in (("L1H1", "1", "1"), ("L5H10", "5", "10")):
-        (row,) = [row for row in rows if row[:2] == [name, "shown"]]
-        assert row[2:4] == [layer, head] and float(row[5]) >= 0.98 and row[7:9] == ["1", "360"]
 
 
 def test_heads_worth_a_look():

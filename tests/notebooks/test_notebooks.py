@@ -32,7 +32,6 @@ from papermill.parameterize import parameterize_notebook
 from PIL import Image
 
 from experiments import (
-    contact_sheet,
     run_extraction,
     run_extraction_all,
     run_extraction_each,
@@ -138,6 +137,8 @@ def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
     assert drawn.keys() == set(names.values()) and all(name in printed for name in names.values())
     assert "H2 (sink=3.28)" in drawn[names["perhead_grid"]] and "Shown     21 latent frames" in printed
     assert "not attended" in drawn[names["2d_heatmap_all_heads"]]
+    of_atlas, _ = run("extract_all_attention", tmp_path)  # by default the layer is taken out of this atlas
+    assert [row_of(of_atlas, str(h)) for h in range(12)] == [row_of(printed, str(h)) for h in range(12)]
 
 
 def test_video_frames_some_queries_and_the_other_branch(tmp_path):
@@ -148,7 +149,7 @@ def test_video_frames_some_queries_and_the_other_branch(tmp_path):
     cache["last_block_frame_attention"] = cache["full_frame_attention"][:, 3:].mean(1)
     cache["full_frame_attention_uncond"] = -cache["full_frame_attention"]
     chosen = {"QUERY_FRAMES": [0, 1, 2, 20], "BRANCH": "uncond"}
-    printed, drawn = run("extract_all_attention", tmp_path, cache, "DATA_PATH", **chosen)
+    printed, drawn = run("extract_all_attention", tmp_path, cache, **chosen)
     rows = -cache["full_frame_attention"].numpy()[:, [0, 1, 1, 5]].mean(1)
     assert row_of(printed, "2")[1] == f"{rows[2, 0]:.3f}" and "query frames 0–2, 20 (video)" in printed
     assert all("pass 0 (t = 1000), unconditional branch" in text for text in (printed, *drawn.values()))
@@ -399,7 +400,7 @@ def test_wrong_parameters_are_one_line(maps, tmp_path, name, parameters, message
 # --- Caches of runs that were stopped show what is absent as absent
 STOPPED = {  # of scripts and their flags, with notebooks and what they call the path
     "layer_atlas CACHE_PATH": (run_extraction_all, "--cross --key_curve --rope_bands"),
-    "extract_all_attention DATA_PATH": (run_extraction_each, ""),
+    "extract_all_attention CACHE_PATH": (run_extraction_each, ""),
     "plot_figure4 CACHE_PATH": (run_extraction, "--blocks 1 2 -1"),
 }
 
@@ -487,12 +488,11 @@ def test_the_parameters_of_each_notebook(tmp_path, layer_folder):
     folder = tmp_path / "slices"
     of_folder = LayerCaches("extract_all_attention.ipynb", layer_folder, folder)
     given = of_folder.parameters(3)
-    assert of_folder.layers == [0, 3] and given == {"DATA_PATH": str(layer_folder / "layer3.pt")}
+    assert of_folder.layers == [0, 3] and given == {"CACHE_PATH": str(layer_folder / "layer3.pt")}
     assert not folder.exists()
     whole = load_cache(tmp_path / "atlas.pt")
     given = LayerCaches("extract_all_attention.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
-    matrix = load_cache(given["DATA_PATH"])["full_frame_attention"]
-    assert torch.equal(matrix[:, 6:], whole["frame_logits"][2, 0, :, 6:])
+    assert given == {"CACHE_PATH": str(tmp_path / "atlas.pt"), "LAYER": 5} and not folder.exists()
     figure4 = LayerCaches("plt_fig4.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
     assert figure4["HEADS"] == [[5, 0, "L5H0"], [5, 1, "L5H1"], [5, 2, "L5H2"]]
     one = load_cache(figure4["CACHE_PATH"])
@@ -520,7 +520,3 @@ def test_the_contact_sheet(tmp_path):
     (tmp_path / "no.svg").write_text("<p/>")
     with pytest.raises(CacheError, match=r"no.svg is not an SVG figure"):
         save_contact_sheet(path, {"a": tmp_path / "no.svg"}, "t")
-    contact_sheet.run([str(path), f"A={tmp_path / '0.svg'}", f"B={tmp_path / '1.svg'}", "--title", "two"])
-    assert path.read_text().count("words") == 2
-    with pytest.raises(CacheError, match=r"none.svg not found; figures are given as LABEL=SVG"):
-        contact_sheet.run([str(path), "A=none.svg"])
