@@ -9,7 +9,7 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, library_reads, one_line, refuse, short_repr
 from wan.files import MAX_LAYERS, MAX_SIZE, UnreadableError, load_tensors, read_json
-from wan.wings.offload import StreamedBlocks
 
 if TYPE_CHECKING:
     from wan.model import WanModel
@@ -520,23 +519,18 @@ def build_model(
     config: ModelConfig,
     state: StateDict,
     source: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = torch.bfloat16,
     device: torch.device | str = "cpu",
-    offload: bool = False,
     **kwargs: Any,
 ) -> Model:
     """Build a model of the given sizes and weights for inference. Its parameters are never held twice.
 
-    offload keeps the layers' weights on the host and streams them (wan/wings/offload.py). Raise
-    CheckpointError
-    naming source and the first few keys that are missing, unexpected or of another shape.
+    With dtype None weights keep the dtype of the file. Raise CheckpointError naming source and the first few
+    keys that are missing, unexpected or of another shape.
     """
     with torch.device("meta"):
         model = model_class(**vars(config), **kwargs)
-    stays = {name for name in state if offload and name.startswith("blocks.")}
-    assign(model, state, source, dtype, device, stays)
-    if offload:
-        model.blocks = StreamedBlocks(model.blocks, dtype, device)
+    assign(model, state, source, dtype, device)
     return model
 
 
@@ -544,11 +538,10 @@ def assign(
     model: nn.Module,
     state: StateDict,
     source: str | Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     device: torch.device | str,
-    stays: Collection[str] = (),
 ) -> None:
-    """Give a model its weights, by reference where dtype and device allow; those that stay are not moved.
+    """Give a model its weights, by reference where dtype and device allow.
 
     Raise CheckpointError for missing, unexpected or misshapen keys, naming the first few.
     """
@@ -572,8 +565,9 @@ def assign(
     if found:
         raise CheckpointError(f"{source} does not fit the model: {'; '.join(found)}")
     device = torch.empty(0, device=device).device  # with the number that other threads do not know
-    moving = {id(tensor): tensor for name, tensor in state.items() if name not in stays}  # two names: once
+    moving = {id(tensor): tensor for tensor in state.values()}  # one with two names moves once
     with ThreadPoolExecutor(1 if device.type == "cpu" else MOVES_AT_ONCE) as pool:
-        moved = dict(zip(moving, pool.map(lambda x: x.to(device).to(dtype), moving.values()), strict=True))
-    model.load_state_dict({name: moved.get(id(x), x) for name, x in state.items()}, assign=True)
+        tensors = pool.map(lambda x: x.to(device).to(dtype or x.dtype), moving.values())
+        moved = dict(zip(moving, tensors, strict=True))
+    model.load_state_dict({name: moved[id(x)] for name, x in state.items()}, assign=True)
     model.eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -304,6 +304,14 @@ class HeadShard:
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All heads, in order, from what each process has of its own along dim; on the CPU."""
         return x
+
+    def gather_calls(self, calls: Sequence[Any]) -> list[Any]:
+        """Return captured calls with all heads in the first process, none in the others; all must ask."""
+        return list(calls)
+
+    def any_process(self, flag: bool) -> bool:
+        """Return True where the flag of any process is set; all must ask."""
+        return flag
 
 
 class HeadGroup(NamedTuple):

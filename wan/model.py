@@ -345,6 +345,7 @@ class WanModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.head = Head(config)
         self.rotary = RotaryTable(config.head_dim)
+        self.head_shard = HeadShard.whole(config.num_heads)  # fewer of them under wan/wings/parallel.py
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
         """Flow of latents x [B, C, F, h, w] at timestep t [B], context [B, n, text_dim] from umT5."""
@@ -459,7 +460,6 @@ class CausalWanModel(WanModel):
     def __init__(self, *, local_attn_size: int = -1, sink_size: int = 0, **sizes):
         super().__init__(**sizes)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
-        self.head_shard = HeadShard.whole(self.config.num_heads)  # fewer of them under wan/wings/parallel.py
 
     def forward(  # type: ignore[override]  # it shares parameters with WanModel, not its call
         self,

@@ -185,14 +185,14 @@ def shared_seconds(
     rollout: bench.Rollout, group: dist.ProcessGroup, active: bench.Active = nullcontext, policy: Any = None
 ) -> float:
     """Return the slowest rank's seconds of a rollout that all make together, with the calls gathered."""
-    if parallel.shard_of(rollout.model) is None:
+    if rollout.model.head_shard.is_whole:
         parallel.apply_head_parallel(rollout.model, group)
 
     @contextmanager
     def gathered() -> Iterator[Any]:
         with active() as calls:
             yield calls
-        parallel.gather_calls(rollout.model, calls or [])
+        rollout.model.head_shard.gather_calls(calls or [])
 
     parallel.wait_for_all(group)
     slowest = torch.tensor([rollout.seconds(gathered, policy)], dtype=torch.float64)

@@ -52,11 +52,6 @@ from wan.noise import Noise, SeededNoise, TensorNoise, released_noise
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch
 from wan.sites import observed, watchers
-from wan.wings import parallel
-from wan.wings.graphs import apply_cuda_graphs, forget_cuda_graphs
-from wan.wings.offload import StreamedBlocks
-from wan.wings.parallel import apply_head_parallel
-from wan.wings.rolling_forcing import RollingForcingPipeline
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 MEANS = Path("cache/reference_means")
@@ -189,7 +184,6 @@ def prepare(
         moves = loaded and device.type != "cpu" and encoding_device(config, device).type != "cpu"
         with out_of_memory("encoding the prompt"):
             if moves:
-                forget_cuda_graphs(loaded[0].model)  # they have the weights' addresses, and memory
                 loaded[0].model.to("cpu")
             try:
                 return encode_prompts(config, some, sizes, dtype, device)
@@ -202,7 +196,7 @@ def prepare(
     with out_of_memory("loading the model"):
         pipeline = (load_base or load_pipeline)(config, sizes, dtype, device)
     if replays and config.gpus == 1:  # several replay anyway
-        replay_layers(pipeline.model, after=FORWARDS)
+        replay_layers(pipeline.model, config, after=FORWARDS)
     loaded.append(pipeline)
     if pipeline.quantised:
         common["quantised"] = pipeline.quantised
@@ -228,32 +222,43 @@ def load_pipeline(
 ) -> CausalInferencePipeline:
     """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model."""
     state, report = read_weights(config, model_config)
-    given = model_config, state, config.checkpoint_path or config.ckpt_dir, dtype, device, config.offload
+    source = config.checkpoint_path or config.ckpt_dir
+    placed = (None, "cpu") if config.offload else (dtype, device)
     window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
-    model = checkpoint.build_model(CausalWanModel, *given, **window)
+    model = checkpoint.build_model(CausalWanModel, model_config, state, source, *placed, **window)
+    if config.offload:
+        from wan.wings.offload import apply_offload
+
+        apply_offload(model, dtype, device)
     if config.gpus > 1:
+        from wan.wings import parallel
+
         group = parallel.joined()
         if group is None or group.size() != config.gpus:
             raise ConfigError(
                 f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
                 f"{config.gpus} processes by torchrun, and let each call wan.wings.parallel.join()"
             )
-        apply_head_parallel(model, group)
-        replay_layers(model, after=1)
+        parallel.apply_head_parallel(model, group)
+        replay_layers(model, config, after=1)
     pipeline = pipeline_of(model, config)
     pipeline.weights, pipeline.quantised = str(report), report.quantised
     return pipeline
 
 
-def replay_layers(model: CausalWanModel, after: int) -> None:
+def replay_layers(model: CausalWanModel, config: RunConfig, after: int) -> None:
     """Replay a GPU model's layers from graphs after so many calls; streamed ones wait for weights anyway."""
-    if model.device.type == "cuda" and not isinstance(model.blocks, StreamedBlocks):
+    if model.device.type == "cuda" and not config.offload:
+        from wan.wings.graphs import apply_cuda_graphs
+
         apply_cuda_graphs(model, after)
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
     """Set up the rollout of a model as a config says: blocks, steps and what the cache keeps."""
-    sampler = RollingForcingPipeline if config.sampler == "rolling_forcing" else CausalInferencePipeline
+    sampler = CausalInferencePipeline
+    if config.sampler == "rolling_forcing":
+        from wan.wings.rolling_forcing import RollingForcingPipeline as sampler
     return sampler(
         model,
         config.num_frame_per_block,

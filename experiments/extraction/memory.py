@@ -27,12 +27,11 @@ from wan.model import CausalWanModel
 from wan.reductions import CHUNK_ELEMENTS
 from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
 from wan.text_encoder import encoder_sizes
-from wan.vae import POSITIONS_AT_ONCE
-from wan.wings.offload import streamed_bytes
 
 GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
 FRAMES_HELD, FRAMES_AT_WORK = 24, 30  # of the decoder
+POSITIONS_AT_ONCE = 1024  # of latents, in one call of it
 SAVE_VIDEO = "--save_video"
 NEED_A_USER = ("--num_frames", "--prompt_embeds", "no ")  # they change what is asked for, or name a file
 BESIDE_TENSORS = 1 << 16  # bytes of a cache: names, numbers, the archive's directory
@@ -62,6 +61,8 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
     whole, layer = (sum(p.nbytes for p in m.to(dtype).parameters()) for m in (module, module.blocks[0]))
     if not offload:
         return whole, 0
+    from wan.wings.offload import streamed_bytes
+
     streamed = streamed_bytes(module.blocks[0], dtype)
     return whole - model.num_layers * layer + 2 * streamed, model.num_layers * streamed
 

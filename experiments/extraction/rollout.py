@@ -11,7 +11,6 @@ from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
-from wan.wings.parallel import any_process, gather_calls
 
 if TYPE_CHECKING:
     from wan.model import WanModel
@@ -74,7 +73,7 @@ def roll_out(
     ):
         pipeline.inference(noise, on_block=done, **inputs)
     records = [record for record in records if record["block"] < len(finished)]  # a window began others
-    return torch.cat(finished, 1), gather_calls(pipeline.model, records)
+    return torch.cat(finished, 1), pipeline.model.head_shard.gather_calls(records)
 
 
 def sample(
@@ -123,7 +122,7 @@ def _watched(
         check_values(records[checked:])
         checked, reached = len(records), number + 1
         keep(number, latents)
-        if any_process(model, observer.stopping) and reached < count:
+        if model.head_shard.any_process(observer.stopping) and reached < count:
             raise _StoppedError
 
     said = out_of_memory(lambda: f"{doing} {reached} of {count}", requests)

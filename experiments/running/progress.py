@@ -24,7 +24,6 @@ from experiments.extraction.rollout import RunObserver
 from experiments.running.locks import require_distinct
 from wan.config import RunConfig
 from wan.errors import UserError
-from wan.wings import parallel
 
 
 class Progress(RunObserver):
@@ -117,7 +116,7 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
                 print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     numbers = [signal.SIGINT]
-    if parallel.joined() is None:  # else SIGTERM ends a process that waits for another at once
+    if not torch.distributed.is_initialized():  # else SIGTERM ends a process that waits for another at once
         numbers.append(signal.SIGTERM)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run outlives its terminal
         numbers.append(signal.SIGHUP)

@@ -21,7 +21,6 @@ from experiments.extraction import causal, devices
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.rollout import RunObserver
-from experiments.extraction.video import LiveVideo
 from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, memory, observed, partial_name
@@ -30,7 +29,6 @@ from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.wings import parallel
 
 BuildCache = Callable[[Extraction], dict[str, Any]]
 
@@ -77,7 +75,10 @@ def make_outputs(
     with locks, observed(args, unit) as watch, video_of(args, config, videos if writes else [], watch):
         start = time.monotonic()
         made = make(watch)
-        parallel.leave()
+        if config.gpus > 1:
+            from wan.wings import parallel
+
+            parallel.leave()
         if writes:
             save(args, made, outputs, watch)
             files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
@@ -91,9 +92,12 @@ def video_of(
     args: argparse.Namespace, config: RunConfig, videos: Sequence[str], watch: RunObserver
 ) -> Iterator[None]:
     """Let a run's blocks become the first of the mp4s that are asked for, while they come."""
-    with (
-        LiveVideo(config, videos[0], args.vae_dtype, args.preview) if videos else nullcontext() as watch.video
-    ):
+    if not videos:
+        yield
+        return
+    from experiments.extraction.video import LiveVideo  # with the VAE's decoder
+
+    with LiveVideo(config, videos[0], args.vae_dtype, args.preview) as watch.video:
         try:
             yield
         finally:
@@ -152,6 +156,8 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     rank = this_rank()
     if rank.count == config.gpus == 1:
         return config
+    from wan.wings import parallel
+
     if rank.count > 1 and config.gpus not in (1, rank.count):
         raise ConfigError(f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave it out")
     config = replace(config, gpus=max(config.gpus, rank.count))

@@ -21,7 +21,6 @@ from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.provenance import fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
-from experiments.running import peers
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed, remove_leftovers, require_space
@@ -122,6 +121,8 @@ class Sweep:
     def _load(self, config: RunConfig, watch: Progress) -> Any:
         """Return a function that rolls out a config: with a model of this process, or of several."""
         if config.gpus > 1:
+            from experiments.running import peers
+
             return peers.Group(config, self.requests, watch).extract
         decodes = "" if self.args.save_video is None else SAVE_VIDEO
         loaded = causal.prepare(config, self.requests, self.prompts, watch, replays=True, decodes=decodes)

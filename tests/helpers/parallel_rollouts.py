@@ -15,7 +15,6 @@ from helpers.rollouts import TWO_STEPS
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
-from wan.wings.parallel import gather_calls
 
 HEADS, LAYERS = 6, 2
 SIZES = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 16, "text_len": 8}
@@ -45,7 +44,7 @@ def roll_out(
     pipeline = CausalInferencePipeline(model, 3, first, cache_policy=policy, **TWO_STEPS)
     with ATTENTION_WEIGHT_CAPTURE.capture(*(requests or [CaptureRequest(layers=[])])) as calls:
         latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, **more)[1]
-    return latents, gather_calls(model, calls) if gathers else []
+    return latents, model.head_shard.gather_calls(calls) if gathers else []
 
 
 def together(count: int, function: Callable[[dist.ProcessGroup], Any], seconds: float = 20) -> list[Any]:

@@ -280,10 +280,9 @@ def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
 @pytest.mark.real_gpu  # its streams of copies
 def test_streamed_layers_compute_the_same_bits(device, native, dtype=torch.bfloat16):
     """Of which two at a time are beside the layers that stay."""
-    made = partial(checkpoint.build_model, CausalWanModel, GOLDEN_MODEL)
-    streamed, model = (
-        made(dict(native), "golden", dtype, device, offload=offloaded) for offloaded in (True, False)
-    )
+    made = partial(checkpoint.build_model, CausalWanModel, GOLDEN_MODEL, dict(native), "golden")
+    streamed, model = made(None, "cpu"), made(dtype, device)
+    offload.apply_offload(streamed, dtype, device)
     inputs = {name: x.to(device, dtype) for name, x in golden_inputs(6).items()}
 
     def run(model):

@@ -16,7 +16,7 @@ from wan.model import CausalWanModel
 from wan.policies import make_policy
 from wan.sites import SiteCapture, watched
 from wan.wings import graphs as cuda_graphs
-from wan.wings.graphs import apply_cuda_graphs, forget_cuda_graphs
+from wan.wings.graphs import apply_cuda_graphs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 2, "text_dim": 16, "text_len": 8}
@@ -132,9 +132,7 @@ def test_the_first_video_runs_without_and_weights_may_move(replays):
     assert_equal(roll_out(model, seed=2), roll_out(eager, seed=2))
     recorded = replays[0]
     assert recorded == 2 * layers
-    forget_cuda_graphs(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
+    model.double().float()  # the same bits elsewhere
     assert_equal(roll_out(model, seed=3), roll_out(eager, seed=3))
     assert replays[0] > recorded
 

@@ -12,7 +12,8 @@ ends with the exchange's send(), so all processes record and replay alike.
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
 
 The first calls of a shape run without graphs, so that its kernels are chosen and compiled; the next one
-records. Weights may change in place afterwards; before they are moved or replaced, forget_cuda_graphs(model).
+records. Weights may change in place afterwards, and model.to(...) forgets what was recorded; before they are
+replaced in another way, forget_cuda_graphs(model).
 Hooks inside a layer are not heard while it is replayed. On a CPU a replay computes again.
 """
 
@@ -20,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,14 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
     recorder, inputs = Recorder(model.device), dict[Hashable, OnOneGPU]()
     for block in model.blocks:
         vars(block)["forward"] = ReplayedBlock(block, recorder, inputs, after)
+    move = model._apply
+
+    def forget_and_move(*args: Any, **kwargs: Any) -> Any:
+        """What model.to() and its like call: graphs have the old addresses of the weights, and memory."""
+        forget_cuda_graphs(model)
+        return move(*args, **kwargs)
+
+    vars(model)["_apply"] = forget_and_move
 
 
 def forget_cuda_graphs(model: CausalWanModel) -> None:

@@ -1,14 +1,30 @@
-"""Layers whose weights wait on the host: each is copied to the GPU while the one before it computes."""
+"""Layers whose weights wait on the host: each is copied to the GPU while the one before it computes.
+
+model = build_model(CausalWanModel, sizes, state, source, dtype=None, device="cpu")
+apply_offload(model, torch.bfloat16, "cuda")
+"""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from wan.errors import ConfigError
 
+if TYPE_CHECKING:
+    from wan.model import WanModel
+
 ALIGNMENT = 512  # bytes, that of torch's CUDA allocator: products choose their kernels by it
 PIECE = 1 << 20  # bytes; a layer is rounded up to it
+
+
+def apply_offload(model: "WanModel", dtype: torch.dtype, device: torch.device | str) -> None:
+    """Move a model to a device in a dtype; its layers' weights stay on the host and are streamed."""
+    for name, part in model.named_children():
+        if name != "blocks":
+            part.to(device).to(dtype)
+    model.blocks = StreamedBlocks(model.blocks, dtype, device)
 
 
 class StreamedBlocks(nn.ModuleList):

@@ -2,13 +2,13 @@
 
 Each process does norms, products and FFN for its share of a call's tokens. One exchange before attention
 brings whole sequences of its share of the heads together, another goes back behind it. The KV cache, captures
-and edits stay with the heads; gather_calls() joins what was captured.
+and edits stay with the heads; model.head_shard.gather_calls() joins what was captured.
 
     model = build_model(...)                       # in each of the processes that torchrun started
     apply_head_parallel(model, join(device))
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
         latents = CausalInferencePipeline(model).inference(noise, ...)  # the same in every process
-    calls = gather_calls(model, calls)             # of all heads, in the first process
+    calls = model.head_shard.gather_calls(calls)   # of all heads, in the first process
 """
 
 import os
@@ -29,7 +29,7 @@ from wan.attention import Call, attention
 from wan.capture import BY_FRAME, CapturedCall, joint_layout, spread
 from wan.errors import ConfigError
 from wan.keys import HeadShard
-from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention, WanModel
+from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention
 from wan.sites import current_pass, observer, watchers
 from wan.wings.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
 
@@ -122,6 +122,23 @@ class ProcessShard(HeadShard):
         parts = [torch.empty_like(x, device="cpu") for _ in range(self.size)]
         dist.all_gather(parts, x.cpu().contiguous(), group=self.group)
         return torch.cat(parts, dim)
+
+    def any_process(self, flag: bool) -> bool:
+        return bool(self.sum(torch.tensor([float(flag)])).item())
+
+    def gather_calls(self, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
+        """Join the calls, which must be on the CPU, CALLS_AT_ONCE at a time."""
+        whole: list[CapturedCall] = []
+        for start in range(0, len(calls), CALLS_AT_ONCE):
+            own = calls[start : start + CALLS_AT_ONCE]
+            mine = [(dict(call.values), () if call.layout is None else call.layout.frames) for call in own]
+            parts: list[Any] | None = None if self.group.rank() else [None] * self.size
+            dist.gather_object(mine, parts, group=self.group, group_dst=0)
+            if parts is not None:
+                whole += [
+                    _joined(call, of_call, self.total) for call, *of_call in zip(own, *parts, strict=True)
+                ]
+        return whole
 
     def tokens(self, x: Tensor, dim: int) -> Tensor:
         """Return this process's share of all tokens along dim."""
@@ -232,49 +249,14 @@ def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int]) -> 
         raise ConfigError(f"--gpus {size} does not split {model}: {split}")
 
 
-def shard_of(model: WanModel) -> ProcessShard | None:
-    """Return the share of a model that this process has, or None where it has it all."""
-    shard = getattr(model, "head_shard", None)
-    return shard if isinstance(shard, ProcessShard) else None
-
-
-def any_process(model: WanModel, said: bool) -> bool:
-    """Return True where any of the processes that share a model says so; all of them must ask."""
-    shard = shard_of(model)
-    if shard is None:
-        return said
-    answer = torch.tensor([float(said)])
-    dist.all_reduce(answer, group=shard.group)
-    return bool(answer.item())
-
-
 # What was captured.
 
 WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_token", "key_position", "map_queries")  # same everywhere
 CALLS_AT_ONCE = 16  # sent together
 
 
-def gather_calls(model: WanModel, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
-    """Return the captured calls of all heads in the first process, none in the others.
-
-    They must be on the CPU. Every process that shares the model has to call this, after the same rollout.
-    """
-    shard = shard_of(model)
-    if shard is None:
-        return list(calls)
-    whole: list[CapturedCall] = []
-    for start in range(0, len(calls), CALLS_AT_ONCE):
-        own = calls[start : start + CALLS_AT_ONCE]
-        mine = [(dict(call.values), () if call.layout is None else call.layout.frames) for call in own]
-        parts: list[Any] | None = None if shard.group.rank() else [None] * shard.size
-        dist.gather_object(mine, parts, group=shard.group, group_dst=0)
-        if parts is not None:
-            whole += [_joined(call, of_call, shard) for call, *of_call in zip(own, *parts, strict=True)]
-    return whole
-
-
 def _joined(
-    call: CapturedCall, parts: list[tuple[dict[str, Tensor], Sequence[int]]], shard: ProcessShard
+    call: CapturedCall, parts: list[tuple[dict[str, Tensor], Sequence[int]]], num_heads: int
 ) -> CapturedCall:
     """Join the values of a call, some heads each with the frames of their columns."""
     values, seen = [part[0] for part in parts], [part[1] for part in parts]
@@ -293,7 +275,7 @@ def _joined(
         name: like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 1)
         for name, like in values[0].items()
     }
-    q_shape, k_shape = ((*shape[:2], shard.total, shape[3]) for shape in (call.q_shape, call.k_shape))
+    q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
     if layout is not None:
         k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
     return replace(call, values=whole, q_shape=q_shape, k_shape=k_shape, layout=layout)
