@@ -29,7 +29,6 @@ def run(argv=None):
     )
     from experiments.extraction import causal
     from experiments.extraction.devices import choose_device, choose_dtype
-    from experiments.extraction.edits import edits_of
     from experiments.extraction.long_rollout import (
         BlockCapture,
         LatentFile,
@@ -43,6 +42,7 @@ def run(argv=None):
     from experiments.running.locks import claimed, remove_leftovers, require_space
     from experiments.running.progress import check_outputs, memory, observed
     from wan import checkpoint
+    from wan.interventions import edits_of
 
     place, capture = LongVideo(Path(args.output_path)), BlockCapture.read(args.capture, config.step)
     if place.path.suffix != ".mp4":

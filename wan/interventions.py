@@ -21,15 +21,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wan.attention import Call
-from wan.errors import ConfigError, check_fields, did_you_mean, refuse
+from wan.errors import ConfigError, check_fields, did_you_mean, reason_of, refuse
+from wan.files import load_yaml, read_text
 from wan.keys import (
     EMPTY,
     MIXED,
@@ -60,6 +63,8 @@ from wan.sites import (
 )
 
 MAX_BIAS = 65504.0  # the largest number of float16
+MAX_BYTES = 1 << 20  # of a file of edits
+MAX_EDITS = 1000
 
 Passes = Annotated[str, ("denoise", "clean", "all")]
 Frames = tuple[int | str, ...]
@@ -794,6 +799,57 @@ def fingerprint(edits: Iterable[Edit]) -> str:
     """Return 16 hexadecimal digits that tell lists of edits apart: of the SHA-256 of what they say."""
     said = json.dumps([edit.to_dict() for edit in edits], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+# --- Edits in YAML and CSV files
+def edits_of(values: Any, where: str) -> list[Edit]:
+    """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise ConfigError(f"{where}: interventions are a list: - {{edit: knockout, frames: first, ...}}")
+    if len(values) > MAX_EDITS:
+        raise ConfigError(f"{where}: {len(values)} interventions, at most {MAX_EDITS} are read")
+    edits = []
+    for number, each in enumerate(values, 1):
+        try:
+            edits.append(edit_from_dict(each))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: intervention {number}: {error}") from None
+    return edits
+
+
+def read_edits(path: str | Path) -> list[Edit]:
+    """Read edits from a YAML file: a list of them, or a mapping with the key interventions."""
+    values = load_yaml(path, "interventions", MAX_BYTES)
+    if isinstance(values, Mapping):
+        if set(values) != {"interventions"}:
+            raise ConfigError(f"{path}: it may hold the key interventions and nothing else")
+        values = values["interventions"]
+    if not (edits := edits_of(values, str(path))):
+        raise ConfigError(f"{path} holds no intervention; write - {{edit: knockout, frames: first, ...}}")
+    return edits
+
+
+def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes: str) -> list[Edit]:
+    """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
+    try:
+        lines = [line for line in read_text(path, MAX_BYTES).splitlines() if line.strip()] or ["no line"]
+        drops = np.loadtxt(lines, int, delimiter=",", quotechar='"', ndmin=2)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is not a CSV of layers x heads: {reason_of(error)}") from None
+    if drops.shape != (num_layers, num_heads):
+        raise ConfigError(f"{path} is {drops.shape}; this model has {num_layers} layers x {num_heads} heads")
+    for layer, head in np.argwhere((drops != 0) & (drops != 1)).tolist():
+        raise ConfigError(f"{path}: layer {layer}, head {head}: {drops[layer, head]} is not 0 or 1")
+    if not drops.any():
+        raise ConfigError(f"{path} drops no head: every value is 0")
+    heads = {layer: tuple(np.flatnonzero(row).tolist()) for layer, row in enumerate(drops)}
+    return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
+
+
+def record_of(edits: Sequence[Edit]) -> dict[str, Any]:
+    """Return what caches say of edits: the values, in words, and the hash that tells them apart."""
+    values = [edit.to_dict() for edit in edits]
+    return {"edits": values, "words": "; ".join(map(str, edits)), "hash": fingerprint(edits)}
 
 
 # --- Edits at work

@@ -17,7 +17,6 @@ from experiments.extraction import rollout
 from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.causal import draw_noise, prepare
 from experiments.extraction.devices import threads_for
-from experiments.extraction.edits import edits_of, record_of
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
 from wan import checkpoint
@@ -25,7 +24,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
 from wan.capture import CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
-from wan.interventions import active_edits, intervene
+from wan.interventions import active_edits, edits_of, intervene, record_of
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 

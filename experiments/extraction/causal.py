@@ -23,10 +23,9 @@ from experiments.caches.files import replacing, require_same
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
 from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
-from experiments.extraction.edits import check_sources, edits_of, record_of, require_means, source_of
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.prompt_embeds import PromptStates, PromptTexts, encode_prompts, needs_encoder
-from experiments.extraction.provenance import fingerprint, identity, provenance
+from experiments.extraction.provenance import check_sources, fingerprint, identity, provenance
 from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
 from wan import checkpoint
 from wan.capture import CaptureRequest
@@ -44,8 +43,10 @@ from wan.interventions import (
     RunInStep,
     Source,
     active_edits,
+    edits_of,
     intervene,
     record_head_outputs,
+    record_of,
 )
 from wan.model import CausalWanModel
 from wan.noise import Noise, SeededNoise, TensorNoise, released_noise
@@ -425,7 +426,7 @@ def data_of(
     data: dict[Edit, object] = {}
     made: dict[Any, Any] = {}  # runs by source, unedited outputs by sites: several edits share them
     for edit in edits:
-        source, how = source_of(edit), edit.how if isinstance(edit, Ablate) else None
+        source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
         if isinstance(source, Source):
             if source not in made:
                 made[source] = stack.enter_context(run_of(loaded, config, source))
@@ -523,7 +524,6 @@ def reference_means(
 
 def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
     """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
-    require_means(path)
     wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
     try:
         content = dict(load_tensors(path, mmap=False))

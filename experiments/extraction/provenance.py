@@ -27,12 +27,12 @@ from experiments.extraction.devices import (
     versions,
 )
 from experiments.extraction.devices import fingerprint as fingerprint
-from experiments.extraction.edits import check_sources, edits_of, named_files
 from wan import checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE
 from wan.config import DTYPES, RunConfig
-from wan.interventions import Edit
+from wan.errors import ConfigError, short_repr
+from wan.interventions import Ablate, Edit, Source, edits_of
 from wan.text_encoder import encoder_files
 
 # Settings that change a rollout's numbers and have no field of their own in caches.
@@ -116,6 +116,43 @@ def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
     check_sources(edits_of(config.interventions, "config"), config)
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named_files(config), *text_files])
+
+
+def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
+    """Raise ConfigError, with the remedy, where an edit cannot have the file, prompt or run that it needs."""
+    for edit in edits:
+        source, needed = getattr(edit, "source", None), ""
+        if isinstance(edit, Ablate) and edit.how == "mean" and source is None:
+            needed = "the reference prompts of a mean; name a file of means as its source"
+        if isinstance(source, Source) and source.prompt not in (None, config.prompt):
+            needed = f"the source's {short_repr(source.prompt)}; leave --prompt_embeds out"
+        if needed and config.prompt_embeds:
+            raise ConfigError(
+                f"{config.prompt_embeds} holds the states of one prompt, and {edit} needs {needed}"
+            )
+        if isinstance(source, str) and not Path(source).is_file():
+            remedy = "leave source out: the run makes the means of reference_prompts"
+            raise ConfigError(f"{source} not found; {remedy}")
+        if not isinstance(source, Source):
+            continue
+        own = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
+        if all(getattr(source, name) in (None, value) for name, value in own.items()):
+            raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
+        if config.offload and source.weights is None:
+            raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {edit}")
+        if source.weights not in (None, "base") and not Path(str(source.weights)).is_file():
+            raise ConfigError(
+                f"source: weights {source.weights} not found; bash experiments/download_weights.sh gets some"
+            )
+
+
+def named_files(config: RunConfig) -> list[str]:
+    """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
+    classes = (config.cache_policy or {}).get("file")
+    sources = [getattr(edit, "source", None) for edit in edits_of(config.interventions, "config")]
+    files = [source.weights if isinstance(source, Source) else source for source in sources]
+    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in files]
+    return [str(file) for file in (config.lora_path, classes, *named) if file]
 
 
 def vae_files(config: RunConfig) -> list[dict[str, Any]]:

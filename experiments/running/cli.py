@@ -345,17 +345,17 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
 
-    from experiments.extraction import edits as edit_files
     from wan.checkpoint import read_model_config
+    from wan.interventions import edits_of, read_ablated_heads, read_edits
 
     path, heads, passes = args.interventions, args.ablate_heads, args.ablate_passes
     if (heads is None) != (passes is None):
         raise ConfigError("--ablate_heads and --ablate_passes (denoise, clean or all) go together")
-    own = edit_files.edits_of(config.interventions, args.config_path)
-    edits = edit_files.read_edits(path) if path else own
+    own = edits_of(config.interventions, args.config_path)
+    edits = read_edits(path) if path else own
     if heads and passes:
         sizes = read_model_config(config.ckpt_dir)
-        edits += edit_files.read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
+        edits += read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
     return replace(config, interventions=[edit.to_dict() for edit in edits])
 
 

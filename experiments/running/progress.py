@@ -19,7 +19,7 @@ from typing import Self, TextIO
 import torch
 
 from experiments.caches.files import CacheError
-from experiments.extraction.edits import named_files
+from experiments.extraction.provenance import named_files
 from experiments.extraction.rollout import RunObserver
 from experiments.running.locks import require_distinct
 from wan.config import RunConfig

@@ -22,8 +22,7 @@ from torch import Tensor
 from experiments.caches import save_cache
 from experiments.extraction import causal
 from experiments.extraction.causal import LoadedModel, reference_means
-from experiments.extraction.edits import check_sources, read_edits, record_of
-from experiments.extraction.provenance import fingerprint, identity
+from experiments.extraction.provenance import check_sources, fingerprint, identity
 from experiments.extraction.rollout import RunObserver
 from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed
@@ -32,7 +31,18 @@ from experiments.studies.runs import FLOOR_BIAS, FLOOR_NOISE, SEED_STEP, Runs, d
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Edit, KeySelection, Knockout, Move, Patch, intervene
+from wan.interventions import (
+    Ablate,
+    Bias,
+    Edit,
+    KeySelection,
+    Knockout,
+    Move,
+    Patch,
+    intervene,
+    read_edits,
+    record_of,
+)
 
 EACH = ("head", "layer", "frame", "site")
 ADDED = ("attn_out", "cross_out", "mlp_out")  # the units of --each site: what is added to the residual stream

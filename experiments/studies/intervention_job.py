@@ -15,8 +15,7 @@ from experiments.caches import save_cache
 from experiments.caches.files import replacing, require_ffmpeg, require_same
 from experiments.extraction import causal
 from experiments.extraction.causal import edited
-from experiments.extraction.edits import check_sources, edits_of, record_of
-from experiments.extraction.provenance import fingerprint, video_tag
+from experiments.extraction.provenance import check_sources, fingerprint, video_tag
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
@@ -27,7 +26,7 @@ from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import UnreadableError, load_tensors
-from wan.interventions import Bias, Edit, Jitter
+from wan.interventions import Bias, Edit, Jitter, edits_of, record_of
 from wan.vae import VAE
 
 

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from experiments.extraction.edits import read_ablated_heads, read_edits, record_of
 from experiments.running.cli import config_from, run_parser
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Knockout, Patch, Source
+from wan.interventions import Ablate, Bias, Knockout, Patch, Source, read_ablated_heads, read_edits, record_of
 
 EDITS = [
     Knockout(frames="first", layers=[5], heads=[10], passes="denoise"),

@@ -13,7 +13,7 @@ from helpers.forked import refused
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache
 from experiments.extraction import prompt_embeds
-from experiments.extraction.edits import check_sources
+from experiments.extraction.provenance import check_sources
 from wan import checkpoint
 from wan.config import load_config
 from wan.errors import ConfigError
