@@ -233,21 +233,3 @@ def amplitude_maps(view: Profiles | None) -> list[HeadMap]:
         for b, (w, a) in enumerate(zip(frequencies, np.moveaxis(waves.amplitude, -1, 0), strict=True))
     ]
     return [*maps, HeadMap("waves_r2", title, "", "share", r_squared(curves, waves.at(distances)))]
-
-
-def predicted_context(
-    query_means: np.ndarray, key_means: np.ndarray, block_sizes: Sequence[int], head_dim: int
-) -> np.ndarray:
-    """Return the last block's context curve [..., n] that one mean query and one mean key would give.
-
-    query_means [..., F, pairs, 2] are an atlas's of any pass, key_means those of its clean pass. The means of
-    the block's queries and of the context's keys, q_b and k_b, give Σ_b Re(q_b conj(k_b) e^{iω_b d}) / √D: a
-    query at position p is turned by e^{iωp}, a key at p − d by e^{iω(p − d)}. Spatial bands are left out.
-    """
-    last = block_ranges(list(block_sizes))[-1]
-    q = query_means[..., last.start : last.stop, :, :].mean(-3)
-    k = key_means[..., : last.start, :, :].mean(-3)
-    products = (q[..., 0] + 1j * q[..., 1]) * (k[..., 0] - 1j * k[..., 1])  # [..., pairs]
-    distances = np.asarray(last)[:, None] - np.arange(last.start)  # [queries, n]
-    turn = np.exp(1j * np.multiply.outer(temporal_frequencies(head_dim), distances)).mean(1)  # [pairs, n]
-    return (products @ turn).real / np.sqrt(head_dim)
