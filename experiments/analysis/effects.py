@@ -110,22 +110,6 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
     return panels, ceilings, f"{_of_models(report)}; chosen heads keep the whole past, others {others}"
 
 
-def route_bars(report: Mapping[str, Any]) -> tuple:
-    """Return shares, ceilings, title, label, each miniature's shares and subtitle, for figures.share_bars."""
-    shares = {claim: one["same"] for claim, one in report["shares"].items() if "same" in one}
-    names = {"nothing": "base", "others of their layers: past": "matched", "every head: past": "no past"}
-    names |= {claim.removeprefix("known: "): claim for claim in shares if claim.startswith("known: ")}
-    rows = {shown: shares[claim] for shown, claim in names.items() if claim in shares}
-    each = [np.array(row[EACH], float) for row in rows.values()]
-    others = {"one miniature": each} if len(report["miniatures"]) > 1 else {}
-    means, ceilings = (
-        {shown: row[ALL] for shown, row in rows.items()},
-        {of: shares[of][ALL][0] for of in CEILINGS},
-    )
-    labels = "Heads lose a part of their past", "Share back in colour and shape"
-    return means, ceilings, *labels, others, _of_models(report)
-
-
 def _of_models(report: Mapping[str, Any]) -> str:
     count = len(report["miniatures"])
     return f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"

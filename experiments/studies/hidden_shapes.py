@@ -40,23 +40,20 @@ from experiments.studies.runs import (
     knockouts,
     outside,
 )
-from experiments.studies.shape_attention import hidden_frames, hiding
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.files import read_json
 from wan.interventions import Edit, intervene
 from wan.vae import VAE
 
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
 DECODED_AT_ONCE = 96  # videos
 HALVES = 2  # of the captions: heads are chosen on one and judged on the other
-MACHINE = ("device", "text_device", "attention", "torch")  # of an identity: where a trial is made
 RIDGE = 3.0  # of the regression on random sets of heads
 RULES = (
     *("effect", "change of x0", "mass on the past", "mass on the older past"),
-    *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "path patching", "interactions"),
+    *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "interactions"),
 )
-MEASURED = "effect", "change of x0", "path patching", "interactions"  # rules by edits; the others: attention
+MEASURED = "effect", "change of x0", "interactions"  # rules by edits; the others: attention
 
 NumberedScenes = list[tuple[int, Scene]]
 
@@ -306,7 +303,7 @@ class Sizes:
     draws: int = 4  # of random heads for each fold, matched by layer with the known ones
     samples: int = 32  # of random halves of all heads
     budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
-    narrow: tuple[tuple[int, int], ...] = ((6, 3), (6, 0), (9, 3))  # windows, and sinks, of the other heads
+    narrow: tuple[tuple[int, int], ...] = ((6, 3),)  # windows, and sinks, of the other heads
     folds: int = 5  # parts of the captions, each judged by heads chosen on the others; 1: only half is
 
 
@@ -331,32 +328,13 @@ class HeadMemory(Trials):
     def keep(self, what: str, key: str, load: Callable[[], Any]) -> Any:
         return self.shared[what] if what in self.shared else self.shared.setdefault(what, load())
 
-    @cached_property
-    def machines(self) -> list[dict[str, Any]]:
-        """Environments and identities of machines on which this code made trials: all of them count."""
-        found = map(read_json, sorted((self.folder / "machines").glob("*.json")))
-        here = {key: self.identity[key] for key in MACHINE}
-        return [one for one in found if one["identity"] | here == self.identity]
-
-    def read(self, trial: Trial) -> dict[str, Any]:
-        """Return the numbers of a trial, made here or on another machine; nothing before."""
-        names = (self.name(trial, one) for one in (None, *(one["identity"] for one in self.machines)))
-        return next(filter(None, map(self.store.read, names)), {})
-
     def about(self, what: str, load: Callable[[], dict[str, Any]] | None = None) -> dict[str, Any]:
-        """Return what load() found once for these runs: paths (of trace()), ceilings, moments; {} before."""
-        key = fingerprint(self.identity | dict.fromkeys(MACHINE), runs=self.of(self.everyone))
+        """Return what load() found once for these runs, such as ceilings; {} before."""
+        key = fingerprint(self.identity, runs=self.of(self.everyone))
         beside, name = Results(self.folder), f"{what}_{key}"
         if load and beside.read(name) is None:
             beside.write(name, load())
         return beside.read(name) or {}
-
-    def hiding(self, vae: VAE, pool: EvalPool) -> dict[str, list[tuple[int, int]]]:
-        """Return, by caption, the block of the unedited run that shows no shape, and that of its return."""
-        videos = (vae.decode(part)[0].cpu().numpy() for part in self.runs(self.everyone).latents.split(1))
-        scenes = (scene for _, scene in self.scenes)
-        hidden = [pool.submit(hidden_frames, *one) for one in zip(videos, scenes, strict=True)]
-        return {"blocks": [hiding(one.result(), self.config.block_sizes) for one in hidden]}
 
     def others(self, fold: int) -> list[int]:
         """Return the rows on which heads are chosen for a fold: all but its own."""
@@ -369,11 +347,9 @@ class HeadMemory(Trials):
         if not all(map(self.read, (self.base(), *self.singles()))):
             return
         yield "controls", self.controls()
-        yield "routes", self.routes()
         for narrow in self.sizes.narrow:
             yield f"samples, {narrow}", self.sampled(*narrow)
             yield f"budgets, {narrow}", self.budgets(*narrow)
-        yield "routes of single heads", self.routes_of_heads()
 
     def make_all(self, watch: Progress, crew: Crew | None = None) -> None:
         """Make the trials that are missing. Raises what work_through raises."""
@@ -431,28 +407,6 @@ class HeadMemory(Trials):
             found += chosen.sample(others if len(others) >= count else whole, count)
         return found
 
-    def routes(self) -> Iterator[Trial]:
-        """Yield the known heads without parts of their past, in some passes or moments of hiding."""
-        for part, dropped in PAST.items():
-            for passes in ("all", "denoise", "clean"):
-                yield from self.by_folds(f"known: {part}, {passes}", self.known_of, dropped, passes=passes)
-        moments = self.about("moments").get("blocks", [(0, 0)] * len(self.scenes))
-        for number, (heads, judged) in enumerate(self.of_folds(self.known_of).items()):
-            for gone, back in sorted({(*moments[row],) for row in judged} - {(0, 0)}):
-                rows = tuple(sorted(row for row in judged if (*moments[row],) == (gone, back)))
-                when = {"before it hides": range(gone), "while it is hidden": range(gone, back)}
-                when |= {"from its return on": range(back, len(self.config.block_sizes))}
-                for part, (words, blocks) in product(PAST, when.items()):
-                    name = f"known: {part}, {words}; {number}, blocks {gone} to {back}"
-                    yield self.trial(name, heads, PAST[part], rows, blocks=blocks)
-
-    def routes_of_heads(self) -> Iterator[Trial]:
-        """Yield single heads without parts of their past: not who is important is asked, but which part."""
-        heads = self.known or self.highest(self.scores_of(self.everyone)["effect"], self.sizes.known)
-        for head in heads:
-            for part, passes in (*((part, "all") for part in PAST), ("past", "denoise"), ("past", "clean")):
-                yield self.trial(f"{head}: {part}, {passes}", [head], PAST[part], passes=passes)
-
     def sampled(self, window: int, sink: int) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
         for number, narrow in enumerate(self.random_halves()):
@@ -501,11 +455,6 @@ class HeadMemory(Trials):
         interactions are those of heads with narrow windows (window, sink), the first ones where left out.
         """
         found = {**self.keep(f"scores of {rows}", "", lambda: self.scores(rows))}
-        if (paths := self.about("paths")).get("captions"):  # without pairs of captions that are judged
-            numbers = {scene.caption: row for row, (_, scene) in enumerate(self.scenes)}
-            used = [numbers.get(caption) in (None, *rows) for caption in paths["captions"]]
-            readers = (np.array(paths["readers"][f"layer {n} head {h}"]) for n, h in self.heads)
-            found["path patching"] = np.array([shares[used].mean() for shares in readers]).reshape(self.shape)
         if all(samples := [self.read(one) for one in self.sampled(*(narrow or self.sizes.narrow[0]))]):
             returns = np.array([np.array(one[BACK])[list(rows)].mean() for one in samples])
             found["interactions"] = regressed(self.random_halves(), returns, self.heads).reshape(self.shape)

@@ -311,9 +311,8 @@ def test_an_edit_is_run_and_shown(tiny, tmp_path):
     chosen["EDIT"] = {"edit": "knockout", "frames": "first", "layers": 1, "passes": "denoise"}
     printed, drawn = run("interventions", tmp_path, effects_cache(), ATLAS="none.pt", **chosen)
     assert "Knockout(layers=1" in printed and row_of(printed, "direct") == ["direct", "1.750"]
-    names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "routes")
-    budgets = {"head_budgets.svg", "head_budgets_no_sink.svg"}
-    assert drawn.keys() == {f"{name}.svg" for name in names} | budgets
+    names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "head_budgets")
+    assert drawn.keys() == {f"{name}.svg" for name in names}
     assert "edited: Knockout(layers=1" in drawn["attention.svg"]
 
 
@@ -374,7 +373,7 @@ def maps(tiny, tmp_path_factory):
 
 
 def test_on_the_video(maps, tmp_path):
-    said, drawn = run("on_the_video", tmp_path, CACHE_PATH=str(maps), CAPTIONS=0, CAUSAL_ATLAS="none.pt")
+    said, drawn = run("on_the_video", tmp_path, CACHE_PATH=str(maps), CAUSAL_ATLAS="none.pt")
     assert drawn.keys() == {"video_map.svg", "video_map_other.svg", "strip.svg", "words.svg"}
     assert all(b"data:image/png" in path.read_bytes() for path in (tmp_path / "figures").rglob("*.svg"))
     assert "no causal atlas is there" in said and "patch (1, 2) of frame 7" in drawn["strip.svg"]
@@ -393,7 +392,7 @@ def test_on_the_video(maps, tmp_path):
     ],
 )
 def test_wrong_parameters_are_one_line(maps, tmp_path, name, parameters, message):
-    said, _ = run(name, tmp_path, **({"CACHE_PATH": str(maps), "CAPTIONS": 0} | parameters))
+    said, _ = run(name, tmp_path, **({"CACHE_PATH": str(maps)} | parameters))
     assert message in said and "\n" not in said and not (tmp_path / "figures").exists()
 
 

@@ -1,4 +1,4 @@
-"""Edited runs end to end: caches and subtitles say it, effects are what they are called; path patching."""
+"""Edited runs end to end: caches and subtitles say it, effects are what they are called."""
 
 import json
 from dataclasses import replace
@@ -19,8 +19,7 @@ from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.causal import edited
 from experiments.extraction.rollout import RunObserver
 from experiments.studies import intervention_job, paired_prompts
-from experiments.studies.hidden_shapes import unnamed_captions
-from experiments.studies.paired_prompts import PairedRuns, Tracer, budget_rows, pairs_of, read_pairs, trace
+from experiments.studies.paired_prompts import budget_rows, read_pairs
 from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
 from wan.errors import ConfigError
@@ -161,46 +160,6 @@ def test_the_base_model_is_edited_by_its_config_too(tiny):
     assert changed.common["interventions"]["edits"] == edits and "interventions" not in plain.common
     with pytest.raises(ConfigError, match="runs of the base model cannot make this edit, which needs means"):
         sample([Ablate("mean", passes="denoise").to_dict()])
-
-
-HEADS = [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-@pytest.fixture(scope="module")
-def tracer(tiny):
-    """One pair, as if its shape was hidden in block 1 and returned in block 2."""
-    pairs = pairs_of(unnamed_captions(1, {}))
-    return Tracer(PairedRuns(tiny.config, tiny.session, pairs), first_hidden=1, back=2)
-
-
-def test_all_of_the_past_is_the_other_run_its_parts_lie_between_and_writers_reach_deeper_layers(tracer):
-    (pair,) = tracer.paths.pairs
-    one, other = (set(caption.split()) for caption in pair.captions)
-    assert len(one - other) == len(other - one) == 1 and pair.scene.unnamed_color
-    assert tracer.visible == (0, 1, 2) and tracer.hidden == (3, 4, 5)
-    past = tracer.visible + tracer.hidden
-    found = tracer.read({"all": (None, past), "by head": (HEADS, past), "head": ([(1, 1)], past)})
-    assert found["all"] == pytest.approx([1], abs=1e-4) == found["by head"]
-    assert abs(found["head"][0]) < 0.9
-    own = paired_prompts.RecordedCalls(0)
-    tracer.paths.rollout(0, own)
-    assert tracer.read({"own": (None, past)}, own)["own"] == pytest.approx([0], abs=1e-5)
-
-    # writers reach deeper layers alone
-    record, seen = tracer.written([(0, 0), (0, 1)]), tracer.visible
-    found = tracer.read({"shallow": (HEADS[:2], seen), "deep": ([(1, 0)], seen)}, record)
-    assert found["shallow"] == pytest.approx([0], abs=1e-5) and abs(found["deep"][0]) > 1e-5
-    assert tracer.read({"": (None, seen)}, tracer.relayed())[""] == pytest.approx([0], abs=1e-5)
-
-
-def test_a_trace_names_the_strongest(tracer, monkeypatch):
-    monkeypatch.setattr(PairedRuns, "blocks_of_hiding", lambda self, vae, pool: [(1, 2)])
-    paths = tracer.paths
-    found = trace(paths.config, paths.session, None, None, paths.pairs, most=1)
-    assert found["pairs"] == found["of"] == 1 and found["returns in block"] == 2
-    assert len(found["readers"]) == 2 + 4 and len(found["writers"]) == 2 + 1 + 2
-    best = max((name for name in found["readers"] if "head" in name), key=lambda n: found["readers"][n])
-    assert found["whole"]["strongest readers"] == pytest.approx(found["readers"][best], abs=1e-6)
 
 
 def test_pairs_of_a_file_and_budget_rows_that_cost_what_they_say(tmp_path):

@@ -1,17 +1,15 @@
-"""Which heads need which part of their past, by which route, and which rule picks them best at equal bytes?
+"""Which heads need their past, and which rule picks them best at equal bytes?
 
     python experiments/benchmarks/reproduce/head_memory.py --device cuda
     python experiments/benchmarks/reproduce/head_memory.py --ckpt_dir checkpoints/wan-mini outputs/mini1
 
-Writes docs/head_memory.json and figures (docs/head_memory.md). Trials are kept in --folder by the weights'
-hash: the same command goes on where it stopped, and --trials beside it, of the same miniature, helps. Trials
-of the same code made on other machines count once they lie in the folder, with their machines/*.json.
+Writes docs/head_memory.json and a figure (docs/head_memory.md). Trials are kept in --folder by the weights'
+hash: the same command goes on where it stopped, and --trials beside it, of the same miniature, helps.
 """
 
 import argparse
-import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +18,12 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from experiments.analysis import published
-from experiments.analysis.effects import ALL, CEILINGS, EACH, budget_panels, route_bars
-from experiments.analysis.panels import HeadMap
-from experiments.analysis.stats import (
-    bootstrap,
-    nested_bootstrap,
-    partial_spearman,
-    pearson,
-    rounded,
-    spearman,
-)
-from experiments.analysis.taxonomy import KINDS, LOCALITY, Thresholds, kinds, locality
+from experiments.analysis.effects import ALL, CEILINGS, EACH, budget_panels
+from experiments.analysis.stats import nested_bootstrap, partial_spearman, rounded, spearman
 from experiments.benchmarks.harness import finding_parser, miniature_config, save_report
-from experiments.caches import load_cache
-from experiments.caches.view import open_profiles
 from experiments.extraction import causal
-from experiments.extraction.provenance import environment, fingerprint
-from experiments.figures.atlas import budget_curves, head_maps, share_bars
+from experiments.extraction.provenance import environment
+from experiments.figures.atlas import budget_curves
 from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.recipe import FRAMES
@@ -56,13 +42,11 @@ from experiments.studies.hidden_shapes import (
     captions_behind_a_wall,
     unnamed_captions,
 )
-from experiments.studies.paired_prompts import pairs_of, trace
 from wan.errors import ConfigError
 from wan.files import read_json
 from wan.vae import VAE
 
 NUMBERS = ("same", "comes_back", "shape", "change", "hue kept", "sharpness")  # of a caption
-BUDGETS = "head_budgets", "head_budgets_no_sink", "head_budgets_last_block"  # a figure a narrow window
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
 
 
@@ -70,7 +54,6 @@ def run(argv=None):
     parser = finding_parser(__doc__, "docs/head_memory.json", several=True)
     flag = parser.add_argument
     flag("--captions", type=count, default=Sizes.captions, help="behind a wall, that do not name the colour")
-    flag("--pairs", type=count, default=160, help="captions tried for pairs; 60 %% do not hide alike")
     flag("--samples", type=count, default=Sizes.samples, help="random halves of all heads")
     flag("--draws", type=count, default=Sizes.draws, help="random sets of heads for each fold, by layer")
     flag("--folds", type=int, choices=(1, 2, 5), default=Sizes.folds, help="folds of captions that judge")
@@ -93,9 +76,9 @@ def run(argv=None):
 def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
     """Make what is not done yet, and return the study of each miniature. StoppedError after Ctrl-C."""
     _, selection = captions_behind_a_wall(Design())  # on which the known heads were found
-    scenes = unnamed_captions(max(args.captions, args.pairs), {scene.caption: 0 for _, scene in selection})
-    pairs, ranking, judges = pairs_of(scenes[: args.pairs]), read_json(args.ranking), workers_of(args.judges)
-    texts = [scene.caption for _, scene in scenes] + [text for pair in pairs for text in pair.texts]
+    scenes = unnamed_captions(args.captions, {scene.caption: 0 for _, scene in selection})
+    ranking, judges = read_json(args.ranking), workers_of(args.judges)
+    texts = [scene.caption for _, scene in scenes]
     sizes, studies = Sizes(args.captions, draws=args.draws, samples=args.samples, folds=args.folds), {}
     heads = [(row["layer"], row["head"]) for row in ranking["knockouts"]["ranking"][: sizes.known]]
     with (
@@ -112,17 +95,9 @@ def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
             vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
             known = heads if weights == ranking["weights_sha256"] else []
             made_by, shared = (config, session, args.folder / weights[:12]), {"judges": pool, "vae": vae}
-            study = HeadMemory(
-                scenes[: args.captions], *made_by, judges, sizes=sizes, known=known, shared=shared
-            )
-            if not args.report:
-                made = {"environment": environment(session.device), "identity": study.identity}
-                save_report(made, study.folder / "machines" / f"{fingerprint(study.identity)}.json")
+            study = HeadMemory(scenes, *made_by, judges, sizes=sizes, known=known, shared=shared)
             if not args.trials:
                 study.about("ceilings", partial(ceilings_of, study, vae, pool))
-                study.about("moments", partial(study.hiding, vae, pool))
-            if not (args.trials or args.report):
-                study.about("paths", partial(trace, config, session, vae, pool, pairs))
             if not args.report:
                 study.make_all(watch)
             studies[name] = study
@@ -195,10 +170,9 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
     first = next(iter(studies.values()))
     claims = {name: claims_of(study) for name, study in studies.items()}
     for name, study in studies.items():
-        ceilings, whole = study.about("ceilings"), study.about("paths").get("whole", {})
+        ceilings = study.about("ceilings")
         for of in CEILINGS:
             claims[name][of] = {"same": np.array(ceilings[of], float)}
-        claims[name] |= {f"patched: {of}": {"way": np.array(values)} for of, values in whole.items()}
     return {
         "environment": environment(first.session.device),
         "model": first.config.model,
@@ -211,33 +185,18 @@ def report_of(studies: Mapping[str, HeadMemory]) -> dict[str, Any]:
 
 
 def about(study: HeadMemory, claims: Mapping[str, Values]) -> dict[str, Any]:
-    """Return what was found in one miniature: known heads, scores, classes, each caption's answers, paths."""
+    """Return what was found in one miniature: known heads, scores, each caption's answers."""
     found: dict[str, Any] = {"weights_sha256": study.session.sha256.result(), "answers": {}}
-    found["machines"] = [one["environment"] for one in study.machines]
     if all(f"without {head}" in claims for head in study.heads):
         folds = range(len(study.judged))
         found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
-        found |= {"chosen": agreement_of_halves(study), "classes": classes_of(study)}
-    found["hides and returns in blocks"] = study.about("moments").get("blocks")
+        found["chosen"] = agreement_of_halves(study)
     for name in (name for name in claims if "same" in claims[name]):
         values = claims[name]["same"]  # a digit a caption, or a number where there are several draws
         digits = "".join("-" if np.isnan(x) else str(round(x)) for x in values)
         whole = set(values[~np.isnan(values)]) <= {0, 1}
         found["answers"][name] = digits if whole else rounded(values, 2)
-    return found | {"paths": paths_of(study)}
-
-
-def paths_of(study: HeadMemory) -> dict[str, Any]:
-    """Return what trace() found: shares of readers and of writers with intervals over pairs."""
-    found = {what: one for what, one in study.about("paths").items() if what not in ("whole", "name")}
-    found["readers"] = {name: interval(x) for name, x in found.get("readers", {}).items()}
-    writers = found.get("writers", {}).items()
-    return found | {"writers": {name: {by: interval(x) for by, x in one.items()} for name, one in writers}}
-
-
-def interval(shares: Sequence[float]) -> list[float]:
-    """Return a mean over pairs with its interval."""
-    return rounded(bootstrap(np.array(shares)))
+    return found
 
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
@@ -260,63 +219,9 @@ def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
     return found
 
 
-# --- Published labels and curves of the real model
-def classes_of(study: HeadMemory) -> dict[str, Any]:
-    """Return shares of heads by published class: of the real model, of this one, of those that rules choose.
-
-    For a published curve the largest r of a head over context frames, of both models.
-    """
-    base, scores = study.read(study.base()), study.scores_of(study.everyone)
-    rate, far = (np.mean(base["measures"][rule], 0) for rule in ("Pyramid Forcing", "Forcing-KV"))
-    here = kinds(rate, Thresholds()), locality(1 - far, Thresholds())
-    files = published.HEAD_LABELS_CSV, published.STATIC_HEADS_CSV
-    chosen = {rule: study.chosen(scores, rule, STABLE) for rule in RULES if rule in scores}
-    found: dict[str, Any] = {}
-    for labels, names, file in zip(here, (KINDS, LOCALITY), files, strict=True):
-        real = published.read_labels(published.FOLDER / file)
-        for label, name in names.items():
-            found[name] = {"real model": round(float((real == label).mean()), 3)}
-            found[name]["miniature"] = round(float((labels == label).mean()), 3)
-            for rule, heads in chosen.items():
-                found[name][rule] = round(float(np.mean([labels[head] == label for head in heads])), 3)
-    view = open_profiles(load_cache(published.FOLDER / published.DEFAULT_ATLAS))
-    for name, curve in published.read_curves(published.FOLDER / published.FIGURE4_CSV).items():
-        frames = published.compared_frames(view, curve)
-        r = pearson(np.array(base["curve"])[..., frames], curve.values[frames])
-        best = published.rank_heads([view], curve)[0]["r"]
-        found[name] = {"largest r, real model": round(best, 3), "miniature": round(float(np.nanmax(r)), 3)}
-    return found
-
-
 def figures_of(report: dict[str, Any]) -> dict[str, Figure]:
-    """Return the figures of a report: routes, readers of the colour by miniature, rules at equal bytes."""
-    found = {"routes": share_bars(*route_bars(report))}
-    for name, narrow in zip(BUDGETS, Sizes.narrow, strict=True):
-        panels, *about = budget_panels(report, *narrow)
-        if panels.keys() - {"uniform"}:
-            found[name] = budget_curves(panels, *about)
-    paths = {name: one["paths"] for name, one in report["miniatures"].items() if one["paths"].get("readers")}
-    read = {f"share of x0, {name}": readers_of(one["readers"]) for name, one in paths.items()}
-    if read:
-        maps = [HeadMap("reads", title, "share of x0", "sequential", x) for title, x in read.items()]
-        pairs = ", ".join(str(one["pairs"]) for one in paths.values())
-        subtitle = (
-            f"how far a head's keys and values of visible frames move x0 to the other run's; {pairs} pairs"
-        )
-        title, layers = "Heads that read the colour", range(len(next(iter(read.values()))))
-        found["color_readers"] = head_maps(maps, layers, subtitle=subtitle, title=title)
-    return found
-
-
-def readers_of(readers: Mapping[str, Sequence[float]]) -> np.ndarray:
-    """Return the share of x0 that each head reads [layers, H], from shares with their intervals."""
-    heads = {
-        (*map(int, re.findall(r"\d+", name)),): shares for name, shares in readers.items() if "head" in name
-    }
-    values = np.zeros(np.max([*heads], 0) + 1)
-    for head, shares in heads.items():
-        values[head] = shares[0]
-    return values
+    """Return the figure of a report: rules at equal bytes, with a sink."""
+    return {"head_budgets": budget_curves(*budget_panels(report, *Sizes.narrow[0]))}
 
 
 if __name__ == "__main__":
