@@ -4,7 +4,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import current_process, get_context
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -51,7 +51,6 @@ def together(count: int, function: Callable[[dist.ProcessGroup], Any], seconds: 
     """What function(group) returns in each of count forks. Raises what the first of them raised."""
     if torch.cuda.is_initialized():
         pytest.skip("this process has used a GPU, which its forks then cannot: run this test alone")
-    current_process().daemon = False  # in a worker of tests/mutations.py, too
     with tempfile.TemporaryDirectory() as folder:
         task = function, f"{folder}/store", count, timedelta(seconds=seconds)
         with get_context("fork").Pool(count, globals().update, [{"TASK": task}]) as pool:
