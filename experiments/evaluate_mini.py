@@ -12,7 +12,6 @@ import argparse
 import json
 from pathlib import Path
 
-from experiments.miniature.recipe import Counts
 from experiments.running.cli import Parser, count, main, whole_number
 from experiments.running.ranks import workers_of
 
@@ -36,7 +35,7 @@ def run(argv=None):
     from experiments.caches.files import replacing, require_writable  # no torch for --help
     from experiments.extraction.devices import choose_device
     from experiments.extraction.provenance import environment
-    from experiments.miniature.evaluation import evaluate
+    from experiments.miniature.evaluation import Counts, evaluate
     from wan.config import load_config
 
     paths = {"device": args.device}

@@ -13,7 +13,6 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from experiments.miniature.recipe import CHECKPOINT_REPORT
 from experiments.running.cli import Parser, count, main
 from experiments.running.locks import require_distinct
 from wan.errors import ConfigError
@@ -30,7 +29,7 @@ def run(argv=None):
     flags.add_argument("--steps", type=int, nargs="*", default=[], help="whose atlas is kept; -1: the last")
     flags.add_argument("--device", default="auto")
     flags.add_argument("--extend", action="store_true", help="keep what OUTPUT_PATH has of other steps")
-    flags.add_argument("--output_path", type=Path, default=CHECKPOINT_REPORT)
+    flags.add_argument("--output_path", type=Path, default=Path("cache/wan-mini-training/moments.json"))
     args = flags.parse_args(argv)
 
     from experiments.caches import save_cache  # after the flags: a --help needs no torch

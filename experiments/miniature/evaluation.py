@@ -5,8 +5,8 @@ Every video is the one that the extraction scripts make of that prompt and seed;
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from experiments.analysis.measures import measure_heads, open_quantity
@@ -22,11 +23,9 @@ from experiments.caches.frames import one_thread
 from experiments.extraction import cache_builders, causal, devices
 from experiments.extraction.base import as_one_block
 from experiments.extraction.causal import draw_noise, load_pipeline
-from experiments.miniature.moving_shapes import FPS, Scene, render
-from experiments.miniature.recipe import FRAMES, SIDE, Counts
+from experiments.miniature.moving_shapes import FPS, FRAMES, SIDE, Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
-from experiments.miniature.training import kept_steps
-from experiments.miniature.vae_training import psnr, receptive_field, vae_quality
+from experiments.miniature.training import decode, psnr, vae_quality
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.errors import library_reads
@@ -41,6 +40,17 @@ DRAWS = 10_000  # of captions, for an interval
 LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
 
 Answers = list[dict[str, bool]]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much evaluate_mini.py measures."""
+
+    captions: int = 96  # of each set
+    pasts: int = 96  # captions of the table of pasts
+    clips: int = 96  # of 81 frames, for the VAE's PSNR
+    long_videos: int = 4  # of a minute, of each set
+    base: bool = True  # the base weights too
 
 
 def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
@@ -213,6 +223,20 @@ def measure_vae(mini: Miniature, clips: int) -> dict[str, float]:
     return sizes | vae_quality(vae, mini.device, clips)
 
 
+def receptive_field(config: Mapping) -> int:
+    """Return how many video frames the decoder's last frame depends on, its own latent included.
+
+    Read off the gradient of a decoder of the same layers with as few channels as it can have.
+    """
+    layers = ("num_res_blocks", "temperal_downsample", "dim_mult")
+    sizes = {name: config[name] for name in layers if name in config}
+    sizes["dim_mult"] = [1] * len(sizes["dim_mult"])
+    small = AutoencoderKLWan(base_dim=4, decoder_base_dim=4, z_dim=2, **sizes).double()
+    z = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(1, 2, 64, 1, 1).requires_grad_()
+    [gradient] = torch.autograd.grad(decode(small, z)[:, :, -1].square().sum(), z)
+    return 1 + 4 * (int((gradient.abs().sum((0, 1, 3, 4)) > 0).sum()) - 1)
+
+
 def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
     """Put a minute of rendered scenes through the VAE -> PSNR, and the tracker's shares before and after."""
     scenes = held_out_scenes(SETS[name], count)
@@ -246,7 +270,7 @@ MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_co
 
 def kept_weights(folder: Path) -> dict[int, Path]:
     """Return step -> file, of the step_*.pt in a folder. Raises CacheError where there are none."""
-    files = kept_steps(folder)
+    files = {int(path.stem.removeprefix("step_")): path for path in sorted(folder.glob("step_*.pt"))}
     if not files:
         made_with = "python experiments/train_mini.py --stage causal --training_checkpoints"
         raise CacheError(f"{folder} has no step_*.pt; make them with: {made_with} {folder}")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 FPS = 16
+SIDE, FRAMES = 64, 81  # pixels and video frames of a clip
+HELD_OUT_SEED = 1_000_003  # far from those of trainings, though the split alone keeps scenes apart
 COLORS = {
     "red": (0.90, 0.12, 0.12),
     "green": (0.10, 0.75, 0.20),

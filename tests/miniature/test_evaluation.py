@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from diffusers import AutoencoderKLWan
 
 from experiments import measure_checkpoints
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.miniature import evaluation, tracking
-from experiments.miniature.evaluation import Miniature, intervals, read_report
-from experiments.miniature.recipe import MODEL, Counts
+from experiments.miniature.evaluation import Counts, Miniature, intervals, read_report
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes
+from experiments.miniature.training import MODEL
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
 
@@ -138,6 +139,11 @@ def test_its_two_weight_sets_are_one_model():
     assert base.keys() == tuned.keys() and 4e6 < sum(t.numel() for t in base.values()) < 6e6
     assert all(t.dtype == torch.bfloat16 for t in (*base.values(), *tuned.values()))
     assert not torch.equal(base["blocks.0.self_attn.q.weight"], tuned["blocks.0.self_attn.q.weight"])
+
+
+def test_the_receptive_field_is_the_evaluations():
+    evaluated = EVALUATION["vae"]["receptive_field"]
+    assert evaluation.receptive_field(AutoencoderKLWan.load_config(MINI / "vae")) == evaluated
 
 
 @pytest.mark.beside

@@ -1,124 +1,84 @@
-"""Stages of the training: teachers' paths, LoRAs, Muon; a killed training goes on to the same bytes."""
+"""Stages of the training: the loop against PyTorch's optimizers, teachers' paths, LoRAs."""
 
 import json
 import math
 import shutil
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
-from diffusers import AutoencoderKLWan
 from helpers.forked import refused
 
 from experiments import train_mini
-from experiments.caches.files import StoppedError
-from experiments.miniature import stages, training, vae_training
-from experiments.miniature.recipe import GUIDANCE, MODEL, RECIPES, SHIPPED, Recipe, StageRun
-from experiments.miniature.stages import CHANGES, FewStep, adapt, encode_text, frame_mask, lora_state
-from experiments.miniature.training import Muon, Trainer, generator_state
-from experiments.miniature.vae_training import receptive_field
+from experiments.miniature import training
+from experiments.miniature.training import (
+    GUIDANCE,
+    MODEL,
+    STAGES,
+    FewStep,
+    Muon,
+    Stage,
+    adapt,
+    encode_text,
+    fit,
+    frame_mask,
+    generator_state,
+    lora_state,
+)
 from wan.blocks import visible_frames
-from wan.checkpoint import lora_of, merge_lora, read_lora, read_self_forcing_state
+from wan.checkpoint import (
+    lora_of,
+    merge_lora,
+    read_lora,
+    read_model_config,
+    read_self_forcing_state,
+    read_transformer_state,
+)
 from wan.model import CausalWanModel
 
 LR = 1e-3
-SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu", "--no-compile"]
-STEPS = {"vae": "2", "base": "2", "causal": "3", "few_step": "2"}
-WEIGHTS = {
-    "vae": "vae/diffusion_pytorch_model.safetensors",
-    "base": "transformer/diffusion_pytorch_model.safetensors",
-    "causal": "causal.pt",
-    "few_step": "self_forcing_mini.pt",
-}
+MINI = ROOT / "checkpoints" / "wan-mini"
+SMALL_MODEL = replace(MODEL, num_layers=2, num_heads=2, dim=32, ffn_dim=64, freq_dim=64)
+SMALL = ["--batch", "1", "--clips", "2", "--device", "cpu"]
+CAPTIONS = ["", "a red circle moving right over a dark blue background", "a square moving up behind a wall"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def small_models_and_short_clips_without_measurements():
+@pytest.fixture(autouse=True)
+def small_models_and_short_clips_without_measurements(monkeypatch):
     """The VAE's PSNR and the teacher's paths take longer than these trainings."""
-    with pytest.MonkeyPatch.context() as patch:
-        short = {"FRAMES": 9, "SHORT_CLIPS": (5,), "LONG_CLIPS": (9,)}
-        short |= {"VAE": vae_training.VAE | {"base_dim": 8, "decoder_base_dim": 8}}
-        short |= {"vae_quality": lambda *_: {"psnr": 0.0}, "final_quality": lambda *_: {}}
-        few = {"MODEL": SMALL_MODEL, "TEACHER_STEPS": 4, "EVERY": 1}
-        for module, values in ((vae_training, short), (stages, few)):
-            for name, value in values.items():
-                patch.setattr(module, name, value)
-        yield
+    short = {"FRAMES": 9, "SHORT_CLIPS": (5,), "LONG_CLIPS": (9,), "vae_quality": lambda *_: {"psnr": 0.0}}
+    short |= {"VAE": training.VAE | {"base_dim": 8, "decoder_base_dim": 8}}
+    short |= {"MODEL": SMALL_MODEL, "TEACHER_STEPS": 4, "EVERY": 1}
+    for name, value in short.items():
+        monkeypatch.setattr(training, name, value)
 
 
-def train(folder, stage: str, *more: str) -> None:
-    train_mini.run(["--stage", stage, "--steps", STEPS[stage], "--output_dir", str(folder), *SMALL, *more])
+def test_four_stages_make_a_model_that_loads(tmp_path):
+    """Each from the files of the one before; the same command makes the same bytes."""
+    for stage in ("vae", "base", "causal", "few_step"):
+        train_mini.run(["--stage", stage, "--steps", "3", "--output_dir", str(tmp_path), *SMALL])
+    log = json.loads((tmp_path / "training.json").read_text())
+    assert [(name, entry["steps"]) for name, entry in log.items()] == [
+        ("vae", 3), ("base", 3), ("causal", 3), ("few_step", 3)
+    ]  # fmt: skip
+    assert log["vae"]["psnr_curve"] == [[0, 0.0], [1, 0.0], [2, 0.0]]
+    assert read_model_config(tmp_path) == MODEL  # whose config is copied
+    base, causal = read_transformer_state(tmp_path), read_self_forcing_state(tmp_path / "causal.pt")
+    few_step = read_self_forcing_state(tmp_path / "self_forcing_mini.pt")
+    assert base.keys() == causal.keys() == few_step.keys()
+    assert all(tensor.dtype == torch.bfloat16 for tensor in few_step.values())
+    for earlier, later in ((base, causal), (causal, few_step)):
+        assert not all(torch.equal(earlier[name], later[name]) for name in later)
+    before = (tmp_path / "causal.pt").read_bytes()
+    train_mini.run(["--stage", "causal", "--steps", "3", "--output_dir", str(tmp_path), *SMALL])
+    assert (tmp_path / "causal.pt").read_bytes() == before
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A folder with all four stages, each of a few steps, and with checkpoints of two."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    for stage in STEPS:
-        kept = ["--training_checkpoints", str(folder / "kept")] if stage in ("causal", "few_step") else []
-        train(folder, stage, *kept)
-        if stage == "causal":
-            (folder / "kept/step_last.pt").touch()  # a user's own: of no step
-    return folder
-
-
-def train_until(folder, undisturbed, stage, monkeypatch, step: int, error: type) -> None:
-    """Train a stage on what the others made until this step fails."""
-    for name in RECIPES[stage].needs:
-        (folder / name).symlink_to(undisturbed / name)
-
-    def update(self, kind, loss, update=Trainer.update):
-        if self.step == step:
-            raise error
-        update(self, kind, loss)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "update", update)
-        train(folder, stage)
-
-
-class Killed(BaseException):
-    """Nothing in the loop may handle it, as nothing handles SIGKILL."""
-
-
-@pytest.mark.parametrize(("stage", "stopped"), [("vae", False), ("few_step", False), ("causal", True)])
-def test_a_training_goes_on_to_the_same_bytes(stage, stopped, undisturbed, tmp_path, monkeypatch):
-    """Behind a Ctrl-C, or from the state of the last minute."""
-    if stopped:
-        monkeypatch.setattr(training, "SAVE_SECONDS", 0)
-    how = (2, Killed) if stopped else (1, KeyboardInterrupt)
-    with pytest.raises(Killed) if stopped else pytest.raises(StoppedError, match=r"step 1; .* --resume"):
-        train_until(tmp_path, undisturbed, stage, monkeypatch, *how)
-    assert (tmp_path / f"{stage}.resume.pt").is_file() and not (tmp_path / WEIGHTS[stage]).exists()
-    torch.manual_seed(99)  # another process has other random numbers
-    train(tmp_path, stage, "--resume")
-    assert (tmp_path / WEIGHTS[stage]).read_bytes() == (undisturbed / WEIGHTS[stage]).read_bytes()
-    assert not (tmp_path / f"{stage}.resume.pt").exists()
-    logs = [folder / "training.json" for folder in (tmp_path, undisturbed)]
-    ours, theirs = (json.loads(log.read_text())[stage] for log in logs)
-    assert ours["steps"] == theirs["steps"] == int(STEPS[stage])
-    assert [row[::2] for row in ours["loss_curve"]] == [row[::2] for row in theirs["loss_curve"]]
-
-
-def test_checkpoints_of_the_training_are_kept(undisturbed):
-    """Without a trace in what is trained: the resumed trainings, which keep none, have the same bytes."""
-    kept = {path.name: path.read_bytes() for path in (undisturbed / "kept").iterdir()}
-    assert kept.keys() == {"step_00000.pt", "step_00003.pt", "step_00005.pt", "step_last.pt"}
-    assert kept["step_00003.pt"] == (undisturbed / WEIGHTS["causal"]).read_bytes() != kept["step_00000.pt"]
-    assert kept["step_00005.pt"] == (undisturbed / WEIGHTS["few_step"]).read_bytes()
-
-
-def test_bad_input(undisturbed, tmp_path, capfd):
-    (tmp_path / "vae").symlink_to(undisturbed / "vae")
-    flags = ["--stage", "base", "--steps", "2", "--output_dir", tmp_path, *SMALL]
-    wrong = [*flags, "--start_from", "."]
-    refused(train_mini, wrong, capfd, "--start_from takes the stages vae, base, causal")
-    refused(train_mini, [*flags, "--resume"], capfd, "not found, so nothing can be resumed")
-    (tmp_path / "base.resume.pt").write_bytes(b"not a state")
-    refused(train_mini, [*flags, "--resume"], capfd, "a stage's state, cannot be read")
+def test_a_stage_without_its_files_is_refused(tmp_path, capfd):
+    flags = ["--stage", "few_step", "--output_dir", tmp_path, *SMALL]
+    refused(train_mini, flags, capfd, "vae not found; --stage few_step needs it")
 
 
 def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_average():
@@ -128,25 +88,26 @@ def test_a_step_is_of_the_clipped_gradient_and_the_warm_rate_and_moves_the_avera
     weight = torch.nn.Parameter(layer.weight.detach().clone())
     average = weight.detach().clone()
     reference = torch.optim.AdamW([weight], betas=(0.9, 0.95), weight_decay=0.01)
-    stage = StageRun("base", Recipe(4, LR, batch=4), Path(), torch.device("cpu"), torch.float32)
-    trainer = Trainer(stage, [layer])
-    for step in range(3):
-        trainer.update("rows", lambda: 100 * layer(x).square().mean())
+    seen: list[torch.Tensor] = []
+    stage = Stage("base", steps=4, lr=LR, batch=4)
+    [copy], numbers = fit(
+        stage,
+        [layer],
+        lambda *_: ("rows", lambda: 100 * layer(x).square().mean()),
+        lambda *_: False,
+        lambda step, averaged: seen.append(layer.weight.detach().clone()),
+    )
+    for step in range(4):
         reference.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / 4)) * (step + 1) / 200
         weight.grad = None
         (100 * (x @ weight.T).square().mean()).backward()
         torch.nn.utils.clip_grad_norm_([weight], 1.0)
         reference.step()
         average.lerp_(weight.detach(), 1 - (1 + step) / (10 + step))
-        torch.testing.assert_close(layer.weight, weight, atol=1e-7, rtol=0)
-    torch.testing.assert_close(trainer.averages[0], average, atol=1e-7, rtol=0)
-    numbers = trainer.numbers()
-    assert numbers["steps"] == 3 and numbers["parameters"] == 6 and len(numbers["loss_curve"]) == 1
-
-
-def test_the_receptive_field_is_the_evaluations():
-    evaluated = json.loads((SHIPPED / "evaluation.json").read_text())["vae"]
-    assert receptive_field(AutoencoderKLWan.load_config(SHIPPED / "vae")) == evaluated["receptive_field"]
+        now = [*seen, layer.weight][step + 1]
+        torch.testing.assert_close(now, weight, atol=1e-7, rtol=0)
+    assert torch.equal(copy.weight, average.bfloat16())
+    assert numbers["steps"] == 4 and numbers["parameters"] == 6 and len(numbers["loss_curve"]) == 1
 
 
 def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
@@ -167,13 +128,8 @@ def test_muon_is_pytorchs_muon_matrix_by_matrix(monkeypatch):
         torch.testing.assert_close(mine, other.data, atol=2e-5, rtol=0)  # products of bf16 in another order
 
 
-MINI = ROOT / "checkpoints" / "wan-mini"
-SMALL_MODEL = replace(MODEL, num_layers=2, num_heads=2, dim=32, ffn_dim=64, freq_dim=64)
-CAPTIONS = ["", "a red circle moving right over a dark blue background", "a square moving up behind a wall"]
-
-
 @pytest.fixture
-def run(tmp_path):
+def stage(tmp_path):
     """A stage whose teacher takes four steps, on two clips of six frames: noise, as good as any other."""
     shutil.copytree(MINI / "text_encoder", tmp_path / "text_encoder")
     torch.manual_seed(0)
@@ -181,31 +137,30 @@ def run(tmp_path):
     model.init_weights()
     torch.nn.init.normal_(model.head.head.weight, std=0.02)  # which starts at 0
     torch.save(generator_state(model), tmp_path / "causal.pt")
-    recipe = replace(RECIPES["few_step"], batch=2, clips=2)
-    return StageRun("few_step", recipe, tmp_path, torch.device("cpu"), torch.float32)
+    return replace(STAGES["few_step"], batch=2, clips=2, output_dir=tmp_path)
 
 
 @pytest.fixture
 def clips():
-    tokens = stages.shipped_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
+    tokens = training.shipped_tokenizer()(CAPTIONS, padding=True, return_tensors="pt")
     latents = torch.randn(2, 16, 6, 8, 8, generator=torch.Generator().manual_seed(1))
     ids, mask = tokens.input_ids, tokens.attention_mask
     return SimpleNamespace(latents=latents, ids=ids, mask=mask, draw=torch.arange)
 
 
-def loss_of(run, clips) -> FewStep:
+def loss_of(stage, clips) -> FewStep:
     """The stage's, of the weights that it starts from."""
     model = CausalWanModel(**asdict(SMALL_MODEL)).requires_grad_(False)
-    model.load_state_dict(read_self_forcing_state(run.output_dir / "causal.pt"))
-    return FewStep(run, model, clips, CHANGES["few_step"])
+    model.load_state_dict(read_self_forcing_state(stage.output_dir / "causal.pt"))
+    return FewStep(stage, model, clips)
 
 
 @torch.no_grad()
-def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, clips):
+def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(stage, clips):
     """All blocks at once under the mask of teacher forcing, and one by one with a cache."""
-    loss = loss_of(run, clips)
+    loss = loss_of(stage, clips)
     paths, model = torch.stack(loss.path(torch.arange(2), seed=0), 1), loss.teacher
-    sigmas = stages.teacher_sigmas()
+    sigmas = training.teacher_sigmas()
     clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
     text = model.text_keys_values(encode_text(loss.encoder, clips, rows))
     cache = model.new_kv_cache(2, 6, 8, 8)
@@ -223,10 +178,10 @@ def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(run, cli
     assert (paths[0, 0] - paths[1, 0]).abs().min() > 0  # other noise for every clip
 
 
-def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(run, clips, monkeypatch):
+def test_paths_are_made_anew_clip_by_clip_and_follow_from_the_step_alone(stage, clips, monkeypatch):
     """Two clips, each a turn of its own; a step draws two paths, so one of them is new every other step."""
-    monkeypatch.setattr(stages, "TEACHER_BATCH", 1)
-    loss, later = loss_of(run, clips), loss_of(run, clips)
+    monkeypatch.setattr(training, "TEACHER_BATCH", 1)
+    loss, later = loss_of(stage, clips), loss_of(stage, clips)
     first = loss.paths.clone()
     loss.before(1)
     assert torch.equal(loss.paths, first)
@@ -276,23 +231,23 @@ def test_an_adapted_model_is_the_merged_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [stage for stage, change in CHANGES.items() if change.rank])
-def test_a_stage_writes_a_lora_that_loads(stage, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(vae_training, "FRAMES", 45)  # 12 latent frames, more than the window
-    monkeypatch.setattr(stages, "MODEL", MODEL)
-    for name in ("transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt"):
-        (tmp_path / name).symlink_to(MINI / name)
+@pytest.mark.parametrize("name", ["lora", "framewise"])
+def test_a_stage_writes_a_lora_that_loads(name, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "FRAMES", 45)  # 12 latent frames, more than the window
+    monkeypatch.setattr(training, "MODEL", MODEL)
+    for file in ("transformer", "text_encoder", "tokenizer", "self_forcing_mini.pt"):
+        (tmp_path / file).symlink_to(MINI / file)
     (tmp_path / "causal.pt").symlink_to(MINI / "self_forcing_mini.pt")  # as good a teacher as any
     (tmp_path / "vae").symlink_to(f"{tiny.config.ckpt_dir}/vae")
     small = ["--steps", "1", "--batch", "1", "--clips", "1", "--device", "cpu"]
-    train_mini.run(["--stage", stage, "--output_dir", str(tmp_path), *small])
-    change = CHANGES[stage]
+    train_mini.run(["--stage", name, "--output_dir", str(tmp_path), *small])
+    change = STAGES[name]
     lora = read_lora(tmp_path / change.file, change.rank, alpha=change.rank)
     moved = [layer for layer, (_, up) in lora.pairs.items() if up.abs().max() > 0]
     assert len(lora.pairs) == 10 * MODEL.num_layers and len(moved) == len(lora.pairs)
     merge_lora(read_self_forcing_state(MINI / "self_forcing_mini.pt"), lora, "self_forcing_mini.pt")
-    log = json.loads((tmp_path / "training.json").read_text())[stage]
-    assert log["steps"] == 1 and log["rank"] == log["alpha"] == change.rank
+    log = json.loads((tmp_path / "training.json").read_text())[name]
+    assert log["steps"] == 1 and log["rank"] == change.rank
     assert log["parameters"] == sum(down.numel() + up.numel() for down, up in lora.pairs.values())
 
 

@@ -26,7 +26,7 @@ from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves
 from experiments.figures.style import save_svg
 from experiments.miniature.evaluation import rendered
-from experiments.miniature.recipe import FRAMES
+from experiments.miniature.moving_shapes import FRAMES
 from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import count, main
 from experiments.running.progress import Progress, stopping_when_asked

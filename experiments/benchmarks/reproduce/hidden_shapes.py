@@ -19,7 +19,8 @@ from experiments.benchmarks.harness import finding_parser, miniature_config, sav
 from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
-from experiments.miniature.recipe import SHIPPED, SIDE
+from experiments.miniature import SHIPPED
+from experiments.miniature.moving_shapes import SIDE
 from experiments.running.cli import add_engine_flags, count, main
 from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked

@@ -21,7 +21,7 @@ from experiments.figures import heads
 from experiments.figures.style import save_svg
 from experiments.figures.training import training_checkpoints, training_curves, video_strips
 from experiments.miniature.evaluation import Miniature, read_report, rendered
-from experiments.miniature.recipe import FRAMES
+from experiments.miniature.moving_shapes import FRAMES
 from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.running.cli import Parser, main
 from wan.config import load_config
