@@ -1,15 +1,20 @@
 """Statistics over prompts and heads, and differences of videos. NaN was not measured.
 
 The unit is the prompt: seeds are averaged first, bootstraps resample prompts, and layers as wholes where a
-number is over heads.
+number is over heads. Resampling is scipy's; scipy.stats is loaded by its first use.
+
+    bootstrap(effect)                  # of values [prompts, ...]: Interval(estimate, low, high)
+    sign_flip_p(ours - theirs)         # of paired differences [prompts]
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy  # its submodules are imported when they are first named
 
-DRAWS = 2000
+DRAWS = 2000  # resamples of a bootstrap
 ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
 
 
@@ -51,13 +56,6 @@ def rms_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sqrt(((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean(-1))
 
 
-def ranks(x: np.ndarray) -> np.ndarray:
-    """Rank values [n] from 1; equal ones share the mean of theirs."""
-    _, inverse, counts = np.unique(np.asarray(x, np.float64), return_inverse=True, return_counts=True)
-    last = counts.cumsum()
-    return ((last - counts + 1 + last) / 2)[inverse]
-
-
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
     """Spearman's ρ of values [n] and [n]; NaN where one does not vary. Pairs with NaN are left out."""
     return partial_spearman(x, y, ())
@@ -70,7 +68,8 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
     n = columns.shape[1]
     if n < 3:
         return float("nan")
-    pair, others = np.split(np.stack([ranks(values) for values in columns], 1), [2], 1)
+    # scipy has no partial ρ: correlate what a linear fit by the others' ranks leaves of both ranks
+    pair, others = np.split(scipy.stats.rankdata(columns, axis=1).T, [2], 1)  # [n, 2], [n, given]
     design = np.concatenate([np.ones((n, 1)), others], 1)
     a, b = (pair - design @ np.linalg.lstsq(design, pair, rcond=None)[0]).T
     sizes = np.linalg.norm(a), np.linalg.norm(b)
@@ -81,16 +80,25 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
 
 
 def percentiles(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
-    """Return an estimate with the middle 95 % of draws."""
-    known = [] if np.isnan(drawn).all() else np.nanpercentile(drawn, [2.5, 97.5]).tolist()
-    return Interval(estimate, *(known or (np.nan, np.nan)))
+    """Return an estimate with the middle 95 % of the draws that are known; NaN has no interval."""
+    if np.isnan(estimate) or np.isnan(drawn).all():
+        return Interval(estimate, np.nan, np.nan)
+    return Interval(estimate, *np.nanpercentile(drawn, [2.5, 97.5]).tolist())
 
 
 def bootstrap(values: np.ndarray) -> Interval:
     """Return the mean of values and its interval, from resampling the first axis, the prompts."""
-    values = np.asarray(values, np.float64)
-    chosen = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
-    return percentiles(float(values.mean()), values[chosen].reshape(DRAWS, -1).mean(1))
+    per_prompt = np.asarray(values, np.float64).reshape(len(values), -1).mean(1)
+    return percentiles(float(per_prompt.mean()), _resampled((per_prompt,), np.mean, DRAWS))
+
+
+def _resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], draws: int) -> np.ndarray:
+    """Return a statistic of draws from samples, each [n], which are resampled apart from each other."""
+    # scipy wants two values or more; one value, twice, gives the same draws of it
+    several = [np.resize(values, max(2, len(values))) for values in samples]
+    options = {"n_resamples": draws, "method": "percentile", "rng": np.random.default_rng(0)}
+    with warnings.catch_warnings(action="ignore", category=scipy.stats.DegenerateDataWarning):
+        return scipy.stats.bootstrap(several, statistic, **options).bootstrap_distribution  # NaN may be in it
 
 
 def nested_bootstrap(groups: Sequence[np.ndarray]) -> Interval:
@@ -124,17 +132,25 @@ def head_correlation(
         x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
         return partial_spearman(x, y, others)
 
-    generator, (prompts, layers) = np.random.default_rng(0), effects.shape[:2]
-    drawn = [rho(*(generator.integers(n, size=(n,)) for n in (prompts, layers))) for _ in range(draws)]
-    return percentiles(rho(np.arange(prompts), np.arange(layers)), drawn)
+    prompts, layers = map(np.arange, effects.shape[:2])
+    return percentiles(rho(prompts, layers), _resampled((prompts, layers), rho, draws))
 
 
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
-    """Return the two-sided p of paired differences [prompts] having mean 0, by flipping signs at random."""
+    """Return the two-sided p of paired differences [prompts] having mean 0, by flipping their signs.
+
+    It is exact where there are no more than `draws` ways to flip them. NaN where a difference is NaN.
+    """
     differences = np.asarray(differences, np.float64)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(draws, len(differences)))
-    as_far = np.abs(signs @ differences) >= abs(differences.sum()) * (1 - 1e-12)
-    return float((as_far.sum() + 1) / (draws + 1))
+    if np.isnan(differences).any() or len(differences) < 2:  # the sign of one alone says nothing
+        return float("nan") if np.isnan(differences).any() else 1.0
+
+    def size_of_mean(x: np.ndarray, axis: int) -> np.ndarray:
+        return np.abs(x.mean(axis))
+
+    options = {"permutation_type": "samples", "n_resamples": draws, "rng": np.random.default_rng(0)}
+    found = scipy.stats.permutation_test((differences,), size_of_mean, alternative="greater", **options)
+    return float(found.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:

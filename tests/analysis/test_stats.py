@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 
 from experiments.analysis import drift, stats
 
@@ -12,6 +12,7 @@ def draw(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape)
 
 
+@settings(deadline=None)  # the first call imports scipy.stats
 @given(strategies.integers(0, 1000), strategies.sampled_from([9, 0]))
 def test_spearman_is_pandas_own(seed, decimals):
     x, y = draw(40, seed=seed).round(decimals), draw(40, seed=seed + 1).round(decimals)
@@ -28,7 +29,7 @@ def test_partial_spearman_is_that_of_the_inverse_of_the_rank_correlations_and_pe
     assert np.isnan(stats.pearson(np.ones(12), b)).all()
     z, w = draw(60), draw(60, seed=1)
     x, y = z + 0.3 * draw(60, seed=2), -z + w + 0.5 * draw(60, seed=3)
-    precision = np.linalg.inv(np.corrcoef([stats.ranks(v) for v in (x, y, z, w)]))
+    precision = np.linalg.inv(np.corrcoef([pd.Series(v).rank() for v in (x, y, z, w)]))
     expected = -precision[0, 1] / np.sqrt(precision[0, 0] * precision[1, 1])
     assert stats.partial_spearman(x, y, (z, w)) == pytest.approx(expected, abs=1e-10)
 
@@ -49,7 +50,14 @@ def test_intervals_over_heads_resample_prompts_and_whole_layers():
 
 def test_p_values_and_pictures_by_the_textbook():
     assert np.allclose(stats.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
-    assert stats.sign_flip_p(np.ones(5), draws=40_000) == pytest.approx(2 / 32, abs=5e-3)
+    assert stats.sign_flip_p(np.ones(5)) == pytest.approx(2 / 32)  # exact: of 32 ways, two are as far
+    assert stats.sign_flip_p(np.ones(20)) < 1e-3 and stats.sign_flip_p(np.ones(1)) == 1
+    values = 3 + draw(200, 4)
+    low, high = values.mean() + 1.96 * values.mean(1).std(ddof=1) / 200**0.5 * np.array([-1, 1])
+    assert stats.bootstrap(values) == pytest.approx((values.mean(), low, high), abs=0.01)
+    assert stats.bootstrap([2.0]) == (2, 2, 2)
+    missing = np.array([np.nan, 1, 2])  # is never a number
+    assert np.isnan([stats.sign_flip_p(missing), *stats.bootstrap(missing)]).all()
     video = np.clip(0.5 + 0.2 * draw(3, 3, 16, 16), 0, 1)
     assert np.allclose(stats.psnr(video, video + 0.1), 20) and np.isinf(stats.psnr(video, video)).all()
     p, q = (np.lib.stride_tricks.sliding_window_view(x, (8, 8), (-2, -1)) for x in (video, 1 - video))
