@@ -17,10 +17,9 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from experiments.analysis.measures import measure_heads, open_quantity
-from experiments.caches.files import CacheError, replacing
+from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.extraction import cache_builders, causal, devices
+from experiments.extraction import devices
 from experiments.extraction.base import as_one_block
 from experiments.extraction.causal import draw_noise, load_pipeline
 from experiments.miniature.moving_shapes import FPS, FRAMES, SIDE, Scene, render
@@ -28,7 +27,6 @@ from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scen
 from experiments.miniature.training import decode, psnr, vae_quality
 from wan import checkpoint
 from wan.config import RunConfig
-from wan.errors import library_reads
 from wan.model import WanModel
 from wan.text2video import TextToVideoPipeline
 from wan.text_encoder import TextEncoder
@@ -260,48 +258,3 @@ def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> lis
 def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
     """Return shares of the seconds of a video [frames, 3, H, W] in 0..1."""
     return judge_seconds(torch.from_numpy(video), scene).shares(SETTLED)
-
-
-# -- first-frame effects of the weights that a causal training kept on its way --
-
-QUANTITIES = ("mean_logit", "mass")
-MEASURES = ("first_minus_context", "equal_distance_excess", "wave_r2", "first_context_mass")
-
-
-def kept_weights(folder: Path) -> dict[int, Path]:
-    """Return step -> file, of the step_*.pt in a folder. Raises CacheError where there are none."""
-    files = {int(path.stem.removeprefix("step_")): path for path in sorted(folder.glob("step_*.pt"))}
-    if not files:
-        made_with = "python experiments/train_mini.py --stage causal --training_checkpoints"
-        raise CacheError(f"{folder} has no step_*.pt; make them with: {made_with} {folder}")
-    return files
-
-
-def measure(
-    config: RunConfig, files: dict[int, Path], captions: Sequence[str]
-) -> Iterator[tuple[dict, dict]]:
-    """Yield, for each step, means over captions [layers, heads] of two passes, and an atlas.
-
-    The number of a caption is its seed; the atlas is the first caption's.
-    """
-    for step, path in files.items():
-        config = replace(config, checkpoint_path=str(path))
-        requests = cache_builders.atlas_requests(config, mass=True, key_curve=False, cross=False)
-        loaded, atlases = causal.prepare(config, requests, captions), []
-        for seed, caption in enumerate(captions):
-            run = causal.extract_next(loaded, replace(config, prompt=caption, seed=seed), requests)
-            atlases.append(cache_builders.atlas_cache(run))
-        found: dict[str, Any] = {"step": step}
-        for name, index in (("first pass", 0), ("clean pass", len(atlases[0]["pass_timesteps"]) - 1)):
-            measured = [measure_heads(*(open_quantity(a, index, q) for q in QUANTITIES)) for a in atlases]
-            values: Any = [{m.name: m.values for m in one} for one in measured]
-            found[name] = {m: np.mean([one[m] for one in values], 0).round(4).tolist() for m in MEASURES}
-        yield found, atlases[0]
-
-
-def read_report(path: Path) -> dict:
-    """Read what measure_checkpoints.py wrote. Raises CacheError where it is something else."""
-    with library_reads(f"{path}, a report of measure_checkpoints.py,", CacheError):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        steps = report["training_checkpoints"] if "training_checkpoints" in report else report["moments"]
-        return {**report, "training_checkpoints": steps}  # `moments` was their name

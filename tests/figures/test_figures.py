@@ -19,7 +19,8 @@ from experiments.analysis.video_maps import VideoMap
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Caption, open_profiles
-from experiments.figures import style, training
+from experiments.figures import style
+from experiments.miniature import figures as training
 
 N, H, F = 2, 3, 9  # layers of heads over frames
 LAST = {"own block (noise at t = 1000)": (6, 7, 8)}
@@ -64,7 +65,6 @@ def drawings() -> dict[str, Figure]:
     }
     routes = {"all routes of it": shares[0], "one": shares[1]}, {"rendered": 0.9, "VAE": 0.8}
     runs = {name: [[(i, i, 1 / (i + 1)) for i in range(20)]] * 2 for name in ("VAE", "base")}
-    excess = {"Excess": ("logits", 0, rng.normal(size=(4, 2, 3)))}
     films = {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}
     by_r = {"here": np.linspace(-1, 1, 9)}, [figures.HeadPair("L1H1", one, one, 0.9)] * 2, "Agreement"
     return {
@@ -85,7 +85,6 @@ def drawings() -> dict[str, Figure]:
         "map strip": figures.map_strip([VideoMap(seen, *query)] * 2, pictures, [0, F - 1]),
         "all by r": figures.heads_by_agreement(*by_r),
         "training": training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
-        "checkpoints": training.training_checkpoints([0, 100, 1000, 9999], excess, [0, 9999], ABOUT, 1000),
         "videos": training.video_strips(["a red circle moving right"] * 2, films, subtitle=ABOUT),
     }
 
@@ -209,17 +208,3 @@ def test_a_folder_of_figures_says_what_they_are_of(tmp_path):
     for bad in ("wide", 0, True):
         with pytest.raises(CacheError, match=r"FIGURE_WIDTH must be None, .* or 1 to 40 inches, not"):
             figures.FigureFolder(tmp_path, {}, bad)
-
-
-def test_a_head_has_one_colour_in_every_row():
-    values, other = np.zeros((2, 4, 2, 3))
-    values[-1], other[-1] = [[5, 4, 0], [0, 0, 3]], [[4, 5, 0], [0, 2, 0]]
-    measures = {"logit": ("logits", 0, values), "mass": ("share", 0, other)}
-    figure = training.training_checkpoints([0, 100, 1000, 20000], measures, [0, 20000], "m", few_step=1000)
-    first, second = (
-        {line.get_label(): line.get_color() for line in figure.axes[i].lines if line.get_label()[0] == "L"}
-        for i in (0, 3)
-    )
-    assert set(first) == {"L0H0", "L0H1", "L1H2"} and set(second) == {"L0H0", "L0H1", "L1H1"}
-    assert first["L0H0"] == second["L0H0"] and first["L0H1"] == second["L0H1"]
-    assert len({*first.values(), *second.values()}) == 4

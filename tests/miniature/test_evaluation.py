@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import time
 from dataclasses import replace
@@ -15,11 +14,8 @@ import torch
 from conftest import ROOT
 from diffusers import AutoencoderKLWan
 
-from experiments import measure_checkpoints
-from experiments.caches import load_cache
-from experiments.caches.files import CacheError
 from experiments.miniature import evaluation, tracking
-from experiments.miniature.evaluation import Counts, Miniature, intervals, read_report
+from experiments.miniature.evaluation import Counts, Miniature, intervals
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes
 from experiments.miniature.training import MODEL
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
@@ -168,41 +164,3 @@ def test_a_video_has_its_own_noise_in_a_batch_of_any_size(tiny):
     assert (videos[2][0] - videos[2][1]).abs().max() > 0.1
     through = [torch.stack(list(mini.reconstructed(list(videos[2])))) for mini.batch in (1, 2)]
     torch.testing.assert_close(*through, atol=1e-3, rtol=0)
-
-
-# -- checkpoints that the training kept --
-
-REPORT = read_report(ROOT / "cache/wan-mini-training/moments.json")
-LAST = REPORT["training_checkpoints"][-1]["step"]
-
-
-@pytest.mark.beside
-def test_the_last_checkpoint_is_the_shipped_checkpoint_and_measures_the_same(tmp_path):
-    name = f"step_{LAST:05d}.pt"
-    shutil.copy("checkpoints/wan-mini/self_forcing_mini.pt", tmp_path / name)
-    out = tmp_path / "out" / "checkpoints.json"
-    flags = ["--captions", "1", "--device", "cpu", "--steps", "-1", "--output_path", str(out)]
-    measure_checkpoints.run([str(tmp_path), *flags])
-    report = json.loads(out.read_text())
-    assert report["captions"] == REPORT["captions"][:1]
-    fields = REPORT["training_checkpoints"][-1].keys() | {"environment"}
-    assert report["training_checkpoints"][0].keys() == fields
-    ours, theirs = (load_cache(folder / name) for folder in (out.parent, ROOT / "cache/wan-mini-training"))
-    assert theirs["prompt"] == REPORT["captions"][0] and theirs["weights"] == "checkpoint"
-    found = ours["frame_logits"], theirs["frame_logits"]
-    np.testing.assert_allclose(*found, atol=5e-3, rtol=0)  # 1.3e-3 between CPU and GPU
-
-
-def test_a_report_is_extended_by_other_steps(tmp_path, monkeypatch):
-    shutil.copy("cache/wan-mini-training/moments.json", tmp_path / "out.json")
-    (tmp_path / "step_00007.pt").write_bytes(b"")
-    made = {"step": 7, "first pass": {"equal_distance_excess": [[1.0]]}}
-    monkeypatch.setattr(evaluation, "measure", lambda *_: iter([(made, {})]))
-    flags = [str(tmp_path), "--device", "cpu", "--output_path", str(tmp_path / "out.json"), "--extend"]
-    measure_checkpoints.run(flags)
-    rows, before = read_report(tmp_path / "out.json")["training_checkpoints"], REPORT["training_checkpoints"]
-    assert [row["step"] for row in rows] == sorted([7, *(row["step"] for row in before)])
-    assert rows[0]["environment"] == before[0].get("environment", REPORT["environment"])
-    assert rows[1]["step"] == 7 and rows[1]["environment"]["device"].endswith("CPU threads")
-    with pytest.raises(CacheError, match="has other captions; leave --extend out"):
-        measure_checkpoints.run([*flags, "--captions", "2"])

@@ -1,0 +1,160 @@
+"""Draw the figures of docs/miniature.md: losses of its training, strips of its videos, base beside causal.
+
+    python experiments/miniature/figures.py
+    python experiments/miniature/figures.py --layers cache/base/layer7.pt cache/causal/layer7.pt
+
+The first draws the log in checkpoints/wan-mini/ and videos that are generated again; the second one layer of
+two layer caches. Both write SVGs into notebooks/figures/.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+import experiments.figures.style as st
+from experiments.caches import load_cache
+from experiments.caches.view import open_profiles
+from experiments.figures import heads
+from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, save_svg, styled
+from experiments.miniature import SHIPPED
+from experiments.miniature.evaluation import Miniature, rendered
+from experiments.miniature.moving_shapes import FRAMES
+from experiments.miniature.tracking import SETS, held_out_scenes
+from experiments.running.cli import Parser, main
+from wan.config import load_config
+from wan.files import read_json
+
+STRIPS = {"one shape": 3, "two that cross": 1, "behind a wall": 2}  # captions shown: the first of each set
+STRIP_FRAMES = 7  # shown of 81, evenly
+HEADS_SHOWN = 4  # of a layer of two caches: those that differ most
+SMOOTHED = 7  # values of a loss that are averaged
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    flag = parser.add_argument
+    flag("--layers", nargs=2, metavar=("BASE", "CAUSAL"), help="layer caches: draw base above causal")
+    flag("--output_dir", type=Path, default=Path("notebooks/figures"))
+    args = parser.parse_args(argv)
+    if args.layers:
+        figures = {"base_and_causal_mini": base_and_causal(*args.layers)}
+    else:
+        figures = {"videos_mini": videos(), "training_mini": training()}
+    for name, figure in figures.items():
+        print(save_svg(figure, args.output_dir / f"{name}.svg"))
+
+
+def base_and_causal(*paths: str) -> Figure:
+    """Draw a layer of base and of causal weights: heads of the largest mean absolute difference, by row."""
+    base, causal = (open_profiles(load_cache(path, expect=("layer",))) for path in paths)
+    (layer,) = base.layers
+    of_base, of_causal = base.frame_matrix(layer), causal.frame_matrix(layer)
+    assert of_base is not None and of_causal is not None
+    both = {"base": of_base, "causal": of_causal}
+    difference = of_base - of_causal  # NaN in later blocks; softmax ignores a row's mean
+    apart = np.abs(difference - np.nanmean(difference, -1, keepdims=True))
+    shown = sorted(np.argsort(-np.nanmean(apart, (1, 2)))[:HEADS_SHOWN].tolist())
+    matrices = np.concatenate([matrix[shown] for matrix in both.values()])
+    names = [f"{weights}, H{head}" for weights in both for head in shown]
+    about = f"base, {base.pass_label}; causal, {causal.pass_label}; the heads that differ most"
+    caption = replace(causal.caption, subtitle=about, highlighted_frames={})
+    return heads.frame_maps(matrices, range(base.num_frames), caption, layer=layer, heads=names)
+
+
+def videos() -> Figure:
+    """Draw strips of the first held-out captions of each set: rendered, few-step rollout, base model."""
+    mini = Miniature(load_config("configs/wan_mini.yaml"))
+    scenes = [scene for name, count in STRIPS.items() for scene in held_out_scenes(SETS[name], count)]
+    captions = [scene.caption for scene in scenes]
+    made = {
+        "rendered": rendered(scenes, FRAMES),
+        "causal": mini.causal(captions),
+        "base": mini.base(captions),
+    }
+    strips = {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in made.items()}
+    about = "wan-mini: held-out captions; rendered, causal in 4 steps, base model"
+    return video_strips(captions, strips, "Videos of the miniature", about)
+
+
+def training() -> Figure:
+    """Draw losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
+    log = read_json(SHIPPED / "training.json")
+    names = {"vae": "VAE", "base": "base", "causal": "causal", "few_step": "few-step"}
+    first, again = log["vae"], log["vae_resumed"]  # a second run of the VAE, from the first one's weights
+    ends = ("steps", "psnr", "psnr_first_second", "psnr_last_second")  # of more clips than the curve's
+    later = [*again["psnr_curve"][1:], [again[name] for name in ends]]  # it begins at the first one's end
+    psnr = [*first["psnr_curve"], [first[name] for name in ends]]
+    psnr += [[first["steps"] + step, *values] for step, *values in later]
+    runs = {stage: [log[name] for name in (f"{stage}_first", stage) if name in log] for stage in names}
+    losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items()}
+    return training_curves(losses, psnr, first["steps"], "wan-mini, the stages of the shipped weights")
+
+
+# --- Arrays -> figures
+@styled
+def training_curves(
+    losses: Mapping[str, Sequence[Sequence]],
+    psnr: Sequence[Sequence[float]],
+    resumed: int | None,
+    subtitle="",
+) -> Figure:
+    """Draw the losses of each stage, and the PSNR of the VAE on held-out clips.
+
+    losses are runs of [step, seconds, loss] by the stage's name, dashed but for the last run; psnr is
+    [step, all, first second, last second]. resumed is the step at which the VAE's second run begins.
+    """
+    figure, (left, right) = st.panels(2, 2, (3.8, 2.4))
+    half = SMOOTHED // 2
+    for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
+        for n, curve in enumerate(runs, 1 - len(runs)):  # the last run is 0
+            _, seconds, loss = np.array(curve).T
+            share = seconds / seconds[-1]
+            smooth = np.exp(np.convolve(np.log(loss), np.ones(SMOOTHED) / SMOOTHED, "valid"))
+            label = None if n else f"{name}, mean of {SMOOTHED}"
+            left.plot(share[half:-half], smooth, "--" if n else "-", color=color, label=label)
+            left.plot(share, loss, color=color, linewidth=0.7, alpha=0.0 if n else 0.35)
+    left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
+    steps, *curves = np.array(psnr).T
+    names = ("81 frames", "first second", "last second")
+    for values, color, name, marker in zip(curves, (DARK, BLUE, ORANGE), names, "os^", strict=True):
+        right.plot(steps, values, marker=marker, markersize=3, color=color, label=name)
+    if resumed is not None:
+        right.axvline(resumed, color=DARK, linestyle=":", linewidth=1, label="resumed")
+    right.set(xlabel="Step", ylabel="PSNR (dB)", title="VAE, held-out clips")
+    legend = st.handles(left) | st.handles(right)
+    note = "dashed: earlier run of a stage; pale: single values"
+    st.label_figure(figure, [], "Training of the miniature", subtitle, legend=legend, note=note)
+    return figure
+
+
+@styled
+def video_strips(
+    captions: Sequence[str], rows: Mapping[str, Sequence[np.ndarray]], title="Videos", subtitle=""
+) -> Figure:
+    """Draw under each caption a strip of frames a source: source -> videos [F, H, W, 3] in 0..1."""
+    room = len(st.columns_with_room(2 * STRIP_FRAMES, 0.55, beside=1.2))
+    count = min(STRIP_FRAMES, room)
+    chosen = np.linspace(0, len(next(iter(rows.values()))[0]) - 1, count).round().astype(int)
+    size = (0.6 * count + 0.6, 0.62 * len(rows) + 0.4)
+    figure, axes = st.panels(len(captions), room // STRIP_FRAMES or 1, size)
+    edge = ((0, 0), (1, 1), (1, 1), (0, 0))
+    for axis, (i, caption) in zip(axes, enumerate(captions), strict=True):
+        shown = [np.pad(videos[i][chosen], edge, constant_values=1) for videos in rows.values()]
+        picture = np.concatenate([np.concatenate([*strip], 1) for strip in shown])
+        height, width = picture.shape[0] / len(rows), picture.shape[1] / len(chosen)
+        # Six bits of a colour are enough, and an SVG packs them twice as well.
+        st.show_picture(axis, np.round(63 * picture) / 63)
+        axis.set_yticks([(n + 0.5) * height for n in range(len(rows))], list(rows))
+        if i >= len(captions) - 2:  # frame numbers under the lowest strip of each column
+            axis.set_xticks([(n + 0.5) * width for n in range(len(chosen))], [str(f) for f in chosen])
+            axis.set_xlabel("Video frame", fontsize=st.SMALL, labelpad=1)
+        axis.set_title(caption, fontsize=st.SMALL)
+    st.label_figure(figure, [], title, subtitle)
+    return figure
+
+
+if __name__ == "__main__":
+    main(run)
