@@ -244,30 +244,6 @@ def test_masses_are_those_of_the_softmax(sizes, factor):
     torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]), atol=1e-5, rtol=0)
 
 
-@on_hopper
-@factors
-@pytest.mark.parametrize("heads", [12, 6, 3, 40])
-def test_queries_whose_keys_are_taken_in_chunks(heads, factor):
-    """They are rounded twice, so their error may be √2 times that of one rounding, in both directions alike;
-    the others are what the kernel alone gives, bit for bit.
-    """
-    from wan.kernels import split_keys as waves
-
-    q, k, v = call_of((1, heads, 4680, 21, 1560), factor)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    whole, chunks = waves.plan(4680, 32760, 1, heads, processors)
-    assert chunks > 1 and whole < 4680
-    out, lse = backends.fa4_by_function(q, k, v)
-    found, found_lse = backends.fa4_attention(q, k, v)
-    assert torch.equal(found[:, :, :whole], out[:, :, :whole])
-    assert torch.equal(found_lse[..., :whole], lse[..., :whole])
-    weights = (q[:, :2, whole:].double() @ k[:, :2].double().mT * 128**-0.5).softmax(-1)
-    exact = weights @ v[:, :2].double()
-    errors = [(x[:, :2, whole:] - exact).square().mean().sqrt() for x in (found, out)]
-    assert errors[0] <= 2**0.5 * errors[1]
-    torch.testing.assert_close(found_lse, lse, atol=1e-5, rtol=1e-6)
-
-
 def test_kernels_read_rows_of_sixteen_bytes():
     rows = (HALF, 8, True), (HALF, 12, False), (FLOAT, 12, True), (FLOAT, 6, False)
     for dtype, head_dim, fits in rows:

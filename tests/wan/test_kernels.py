@@ -1,6 +1,5 @@
 """The Triton kernels without a GPU: interpreted against float64, and compiled for GPUs that are not here."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from wan import reductions
 from wan.keys import RotaryTable, rotate
 
 require_triton()
-from wan.kernels import fused, mass, split_keys  # noqa: E402
+from wan.kernels import fused, mass  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: the other tests run them on it"
@@ -81,56 +80,22 @@ def test_they_compile(tmp_path):
     assert run.returncode == 0 and len(run.stdout.splitlines()) == 9, run.stderr
 
 
-# Keys in chunks, and the masses that attention keeps by frame.
-
+# Masses from the sums that FlashAttention-4 stores where a key frame begins (wan/wings/fa4.py).
 LOG2_E = 1.4426950408889634
 
 
-@pytest.mark.parametrize("frame_size", [0, 40])
-@pytest.mark.parametrize("plan", [(30, 1), (20, 3), (0, 8)], ids=str)
-def test_a_call_of_which_some_queries_see_chunks(plan, frame_size, monkeypatch):
-    """A kernel by formulas stands in; keys lie in a larger buffer, as a cache's do."""
-    asked, sizes = [], []
-    monkeypatch.setattr(split_keys, "plan", lambda *given: sizes.append(given) or plan)
-
-    def launch(q, k, v, seen, frame_size, are_chunks):
-        out, lse, tails = seen
-        asked.append((q.shape[1], len(q)))
-        logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
-        out.copy_(torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double()))
-        lse.copy_(logits.logsumexp(-1))
-        for frame in range(0 if tails is None else tails.shape[3]):
-            item, begin = slice(None), frame * frame_size
-            if are_chunks:
-                item, begin = begin // k.shape[1], begin % k.shape[1]
-            behind, kept = logits[item, ..., begin:] * LOG2_E, tails[:, :, :, frame]
-            maximum = behind.amax(-1, keepdim=True)  # what a kernel that walks from the last key keeps
-            sums = (behind - maximum).exp2().sum(-1)
-            kept.copy_(torch.stack([sums, maximum[..., 0]]).view(kept.shape))
-
-    q, k, v = drawn(1, 30, 3, 16) * 3, *(drawn(1, 125 + i, 4, 16)[:, i : 120 + i, 1:] for i in (2, 5))
-    out, lse, tails = split_keys.attend(launch, q, k, v, frame_size, 132)
-    assert sizes == [(30, 120, 1, 3, 132)]
-    assert asked == [x for x in ((plan[0], 1), (30 - plan[0], plan[1])) if x[0]]
+def test_masses_from_tails_of_frames():
+    """Formulas in float64 stand in for the kernel, which walks from the last key to the first."""
+    q, k = drawn(1, 30, 3, 16) * 3, drawn(1, 120, 3, 16)
     logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) / 4
-    expected = torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.double())
-    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0)
-    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
-    if not frame_size:
-        assert tails is None
-        return
-    of_frames = logits.softmax(-1).unflatten(-1, (-1, frame_size)).sum(-1)
+    tails = torch.empty(2, 1, 3, 3, 30)
+    for frame in range(3):
+        behind = logits[..., frame * 40 :] * LOG2_E
+        maximum = behind.amax(-1)
+        tails[0, :, :, frame] = (behind - maximum[..., None]).exp2().sum(-1)
+        tails[1, :, :, frame] = maximum
+    of_frames = logits.softmax(-1).unflatten(-1, (3, 40)).sum(-1)  # [B, H, Lq, Fk]
     for frames in (1, 3, 30):
         expected = of_frames.unflatten(2, (frames, -1)).mean(3)
         found = reductions.mass_of_tails(tails, frames)
         torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
-
-
-@pytest.mark.parametrize("heads", [1, 12, 40])
-def test_who_sees_keys_in_chunks(heads):
-    """The queries behind the last whole wave, where that saves time; never those of several items."""
-    for len_q, len_k in itertools.product((1, 128, 4680), (77, 4680, 14040, 32760)):
-        whole, chunks = split_keys.plan(len_q, len_k, 1, heads, 132)
-        assert (len_k % chunks == 0 and whole % 128 == 0) or (chunks, whole) == (1, len_q)
-        assert split_keys.plan(len_q, len_k, 2, heads, 132) == (len_q, 1)
-    assert split_keys.plan(4680, 32760, 1, 12, 132) == (33 * 128, 8)

@@ -1,9 +1,9 @@
 """FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
 
 flash-attn-4's own function takes 0.07 ms of Python before each launch, more than a short call lasts. The
-kernel is the package's: the same bits, but for queries whose keys wan/kernels/split_keys.py takes in chunks.
-For a captured mass it is compiled once more: where a key frame begins, it stores the row sums that its
-softmax has anyway. Mass by key frame then costs no second q kᵀ, and the output stays the same, bit for bit.
+kernel is the package's: the same bits. For a captured mass it is compiled once more: where a key frame
+begins, it stores the row sums that its softmax has anyway. Mass by key frame then costs no second q kᵀ, and
+the output keeps its bits.
 
 It takes hold of the package's inside, hence of one version: wan.backends.LAUNCHED.
 """
@@ -27,7 +27,6 @@ from quack.compile_utils import make_fake_stream, make_fake_tensor
 from torch import Tensor
 
 from wan.backends import TILE
-from wan.kernels.split_keys import PartialSoftmax, attend
 
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 OPTIONS: dict[str, Any] = {  # as flash_attn.cute.interface has them for this head dim
@@ -42,30 +41,29 @@ OPTIONS: dict[str, Any] = {  # as flash_attn.cute.interface has them for this he
 }
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> PartialSoftmax:
-    """Attend over [B, L, H, D] in half precision; with a frame_size of TILE keys or more, tails of frames.
+def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attend over [B, L, H, D] in half precision -> output like q, log-sum-exp [B, H, Lq], tails or None.
 
-    wan/kernels/mass.py makes masses of them.
+    A frame_size of TILE keys or more asks for tails [2, B, H, Fk, Lq]: for each frame of keys the sum of a
+    query's exponentials from the frame's first key to the last key of all, and, in units of log 2, the
+    maximum that was subtracted. wan/kernels/mass.py makes masses of them.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return attend(_launch, q, k, v, frame_size, _multiprocessors(q.device))
-
-
-def _launch(q: Tensor, k: Tensor, v: Tensor, seen: PartialSoftmax, frame_size: int, are_chunks: bool) -> None:
-    """See split_keys.Launch."""
-    kernel = _compiled(q.dtype, q.shape[3], frame_size, are_chunks)
-    aux = AuxData(None if seen.tails is None else [seen.tails], None)
-    kernel(q, k, v, seen.out, seen.lse, q.shape[3] ** -0.5, *[None] * 9, aux, None, None)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    batch, len_q, heads, head_dim = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, len_q, device=q.device)
+    tails = None
+    if frame_size:
+        tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
+    kernel = _compiled(q.dtype, head_dim, frame_size)
+    aux = AuxData(None if tails is None else [tails], None)
+    kernel(q, k, v, out, lse, head_dim**-0.5, *[None] * 9, aux, None, None)
+    return out, lse, tails
 
 
 @cache
-def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bool) -> Any:
-    """The kernel for all lengths, batches and numbers of heads."""
+def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
+    """Compile the kernel for all lengths, batches and numbers of heads."""
     kind = TYPES[dtype]
     batch, heads, len_q, len_k = (cute.sym_int() for _ in range(4))
     aligned = 128 // kind.width  # elements: rows begin at multiples of 16 bytes
@@ -73,12 +71,10 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
         make_fake_tensor(kind, (batch, length, heads, head_dim), divisibility=aligned)
         for length in (len_q, len_k, len_k, len_q)
     )
-    if are_chunks:  # which share their queries: a distance of 0 between items must be known beforehand
-        q = cute.runtime.make_fake_tensor(kind, q.shape, stride=(0, *q.stride[1:]), assumed_align=16)
     lse = make_fake_tensor(Float32, (batch, heads, len_q))
     sizes, tails = (kind, head_dim, head_dim, 1), None  # the last: each head has its own keys
     if frame_size:
-        forward = ForwardWithTails(*sizes, frame_size=frame_size, are_chunks=are_chunks, **OPTIONS)
+        forward = ForwardWithTails(*sizes, frame_size=frame_size, **OPTIONS)
         tails = [make_fake_tensor(Float32, (2, *(cute.sym_int() for _ in range(3)), len_q))]
     else:
         forward = FlashAttentionForwardSm90(*sizes, **OPTIONS)
@@ -89,14 +85,11 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int, are_chunks: bo
 
 
 class ForwardWithTails(FlashAttentionForwardSm90):
-    """The forward, from the last key to the first, which keeps its row sums where a key frame begins.
+    """The forward, from the last key to the first, which stores its row sums where a key frame begins."""
 
-    are_chunks: the items of the batch are chunks of one item's keys, and tails [2, 1, H, Fk, Lq] of all.
-    """
-
-    def __init__(self, *args: Any, frame_size: int, are_chunks: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, frame_size: int, **options: Any) -> None:
         super().__init__(*args, has_aux_tensors=True, **options)
-        self.frame_size, self.are_chunks = frame_size, are_chunks
+        self.frame_size = frame_size
 
     def mma(self, *args: Any, **options: Any) -> Any:
         given = inspect.signature(FlashAttentionForwardSm90.mma).bind(self, *args, **options).arguments
@@ -131,16 +124,14 @@ class ForwardWithTails(FlashAttentionForwardSm90):
     def keep(
         self, weights: cute.Tensor, n_block: Int32, len_k: Int32, row_max: cute.Tensor, row_sum: cute.Tensor
     ) -> None:
-        """Where a frame begins in this tile: the sums without those of its keys that are before."""
+        """Store the sums where a frame begins in this tile, without its keys before that place."""
         tails, places, scale = self.tails, self.places, self.scale_log2
         tile = layout_utils.reshape_acc_to_mn(weights)
         m_block, head, item = cute.arch.block_idx()
-        start = item * len_k if cutlass.const_expr(self.are_chunks) else Int32(0)
-        batch = Int32(0) if cutlass.const_expr(self.are_chunks) else item
-        first = start + n_block * self.tile_n
+        first = n_block * self.tile_n
         frame = (first + self.tile_n - 1) // self.frame_size
         begin = frame * self.frame_size - first  # its column
-        if begin >= 0 and frame * self.frame_size < start + len_k:
+        if begin >= 0 and frame * self.frame_size < len_k:
             for r in cutlass.range_constexpr(cute.size(row_sum)):
                 before = Float32(0.0)
                 for c in cutlass.range_constexpr(cute.size(tile, mode=[1])):
@@ -148,8 +139,8 @@ class ForwardWithTails(FlashAttentionForwardSm90):
                 total = warp_reduce(row_sum[r] - before, operator.add, width=4)  # four threads have a row
                 row = m_block * self.tile_m + places[r, 0][0]
                 if places[r, 0][1] == 0 and row < tails.shape[4]:
-                    tails[0, batch, head, frame, row] = total
-                    tails[1, batch, head, frame, row] = row_max[r] * scale
+                    tails[0, item, head, frame, row] = total
+                    tails[1, item, head, frame, row] = row_max[r] * scale
 
 
 class SeenSoftmax(Softmax):
