@@ -2,17 +2,29 @@
 
     from experiments import at, capture, compare, intervene, load, x0_lens
 
-experiments/session.py has them; they are imported when they are asked for.
+session.py loads and generates, captured.py looks at what happens inside. They are imported when a name of
+theirs is asked for: other users of this package need no model.
 """
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.session import Atlas, Steer, at, capture, compare, intervene, load, x0_lens
+    from experiments.captured import Atlas, Captured, Seen, capture, compare, x0_lens
+    from experiments.extraction.cache_builders import Run
+    from experiments.session import Pipe, Session, load
+    from wan.interventions import Steer, at, intervene
 
-__all__ = ["Atlas", "Steer", "at", "capture", "compare", "intervene", "load", "x0_lens"]
+__all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
+__all__ += ["Pipe", "Seen", "x0_lens"]  # the last two: names of before, for one release
+HOMES = {
+    "experiments.session": ("Pipe", "Session", "load"),
+    "experiments.extraction.cache_builders": ("Run",),
+    "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "x0_lens"),
+    "wan.interventions": ("Steer", "at", "intervene"),
+}
 
 
 # `wan` may be another project's package, such as Wan's or Self-Forcing's own.
@@ -27,9 +39,8 @@ if _home / "wan" not in _places:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the session when it is first asked for: other users of this package need no model."""
-    if name in __all__:
-        from experiments import session
-
-        return getattr(session, name)
+    """Import a name from its home when it is first asked for."""
+    for home, names in HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,10 +36,11 @@ def run(argv=None):
     from experiments.analysis.tables import table
     from experiments.caches import load_cache
     from experiments.caches.view import open_profiles
-    from experiments.extraction import cache_builders, causal
+    from experiments.extraction import cache_builders
     from experiments.figures.heads import HeadPair, heads_by_agreement
     from experiments.figures.style import save_svg
     from experiments.running.progress import observed
+    from experiments.session import load
 
     config = replace(config_from(args), num_frames=args.frames)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
@@ -71,11 +72,12 @@ def run(argv=None):
     best: list[agreement.Comparison] = []
     best_logits, best_noise = [], ""
     with observed(args) as watch:
-        loaded = causal.prepare(largest, requests, [one.prompt for one in configs], watch)
+        session = load(largest).prepare(requests, [one.prompt for one in configs], watch)
         for noise in noises:
             found, logits = [], []
             for one, view in zip(configs, views, strict=True):
-                made = causal.extract_next(loaded, replace(one, noise=noise), requests, watch)
+                own = replace(one, noise=noise)
+                made = session.generate(config=own, requests=requests, observer=watch)
                 if made.stopped:
                     raise RunError(f"stopped after {made.stopped}: nothing was compared")
                 ours = matrices(open_profiles(cache_builders.atlas_cache(made)))

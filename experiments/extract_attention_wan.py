@@ -4,16 +4,27 @@ python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --la
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from experiments.running.cli import Parser, add_config_flags, add_run_flags, main
-from wan.config import load_config
-from wan.errors import ConfigError
+from wan.config import RunConfig, load_config
+from wan.errors import ConfigError, short_repr
 
 RUN_FLAGS = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
 SAMPLING_FLAGS = ("num_frames", "guidance_scale", "shift", "num_steps", "negative_prompt")
+
+
+def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
+    """first, last, all or numbers -> increasing steps of the sampler."""
+    last = config.base.num_steps - 1
+    known = {str(step): [step] for step in range(last + 1)}
+    known |= {"first": [0], "last": [last], "all": [*range(last + 1)]}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"step {short_repr(unknown[0])} is not first, last, all or in 0..{last}")
+    return sorted({step for name in names for step in known[name]})
 
 
 def run(argv=None):
@@ -35,13 +46,16 @@ def run(argv=None):
     add_run_flags(parser)
     args = parser.parse_args(argv)
 
+    from experiments.base_session import BaseSession, as_one_block
     from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
-    from experiments.extraction import base, project_files
+    from experiments.extraction.cache_builders import base_atlas_cache, base_layer_cache
     from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
+    from experiments.extraction.project_files import CONFIGS, config_for
     from experiments.running.run import make_outputs
     from wan.capture import CaptureRequest
+    from wan.checkpoint import read_model_config
 
-    chosen = project_files.config_for(args.ckpt_dir) if args.ckpt_dir else project_files.CONFIGS[0]
+    chosen = config_for(args.ckpt_dir) if args.ckpt_dir else CONFIGS[0]
     path = args.config_path or chosen
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
@@ -54,8 +68,8 @@ def run(argv=None):
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
     if "num_frames" in given:
         given["num_video_frames"] = given.pop("num_frames")
-    config = base.as_one_block(replace(config, base=replace(config.base, **given)))
-    steps, folder = base.choose_steps(config, args.step), Path(args.output_dir)
+    config = as_one_block(replace(config, base=replace(config.base, **given)))
+    steps, folder = choose_steps(config, args.step), Path(args.output_dir)
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")
     if len(steps) > 1 and not args.all_layers:
@@ -63,15 +77,23 @@ def run(argv=None):
     if args.all_layers:
         layers, kind = None, "atlas"
         names = {"cond": "atlas_base.pt", "uncond": "atlas_base_uncond.pt"}
-        builds = {name: partial(base.base_atlas_cache, steps=steps, branch=b) for b, name in names.items()}
+        builds = {name: partial(base_atlas_cache, steps=steps, branch=b) for b, name in names.items()}
     else:
-        layer = base.choose_layer(config, args.layer_index)
+        last = read_model_config(config.ckpt_dir).num_layers - 1
+        layer = min(config.base.layer_index, last) if args.layer_index is None else args.layer_index
+        if not 0 <= layer <= last:
+            raise ConfigError(f"layer {layer} is not in 0..{last}")
         layers, kind = [layer], "layer"
-        builds = {f"layer{layer}.pt": partial(base.base_layer_cache, layer=layer, step=steps[0])}
+        builds = {f"layer{layer}.pt": partial(base_layer_cache, layer=layer, step=steps[0])}
     request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
     # a layer cache holds both branches of guidance, an atlas one
     nbytes = estimate_bytes(config, [request], config.base.num_steps) * (1 if args.all_layers else 2)
-    make = partial(base.sample, config, request, decodes="" if args.save_video is None else SAVE_VIDEO)
+
+    def make(watch):
+        session = BaseSession(config)
+        session.prepare([request], None, watch, decodes="" if args.save_video is None else SAVE_VIDEO)
+        return session.generate(requests=[request], observer=watch)
+
     outputs = {str(folder / name): build for name, build in builds.items()}
     what = f"{config.base.num_steps} steps of {config.num_frames} frames"
     make_outputs(args, config, outputs, nbytes, make, what, "step")

@@ -44,17 +44,17 @@ def run(argv=None):
     import numpy as np  # after the flags: a --help needs no torch
 
     from experiments.caches.files import replacing, require_writable
-    from experiments.extraction import causal
     from experiments.extraction.provenance import environment
     from experiments.running.engine import called, crew_of, work_through
     from experiments.running.progress import observed
+    from experiments.session import load
     from experiments.studies.paired_prompts import HeadEffects, budget_rows, read_pairs, tried
 
     pairs = read_pairs(args.pairs)
     require_writable(out)
     with observed(args, "pair") as watch, crew_of(args, config.device) as crew:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
-        session = called(crew, causal.prepare, config, [], texts)
+        session = called(crew, load(config).prepare, (), texts)
         every = session.model_config.num_layers
         layers = sorted({*(args.layers or range(every))})
         if not {*layers} <= {*range(every)}:

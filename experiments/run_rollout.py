@@ -27,7 +27,6 @@ def run(argv=None):
         require_ffmpeg,
         require_writable,
     )
-    from experiments.extraction import causal
     from experiments.extraction.devices import choose_device, choose_dtype
     from experiments.extraction.long_rollout import (
         BlockCapture,
@@ -38,9 +37,11 @@ def run(argv=None):
     )
     from experiments.extraction.memory import amount
     from experiments.extraction.provenance import fingerprint
+    from experiments.extraction.rollout import memory
     from experiments.extraction.video import load_vae
     from experiments.running.locks import claimed, remove_leftovers, require_space
-    from experiments.running.progress import check_outputs, memory, observed
+    from experiments.running.progress import check_outputs, observed
+    from experiments.session import edited, load
     from wan import checkpoint
     from wan.interventions import edits_of
 
@@ -62,7 +63,7 @@ def run(argv=None):
         latent_bytes = config.num_frames * model.in_dim * config.height * config.width * dtype.itemsize
         sizes = {str(place.latents): latent_bytes, str(place.attention): capture.bytes(config, model)}
         require_space(place.path.parent, sizes)
-        session = causal.prepare(config, [], observer=watch, replays=True, decodes="this script")
+        session = load(config).prepare(observer=watch, replays=True, decodes="this script")
         written = [f"{amount(size)} to {path}" for path, size in sizes.items() if size]
         watch.print(f"writes {', '.join(written)}")
         # 2. What an earlier run left
@@ -76,7 +77,7 @@ def run(argv=None):
         latents = LatentFile(place.latents, shape, session.dtype, fingerprint(session.identity(config)))
         # 3. The video
         start, before = time.monotonic(), latents.frames
-        with causal.edited(session, config, edits_of(config.interventions, "config")):
+        with edited(session, config, edits_of(config.interventions, "config")):
             make_long_video(session, config, place, latents, capture, vae, watch)
         made, seconds = config.num_frames - before, time.monotonic() - start
         frames = f"{made} of {config.num_frames} frames made now"

@@ -1,75 +1,93 @@
-"""A model in one's own code: load it, generate, capture or change anything on the way, plot, save, compare.
+"""THE loader: a model and its settings, loaded once, generate any number of videos.
 
-    pipe = load("wan_mini")
-    with capture(pipe, "resid_post", layers=[5]) as seen, intervene(at("z"), lambda z, where: 2 * z):
-        run = pipe.generate("a red circle moving right over a dark blue background", seed=42)
-    seen["resid_post"].stack()
+    session = load("wan_mini", num_frames=6)
+    run = session.generate("a red circle moving right over a dark blue background", seed=42)
+    session.model  # the CausalWanModel, an ordinary nn.Module
 
-The scripts go the same way: experiments/extraction/causal.py loads and generates for both.
+Scripts go the same way: session.generate(requests=..., observer=...), whose Run extraction/cache_builders.py
+turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import fields, replace
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import Context, ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any, NoReturn
+from threading import RLock, Thread
+from typing import Any, Self
 
-import psutil
 import torch
 from torch import Tensor
 
-from experiments.caches import load_cache, save_cache
-from experiments.caches.activations import Activations, Place, joined, save_activations
-from experiments.caches.files import CacheError, RunError, encode_mp4
-from experiments.caches.formats import AtlasCache
-from experiments.caches.view import Profiles, open_profiles
-from experiments.extraction import causal, memory, project_files
-from experiments.extraction.cache_builders import Extraction, atlas_cache, atlas_requests
-from experiments.extraction.prompt_embeds import with_given_prompt
-from experiments.extraction.video import SHORTEST_SIDE, decode, load_vae, save_video, write_mp4
-from experiments.running.cli import FOLDER, policy_settings
-from experiments.running.progress import Progress
-from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
+from experiments.caches.files import replacing, require_same
+from experiments.caches.formats import READ_BY
+from experiments.extraction.cache_builders import Run
+from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
+from experiments.extraction.memory import Memory, check_memory, check_requests
+from experiments.extraction.project_files import find_config, policy_settings
+from experiments.extraction.prompt_embeds import (
+    PromptStates,
+    PromptTexts,
+    encode_prompts,
+    needs_encoder,
+    with_given_prompt,
+)
+from experiments.extraction.provenance import check_sources, files_of, fingerprint, identity, provenance
+from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
+from wan import checkpoint
 from wan.cache import CachePolicy
-from wan.capture import CapturedCall, CaptureRequest
-from wan.checkpoint import read_model_config
-from wan.config import RunConfig
+from wan.capture import CaptureRequest
+from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError, did_you_mean, short_repr
-from wan.interventions import Steer, at, intervene
-from wan.pipeline import check_numerics, flow_to_x0
-from wan.policies import POLICIES
-from wan.sites import Activation, ActivationSite, SiteCapture, check_indices, check_site, watched
-from wan.vae import VAE, Preview
+from wan.files import UnreadableError, load_tensors
+from wan.interventions import (
+    Ablate,
+    Edit,
+    Edits,
+    HeadOutputs,
+    Key,
+    ReferenceMeans,
+    RunInStep,
+    Source,
+    active_edits,
+    edits_of,
+    intervene,
+    record_head_outputs,
+    record_of,
+)
+from wan.model import CausalWanModel
+from wan.noise import draw_noise
+from wan.pipeline import CausalInferencePipeline, check_numerics
+from wan.policies import POLICIES, PromptSwitch
+from wan.sites import observed, watchers
+from wan.text_encoder import TextEncoder
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["Atlas", "Steer", "at", "capture", "compare", "intervene", "load", "x0_lens"]
-
-# others name themselves
-AXES = {"N": "layers", "P": "passes", "H": "heads", "F": "frames", "L": "key tokens"}
-UNITS = {
-    "frame_logits": "mean q·k/√D over the token pairs of a query and a key frame",
-    "frame_mass": "softmax summed over a key frame's tokens, mean over the query frame's; rows sum to 1",
-    "key_curve": "q·k/√D of every key token, mean over the last block's queries",
-    "cross_mass": "softmax of cross-attention on every prompt token, mean over a frame's queries",
-    "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
-    "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
-}
-_SEEN: ContextVar[Mapping[int, "Seen"] | None] = ContextVar("seen", default=None)  # by the pipe's id
+FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
+MEANS = Path("cache/reference_means")
+MEANS_SEEDS = (0, 1)
+OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
+OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
+    *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
+    *("reference_prompts", "layer_indices", "layer_index", "step", "base", "release", "embeds_dir"),
+)
+# Who captures the videos of a session (captured.py), by the session's id. It has `requests` for attention,
+# watching(configs), which yields activations, and take(runs, activations).
+CAPTURES: ContextVar[Mapping[int, Any]] = ContextVar("captures", default={})  # noqa: B039 - never changed
 
 
 def load(
-    source: str | Path = "wan_mini",
+    source: str | Path | RunConfig = "wan_mini",
     *,
     cache_policy: Any = None,
     preview: str | Path | None = None,
     **settings: Any,
-) -> "Pipe":
-    """Return a pipeline that generates videos, from a config's name, its path, or a directory of weights.
+) -> "Session":
+    """Return a session that generates videos, from a config's name, its path, or a directory of weights.
 
     settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
     which streams weights from the host. cache_policy is a policy (also of one's own class), settings, a file,
@@ -90,34 +108,142 @@ def load(
             POLICIES[cache_policy.name] = own  # known from here on; a cell of a notebook may define it again
             cache_policy = cache_policy.describe()
         elif isinstance(cache_policy, str | Path):
-            cache_policy = policy_settings(str(cache_policy), project_files.HOME / FOLDER)
+            cache_policy = policy_settings(str(cache_policy))
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
-    config = project_files.find_config(source, given)
-    return Pipe(config, load_vae(config, "auto", str(preview)) if preview else None)
+    config = replace(source, **given) if isinstance(source, RunConfig) else find_config(source, given)
+    session = Session(config)
+    session.preview = session.read_vae("auto", str(preview)) if preview else None
+    return session
 
 
-def as_numbers(name: str, value: Any) -> list[int] | None:
-    """Return a number, or several, as a list; None stays. ConfigError for what is none."""
-    if value is None:
-        return None
-    chosen = [value] if type(value) is int else value
-    fits = isinstance(chosen, Collection) and not isinstance(chosen, str | bytes | Mapping)
-    if not fits or any(type(each) is not int for each in chosen):
-        raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
-    if not chosen:
-        raise ConfigError(f"{name} is empty; name the {name} to capture, or leave it out for every one")
-    return sorted(set(chosen))
+class Session:
+    """A model and its settings; it makes any number of videos.
 
+    >>> session = load("wan_mini", num_frames=6)
+    >>> run = session.generate("a red circle moving right over a dark blue background", seed=42)
+    >>> run.save("circle.mp4")
+    >>> hook = session.model.blocks[5].register_forward_hook(lambda block, inputs, x: print(x.shape))
 
-class Pipe:
-    """A loaded model and its settings. One pipe makes any number of videos."""
+    The first video loads the model, and so do prepare() and whoever asks for `model`. Another process that
+    gets a session by pickle loads the model itself (here).
+    """
 
-    def __init__(self, config: RunConfig, preview: VAE | Preview | None = None):
-        self.config, self.model_config = config, read_model_config(config.ckpt_dir)
-        self.preview = preview
-        self._session: causal.LoadedModel | None = None
-        self._loading = Lock()
+    bidirectional = False  # all frames at once, by the base model
 
+    def __init__(self, config: RunConfig):
+        self.config, self.model_config = config, checkpoint.read_model_config(config.ckpt_dir)
+        self.device = choose_device(config.device, config.offload)
+        self.dtype = choose_dtype(config.dtype, self.device)
+        self.preview: Any = None  # a small decoder for run.show()
+        self.sha256: Future | None = None  # of the weights file: hashed while models load
+        self.pipeline: Any = None
+        self.texts: Any = None  # prompt -> states [1, text_len, text_dim], tokens
+        self._loaded = config  # a copy of that of the loading
+        self._loading = RLock()
+
+    # --- Its parts
+    @property
+    def model(self) -> CausalWanModel:
+        """The transformer: an ordinary nn.Module for hooks, torch.profiler, nnsight or captum."""
+        return self.prepare().pipeline.model
+
+    @cached_property
+    def vae(self) -> Any:
+        """The VAE in float32, as run.video decodes."""
+        return self.read_vae()
+
+    def read_vae(self, dtype: str = "float32", preview: str | None = None) -> Any:
+        """Read the VAE, or a preview's decoder, onto the session's device."""
+        from experiments.extraction.video import load_vae  # with ffmpeg's face: a capture needs neither
+
+        return load_vae(self.config, dtype, preview)
+
+    @cached_property
+    def text_encoder(self) -> TextEncoder:
+        """umT5: text_encoder(prompts) -> states [B, text_len, text_dim]."""
+        where = encoding_device(self.config, self.device)
+        return TextEncoder.from_pretrained(
+            self.config.ckpt_dir, self.model_config.text_len, self.dtype, where
+        )
+
+    def prepare(
+        self,
+        requests: Sequence[CaptureRequest] = (),
+        prompts: Sequence[str] | None = None,
+        observer: RunObserver | None = None,
+        *,
+        replays: bool = False,
+        decodes: str = "",
+        config: RunConfig | None = None,
+    ) -> Self:
+        """Load what rollouts need, for one prompt or several, unless it is there. ConfigError for bad input.
+
+        Everything that may be refused is checked before anything large is session. replays: rollouts are many
+        or long, and nobody hooks into the model, so that a GPU replays layers from graphs. decodes: what asks
+        for a video. config: that of the first rollout, where it is not the session's.
+        """
+        with self._loading:
+            if self.pipeline is None:
+                self._load(config or self.config, requests, prompts, observer, replays, decodes)
+        return self
+
+    def _load(
+        self,
+        config: RunConfig,
+        requests: Sequence[CaptureRequest],
+        prompts: Sequence[str] | None,
+        observer: RunObserver | None,
+        replays: bool,
+        decodes: str,
+    ) -> None:
+        # 1. Check: numbers, files, requests and memory.
+        check_numerics()
+        quiet, sizes = observer is None or observer.quiet, self.model_config
+        texts = [*(prompts or self.prompts_of(config)), *(str(switch.prompt) for switch in config.switches)]
+        prompts = list(dict.fromkeys(texts))
+        check_model(config)
+        weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+        encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
+        more: dict[str, Any] = {"bidirectional": self.bidirectional, "replays": replays, "decodes": decodes}
+        check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
+        check_memory(Memory(config, sizes, requests, self.dtype, self.device, encodes, **more), quiet)
+        files_of(config, weights)
+        # 2. Hash the weights in the background; encode the first prompts before the model is there, as the
+        #    encoder needs as much memory again.
+        self.sha256 = run_in_background(checkpoint.file_sha256, weights)
+        self.texts = PromptTexts(prompts, self._encode)
+        self._loaded = deepcopy(config)
+        self.texts[prompts[0]]
+        # 3. Load the model.
+        with out_of_memory("loading the model"):
+            pipeline = self._load_pipeline(config)
+        if replays and config.gpus == 1:  # several replay anyway
+            replay_layers(pipeline.model, config, after=FORWARDS)
+        if not quiet and not self.bidirectional:
+            print(pipeline.weights)
+        self.pipeline = pipeline
+
+    def _load_pipeline(self, config: RunConfig) -> Any:
+        return load_pipeline(config, self.model_config, self.dtype, self.device)
+
+    def prompts_of(self, config: RunConfig) -> list[str]:
+        """Return the prompts that a rollout of a config needs, but for those of a schedule."""
+        return [config.prompt]
+
+    def _encode(self, prompts: Sequence[str]) -> dict[str, PromptStates]:
+        """Encode prompts; on a GPU a model that is loaded makes room meanwhile."""
+        model, device = self.pipeline and self.pipeline.model, self.device
+        moves = model and device.type != "cpu" and encoding_device(self._loaded, device).type != "cpu"
+        with out_of_memory("encoding the prompt"):
+            if moves:
+                model.to("cpu")
+            try:
+                return encode_prompts(self._loaded, prompts, self.model_config, self.dtype, device)
+            finally:
+                if moves:
+                    model.to(device)
+
+    # --- Videos
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -125,13 +251,19 @@ class Pipe:
         quiet: bool = True,
         *,
         seeds: Sequence[int] | None = None,
+        config: RunConfig | None = None,
+        requests: Sequence[CaptureRequest] = (),
+        observer: RunObserver | None = None,
     ) -> Any:
         """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
 
         A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
-        seed one for all. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
+        seed one for all. config is in place of the session's, from which it may differ in OF_A_ROLLOUT alone.
+        requests are what scripts capture; observer is told of every block, and may ask to stop: fewer frames
+        come back then. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
-        check_numerics()
+        # 1. A config for each video.
+        base = config or self.config
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
         chosen = [seed] if seeds is None else list(seeds)
@@ -141,472 +273,400 @@ class Pipe:
         configs = []
         for number in range(count):
             text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]
-            if self.config.prompt_embeds:
-                text = with_given_prompt(self.config, text)
+            if base.prompt_embeds:
+                text = with_given_prompt(base, text)
             given: dict[str, Any] = {"prompt": text, "seed": own}
-            configs.append(replace(self.config, **{k: v for k, v in given.items() if v is not None}))
-        seen = self._seen
-        requests = seen.requests if seen else []
-        with Progress(quiet) as observer:
-            with self._loading:
-                if self._session is None:
-                    self._session = causal.prepare(configs[0], requests, observer=observer)
-            watching: AbstractContextManager[list[Activation]] = nullcontext([])
-            with seen.watching(configs) if seen else watching as kept:
-                made = causal.extract_batch(self._session, configs, requests, observer)
-        is_reduced = bool(seen and seen.watcher and seen.watcher.reduce)
-        captured = [tables(kept, item, count, is_reduced) for item in range(count)]
-        runs = [Run(each, own, self.preview) for each, own in zip(made, captured, strict=True)]
-        if seen:
-            seen.runs += runs
+            configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
+        # 2. Load the model, and roll out under the eyes of who captures this session.
+        captures, observer = CAPTURES.get().get(id(self)), observer or RunObserver(quiet)
+        requests = captures.requests if captures else requests
+        self.prepare(requests, observer=observer, config=configs[0])
+        for each in configs:
+            self.require_loaded(each)
+        watching: AbstractContextManager[list[Any]] = (
+            captures.watching(configs) if captures else nullcontext([])
+        )
+        with watching as activations:
+            runs = self._roll_out(configs, requests, observer)
+        if captures:
+            captures.take(runs, activations)
         return runs if is_batch else runs[0]
 
-    @property
-    def _seen(self) -> "Seen | None":
-        return (_SEEN.get() or {}).get(id(self))
+    def _roll_out(
+        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: RunObserver
+    ) -> list[Run]:
+        """Roll out videos that differ in prompt and seed together."""
+        config, sizes = configs[0], self.model_config
+        states, tokens = zip(*(self.texts[each.prompt] for each in configs), strict=True)
+        requests = [  # maps of words are of the prompt's, unless it is said how many
+            replace(r, num_words=max(map(len, tokens)))
+            if r.granularity == "map" and r.num_words is None
+            else r
+            for r in requests
+        ]
+        drawn = [draw_noise(each, sizes, self.dtype, self.device) for each in configs]
+        noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
+        if observer.video is not None:
+            observer.video.ready()
+        observer.log("rollout", prompt=config.prompt, seed=config.seed)
+        schedule = self.switches(config, len(configs))
+        inputs = {"prompt_embeds": torch.cat(states), "renoise": renoise, "prompt_schedule": schedule}
+        edits = edits_of(config.interventions, "config")
+        with threads_for(noise, sizes), edited(self, config, edits, len(configs)):
+            edits = active_edits()  # also those of one's own intervene() around this
+            latents, records = roll_out(
+                self.pipeline, noise, config.block_sizes, requests, observer, **inputs
+            )
+        more, stopped = dict[str, Any](), ""
+        if config.sampler == "rolling_forcing":
+            more |= {"schema_version": 2, "rolling_timesteps": self.pipeline.timesteps}
+        if latents.shape[1] < config.num_frames:
+            done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
+            more |= {"partial": True, "blocks_done": done}
+            stopped = f"{done} of {len(config.block_sizes)} blocks"
+        found = []
+        for item, each in enumerate(configs):
+            own = records if len(configs) == 1 else [call.of_item(item) for call in records]
+            made = latents[item : item + 1], self.pipeline.pass_timesteps, tokens[item]
+            common = self.common(each, edits) | more
+            found.append(Run(each, sizes.num_layers, own, *made, common, stopped, self.preview))
+        return found
+
+    def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
+        """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
+        self.require_loaded(config)
+        noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
+        if shake:
+            more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
+            noise = noise + shake * more.to(noise)
+        inputs = {"prompt_schedule": self.switches(config), "renoise": renoise, **kwargs}
+        with threads_for(noise, self.model_config):
+            return self.pipeline.inference(noise, prompt_embeds=self.texts[config.prompt][0], **inputs)[1]
+
+    def switches(self, config: RunConfig, batch: int = 1) -> list[PromptSwitch]:
+        """Return the prompts that follow the first one, with their embeddings [batch, text_len, text_dim]."""
+        texts = {str(s.prompt): self.texts[str(s.prompt)][0].expand(batch, -1, -1) for s in config.switches}
+        return [replace(s, prompt_embeds=texts[str(s.prompt)]) for s in config.switches]
+
+    # --- What its numbers depend on
+    def require_loaded(self, config: RunConfig) -> None:
+        """Raise ConfigError where a changed setting needs the model loaded again."""
+        for name, loaded in vars(self._loaded).items():
+            asked = getattr(config, name)
+            if loaded != asked and name not in OF_A_ROLLOUT:
+                raise ConfigError(
+                    f"{name} is {short_repr(asked)}, and the model was loaded with {short_repr(loaded)}: "
+                    "load it again with the other settings"
+                )
+
+    def identity(self, config: RunConfig, edits: Sequence[Edit] | None = None, **more: Any) -> dict[str, Any]:
+        """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
+        return identity(config, self.sha256 and self.sha256.result(), edits, **more)
+
+    def common(self, config: RunConfig, edits: Sequence[Edit] = (), **more: Any) -> dict[str, Any]:
+        """Return the fields that all caches of a rollout share; more is what its numbers depend on, too."""
+        assert self.sha256 is not None
+        sizes, weights = self.model_config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+        made_of = self.identity(config, edits, **more)
+        return {
+            "schema_version": 1,  # an atlas with slots says 2
+            "read_by": READ_BY,
+            **{name: getattr(config, name) for name in OF_CACHES},
+            "frame_seq_length": sizes.tokens_per_frame(config.height, config.width),
+            "num_heads": sizes.num_heads,
+            "head_dim": sizes.head_dim,
+            "model": config.model,
+            "weights": "checkpoint" if config.checkpoint_path else "base",
+            "weights_file": " + ".join(Path(path).name for path in (weights, config.lora_path) if path),
+            **({"gpus": config.gpus} if config.gpus > 1 else {}),
+            **provenance(config, made_of["files"], self.dtype, self.device),
+            **({"quantised": self.pipeline.quantised} if self.pipeline.quantised else {}),
+            "weights_sha256": self.sha256.result(),
+            "fingerprint": fingerprint(made_of),
+            **({"interventions": record_of(edits)} if edits else {}),
+        }
+
+    # --- Others like it
+    def replaced(self, **attributes: Any) -> Self:
+        """Return this session with other attributes, such as another config or pipeline of its model."""
+        other, loaded = object.__new__(type(self)), deepcopy(attributes.get("config", self._loaded))
+        vars(other).update(vars(self) | {"_loaded": loaded} | attributes)
+        return other
+
+    def with_weights(self, config: RunConfig) -> Self:
+        """Return the same with the weights, and the settings of the rollout, of another config."""
+        return self.replaced(pipeline=self._load_pipeline(config), config=config)
+
+    def here(self, kept: Callable[..., Self]) -> Self:
+        """Return itself, or where it came from another process, one that is loaded and kept (engine.kept)."""
+        return self if self.pipeline else kept("model", fingerprint(self.identity(self.config)), self.prepare)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is session."""
+        given = {name: getattr(self, name) for name in ("config", "model_config", "device", "dtype")}
+        return given | {"sha256": self.sha256 and self.sha256.result()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, preview=None, pipeline=None, texts=None, _loaded=state["config"])
+        self._loading = RLock()
+        if sha256 := state["sha256"]:
+            self.sha256 = Future()
+            self.sha256.set_result(sha256)
 
     def __repr__(self) -> str:
         c, m = self.config, self.model_config
         weights = Path(c.checkpoint_path).name if c.checkpoint_path else "base weights"
-        where = f"on {self._session.device}" if self._session else "read by the first video"
+        where = f"on {self.device}" if self.pipeline else "read by the first video"
         return (
-            f"Pipe: {c.model} ({weights}, {where}), {m.num_layers} layers of {m.num_heads} heads, "
+            f"Session: {c.model} ({weights}, {where}), {m.num_layers} layers of {m.num_heads} heads, "
             f"{c.num_frames} latent frames in {len(c.block_sizes)} blocks"
         )
 
 
-class Run:
-    """One generated video, with the activations that were captured at named sites."""
-
-    latents = property(lambda self: self.extraction.latents)  # [1, F, C, h, w]
-
-    def __init__(
-        self,
-        extraction: Extraction,
-        activations: Mapping[str, Activations] | None = None,
-        preview: VAE | Preview | None = None,
-    ):
-        self.extraction, self.activations, self.preview = extraction, dict(activations or {}), preview
-
-    @cached_property
-    def video(self) -> Tensor:
-        """uint8 [frames, height, width, 3], decoded when it is first asked for."""
-        return decode(self.extraction)
-
-    @property
-    def edits(self) -> str:
-        """The edits that were made, in words; "" for none."""
-        return self.extraction.common.get("interventions", {}).get("words", "")
-
-    def save(self, path: str | Path) -> None:
-        """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
-        if Path(path).suffix != ".mp4":
-            raise ConfigError(f"save writes an mp4, and {path} does not end in .mp4")
-        save_video(self.extraction, path)
-
-    save_video = save
-
-    def show(self) -> Any:
-        """The video, for a notebook; decoded by the pipe's preview where it has one."""
-        from IPython.display import Video
-
-        pixels = decode(self.extraction, self.preview) if self.preview else self.video
-        return Video(
-            data=encode_mp4(pixels.numpy(), shortest=SHORTEST_SIDE), embed=True, mimetype="video/mp4"
-        )
-
-    def __repr__(self) -> str:
-        c, calls = self.extraction.config, len(self.extraction.records)
-        return f"Run: {c.prompt!r}, seed {c.seed}, latents {list(self.latents.shape)}, {calls} captured calls"
+Pipe = Session  # its name of before, for one release
 
 
-def compare(run_a: Run, run_b: Run) -> "Comparison":
-    """Two runs of one length side by side, with their difference."""
-    if run_a.video.shape != run_b.video.shape:
-        shapes = f"{list(run_a.video.shape)} and {list(run_b.video.shape)}"
-        raise ConfigError(f"videos of {shapes} cannot be compared; generate both with equal num_frames")
-    return Comparison(run_a, run_b)
+# --- Loading
+def check_model(config: RunConfig) -> None:
+    """Raise ConfigError where a directory holds another model than the config, and so the cache, names."""
+    sizes = checkpoint.read_model_config(config.ckpt_dir)
+    for name in ("num_layers", "num_heads", "dim", "ffn_dim") if config.model in MODELS else ():
+        found, wanted = getattr(sizes, name), getattr(MODELS[config.model], name)
+        if found != wanted:
+            raise ConfigError(
+                f"{config.ckpt_dir} is not {config.model}: {name} {found} instead of {wanted}; "
+                "name a config with its settings by --config_path"
+            )
 
 
-class Comparison:
-    """Two runs, and how far they are apart."""
-
-    show, preview = Run.show, None  # the three side by side, for a notebook
-
-    def __init__(self, run_a: Run, run_b: Run):
-        self.runs = run_a, run_b
-
-    @cached_property
-    def psnr(self) -> Tensor:
-        """Peak signal-to-noise ratio of every frame in dB, float32 [frames]; infinite for equal ones."""
-        one, other = (run.video.float() for run in self.runs)
-        return 10 * (255**2 / (one - other).square().mean((1, 2, 3))).log10()
-
-    @property
-    def video(self) -> Tensor:
-        """uint8 [frames, height, 3 x width, 3]: one, the other, and the distance of their colours."""
-        one, other = (run.video for run in self.runs)
-        return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
-
-    def save(self, path: str | Path) -> None:
-        """Write the three side by side as an mp4."""
-        write_mp4(self.video, path)
-
-    def __repr__(self) -> str:
-        names = [f"{run.edits or 'no edit'}, seed {run.extraction.config.seed}" for run in self.runs]
-        low, whole = self.psnr.min().item(), -10 * (10 ** (-self.psnr / 10)).mean().log10().item()
-        return f"Comparison: {names[0]} | {names[1]}: PSNR {whole:.1f} dB, at least {low:.1f}"
-
-
-# --- Capture
-@contextmanager
-def capture(pipe: Pipe, *sites: Any, stream_to: str | Path | None = None, **chosen: Any) -> Iterator["Seen"]:
-    """Capture what a pipe's videos have at some sites (wan.sites.SITES).
-
-    chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
-    where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
-    stream_to is a folder that gets a file a block. Without a site it captures attention, by the fields of
-    attention_requests. Raises ConfigError for what the model does not have or does not fit in memory.
-    """
-    if sites and not isinstance(sites[0], str):  # capture(pipe, [1, 5]): the layers of an atlas
-        chosen["layers"], sites = sites[0], sites[1:]
-    for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
-        chosen[name] = as_numbers(name, chosen[name])
-    seen = Seen([], None, stream_to)
-    if sites:
-        if isinstance(chosen.get("dtype"), str):
-            chosen["dtype"] = getattr(torch, chosen["dtype"])
-        seen.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
-        check_capture(pipe, seen.watcher, stream_to is not None)
-    else:
-        seen.requests = attention_requests(pipe.config, **chosen)
-        memory.check_requests(pipe.config, pipe.model_config, seen.requests)
-    if pipe._seen:
-        raise ConfigError("this pipe is captured already; ask one capture for all layers: layers=[0, 1]")
-    before = _SEEN.get()
-    _SEEN.set({**(before or {}), id(pipe): seen})
-    try:
-        yield seen
-    finally:
-        _SEEN.set(before)
-
-
-def attention_requests(
+def build_model(
+    kind: type[Any],
     config: RunConfig,
-    granularity: Any = "frame",
-    layers: list[int] | None = None,
-    blocks: list[int] | None = None,
-    steps: list[int] | None = None,
-    mass: bool = True,
-    key_curve: bool = False,
-    cross: bool = False,
-    rope_bands: bool = False,
-    query_key_means: bool = False,
-    **of_sites: Any,
-) -> list[CaptureRequest]:
-    """Ask for attention: of granularity "frame" for an atlas, or calls of granularity "key" or "token".
+    model_config: ModelConfig,
+    state: checkpoint.StateDict,
+    dtype: torch.dtype,
+    device: torch.device,
+    **window: Any,
+) -> Any:
+    """Build a model of weights on its device; with offload its layers stay on the host and are streamed."""
+    source = config.checkpoint_path or config.ckpt_dir
+    placed = (None, "cpu") if config.offload else (dtype, device)
+    model = checkpoint.build_model(kind, model_config, state, source, *placed, **window)
+    if config.offload:
+        from wan.wings.offload import apply_offload
 
-    mass per frame, key_curve (the last block's), cross (of every prompt token), rope_bands, query_key_means
-    (before RoPE).
-    """
-    if of_sites:
-        raise ConfigError(f"{' and '.join(of_sites)} need sites: capture(pipe, 'z', heads=[0])")
-    if granularity == "frame" and blocks is steps is None:
-        return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
-    try:
-        kinds: Any = ("self", "cross") if cross else ("self",)
-        calls = CaptureRequest(layers, kinds, blocks, steps, granularity, mass=mass, rope_bands=rope_bands)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return [calls]
+        apply_offload(model, dtype, device)
+    return model
 
 
-def check_capture(pipe: Pipe, watcher: SiteCapture, streams: bool) -> None:
-    """Raise ConfigError for what a run does not have, or what does not fit in memory."""
-    config, model = pipe.config, pipe.model_config
-    there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
-    for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
+def load_pipeline(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> CausalInferencePipeline:
+    """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model."""
+    state, report = checkpoint.read_weights(config, model_config)
+    window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
+    model = build_model(CausalWanModel, config, model_config, state, dtype, device, **window)
+    if config.gpus > 1:
+        from wan.wings import parallel
+
+        group = parallel.joined()
+        if group is None or group.size() != config.gpus:
+            raise ConfigError(
+                f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
+                f"{config.gpus} processes by torchrun, and let each call wan.wings.parallel.join()"
+            )
+        parallel.apply_head_parallel(model, group)
+        replay_layers(model, config, after=1)
+    pipeline = pipeline_of(model, config)
+    pipeline.weights, pipeline.quantised = str(report), report.quantised
+    return pipeline
+
+
+def replay_layers(model: CausalWanModel, config: RunConfig, after: int) -> None:
+    """Replay a GPU model's layers from graphs after so many calls; streamed ones wait for weights anyway."""
+    if model.device.type == "cuda" and not config.offload:
+        from wan.wings.graphs import apply_cuda_graphs
+
+        apply_cuda_graphs(model, after)
+
+
+def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
+    """Set up the rollout of a model as a config says: blocks, steps and what the cache keeps."""
+    sampler = CausalInferencePipeline
+    if config.sampler == "rolling_forcing":
+        from wan.wings.rolling_forcing import RollingForcingPipeline as sampler
+    return sampler(
+        model,
+        config.num_frame_per_block,
+        config.independent_first_frame,
+        config.denoising_step_list,
+        config.warp_denoising_step,
+        config.timestep_shift,
+        config.context_noise,
+        cache_policy=config.policy,
+        first_block_steps=config.first_block_steps,
+        recompute_context=config.recompute_context,
+    )
+
+
+def run_in_background(function: Callable, *args) -> Future:
+    """Run a function in a daemon thread: the process may end without it."""
+    future: Future = Future()
+
+    def work() -> None:
         try:
-            check_indices(name.removesuffix("s"), getattr(watcher, name), count)
-        except ValueError as error:
-            raise ConfigError(f"{config.model}: {error}") from None
-    needed, free = memory.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory().available
-    if watcher.reduce is None and watcher.to == "cpu" and needed > free:
-        raise ConfigError(
-            f"capture of {', '.join(watcher.sites)} keeps {memory.amount(needed)}, and {memory.amount(free)} "
-            "are free: choose layers, blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
-        )
+            future.set_result(function(*args))
+        except BaseException as error:  # raised again by result()
+            future.set_exception(error)
+
+    Thread(target=work, daemon=True).start()
+    return future
 
 
-def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) -> dict[str, Activations]:
-    """Return what was kept as a table a site, of one item of a batch."""
-    found: dict[str, tuple[list[Place], list[Tensor]]] = {}
-    for one in kept:
-        at, value = one.where, one.value if count == 1 else one.value[item : item + 1].clone()
-        place = Place(at.layer, at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch)
-        places, values = found.setdefault(at.site, ([], []))
-        places.append(place)
-        values.append(value)
-    return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+# --- Edits of a rollout with what they need: means of a reference set, and runs in step
+@contextmanager
+def edited(
+    session: Session, config: RunConfig, edits: Sequence[Edit], batch: int = 1
+) -> Iterator[Edits | None]:
+    """Make edits while a rollout of config runs, with the means and the runs in step that they need.
 
-
-class Seen:
-    """What was captured: the runs made in the context, and calls, sites and atlas of the last one."""
-
-    def __init__(
-        self, requests: Sequence[CaptureRequest], watcher: SiteCapture | None, folder: str | Path | None
-    ):
-        self.requests, self.watcher = list(requests), watcher
-        self.folder = None if folder is None else Path(folder)
-        self.runs: list[Run] = []
-
-    @contextmanager
-    def watching(self, configs: Sequence[RunConfig]) -> Iterator[list[Activation]]:
-        """Watch a rollout, which writes a file a block where there is a folder."""
-        if self.watcher is None:
-            yield []
-            return
-        watcher, folder = replace(self.watcher, kept=[]), self.folder
-
-        def write(of_block: list[Activation]) -> None:
-            assert folder is not None
-            about = {"prompt": configs[0].prompt, "seed": configs[0].seed}
-            path = folder / f"block_{of_block[0].where.block:03d}.safetensors"
-            save_activations(path, tables(of_block, 0, 1, watcher.reduce is not None), about)
-
-        if folder is not None:
-            watcher.on_block = write
-        with watched(watcher):
-            yield watcher.kept
-        watcher.flush()
-
-    @property
-    def calls(self) -> list[CapturedCall]:
-        """The captured calls of the last run: call.site.layer, call.at.step, call.values["frame_logits"]."""
-        return self._last().extraction.records
-
-    @property
-    def tables(self) -> dict[str, Activations]:
-        """The last run's activations by site; of a folder all that it holds."""
-        if self.folder is not None:
-            return joined(load_cache(path) for path in sorted(self.folder.glob("block_*.safetensors")))
-        return self._last().activations
-
-    def __getitem__(self, site: str) -> Activations:
-        if site not in (found := self.tables):
-            raise CacheError(f"{site} was not captured{did_you_mean(site, found)}")
-        return found[site]
-
-    def save(self, path: str | Path) -> Path:
-        """Write the activations of the last run, which load_cache reads: a .safetensors."""
-        common = self._last().extraction.common
-        about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
-        return save_activations(path, self.tables, about)
-
-    def atlas(self, run: Run | None = None) -> "Atlas":
-        """A run's attention (None: the last one's): what experiments/run_extraction_all.py writes."""
-        return Atlas(atlas_cache((run or self._last()).extraction))
-
-    def _last(self) -> Run:
-        if not self.runs:
-            raise RunError("nothing was generated while capturing; call pipe.generate(...) inside")
-        return self.runs[-1]
-
-    def __repr__(self) -> str:
-        calls = len(self.runs[-1].extraction.records) if self.runs else 0
-        kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
-        return f"Seen: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
-
-
-class Atlas(dict[str, Any]):
-    """Attention of one rollout at frame level: atlas["frame_logits"] is a tensor, and so on."""
-
-    def __init__(self, cache: Mapping[str, Any]):
-        super().__init__(cache)
-        self.cache = AtlasCache.from_dict(cache)
-
-    def __missing__(self, name: str) -> NoReturn:
-        raise CacheError(f"{name} is not in this atlas; it has {', '.join(self.units)}")
-
-    @classmethod
-    def open(cls, path: str | Path) -> "Atlas":
-        """An atlas from its file. Raises CacheError for any other file."""
-        return cls(load_cache(path, expect=("atlas",)))
-
-    @property
-    def units(self) -> dict[str, str]:
-        """What each quantity is, by its name."""
-        return {name: unit for name, unit in UNITS.items() if name in self}
-
-    @property
-    def axes(self) -> dict[str, tuple[str, ...]]:
-        """The names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
-        table = AtlasCache.table().items()
-        letters = {name.rstrip("?"): text for name, text in table if isinstance(text, str)}
-        lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
-        return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
-
-    def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
-        """One pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
-        return open_profiles(self, step, quantity)
-
-    def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
-        """The profile of every head of a layer over the key frames, seen by the last block's queries."""
-        from experiments.analysis.measures import head_statistics
-        from experiments.figures.heads import head_grid, head_titles
-
-        view = self.view(step, quantity)
-        titles = head_titles(head_statistics(view.frame_profile(layer)).delta)
-        return head_grid(
-            view.key_profile(layer), titles, view.caption, layer=layer, note="Δ = first − middle"
-        )
-
-    @classmethod
-    def mean(cls, atlases: Sequence["Atlas"]) -> "MeanAtlas":
-        """The mean over runs of one model, such as prompts and seeds, with its interval."""
-        return MeanAtlas(atlases)
-
-    def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
-        """Correlate every head's frame matrix with another atlas's."""
-        return AtlasComparison(self, other, quantity)
-
-    def save(self, path: str | Path) -> Path:
-        """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
-        save_cache(path, self.cache)
-        return Path(path)
-
-    def __repr__(self) -> str:
-        lines = [f"Atlas: {self.view().source}"]
-        for name, names in self.axes.items():
-            shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, self[name].shape, strict=True))
-            lines.append(f"  {name} [{shape}]: {UNITS[name]}")
-        return "\n".join(lines)
-
-
-class MeanAtlas:
-    """Means over atlases by quantity, and the half width of their 95 % interval over runs (Student's t)."""
-
-    def __init__(self, atlases: Sequence[Atlas]):
-        if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
-            raise CacheError("a mean takes two atlases or more, of the same layers")
-        self.count, self.layers = len(atlases), atlases[0]["layers"]
-        self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
-        for name in atlases[0].units:
-            values = [atlas[name] for atlas in atlases if name in atlas]
-            if len({x.shape for x in values}) == 1 and len(values) == self.count:
-                stacked = torch.stack(values).float()
-                self.means[name] = stacked.mean(0)
-                self.half_widths[name] = student_t(self.count - 1) * stacked.std(0) / self.count**0.5
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.means:
-            raise CacheError(f"{name} is not in all of these atlases{did_you_mean(name, self.means)}")
-        return self.means[name]
-
-    def interval(self, name: str) -> tuple[Tensor, Tensor]:
-        """The ends of the interval of a quantity."""
-        return self[name] - self.half_widths[name], self[name] + self.half_widths[name]
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by bisection of its cumulative distribution."""
-    x = torch.linspace(0, 200, 400_001, dtype=torch.float64)
-    mass = torch.cumulative_trapezoid((1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
-    log_norm = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
-    whole = (torch.pi * freedom) ** 0.5 / log_norm.double().exp() / 2  # the integral from 0 on
-    return x[1 + int(torch.searchsorted(mass, 0.95 * whole))].item()
-
-
-class AtlasComparison:
-    """How alike two atlases are: the correlation [layers, heads] of every head's matrix, over all passes."""
-
-    def __init__(self, one: Atlas, other: Atlas, quantity: str):
-        if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
-            raise CacheError("atlases are compared that have the same layers, passes and frames")
-        self.layers, self.quantity = one["layers"], quantity
-        rows = [atlas[quantity].float().transpose(1, 2).flatten(2) for atlas in (one, other)]
-        there = rows[0].isfinite() & rows[1].isfinite()
-        count = there.sum(-1, keepdim=True)
-        a, b = (x.masked_fill(~there, 0) for x in rows)
-        a, b = (((x - x.sum(-1, keepdim=True) / count) * there) for x in (a, b))
-        self.correlation = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
-
-    def plot(self) -> "Figure":
-        """Layers by heads."""
-        from experiments.figures.atlas import correlation_map
-
-        return correlation_map(self.correlation.numpy(), self.layers, self.quantity)
-
-    def __repr__(self) -> str:
-        low, mean = self.correlation.min().item(), self.correlation.mean().item()
-        return f"AtlasComparison: {self.quantity} of heads correlate by {mean:.3f}, at least {low:.3f}"
-
-
-# --- The x0 lens
-def x0_lens(
-    pipe: Pipe,
-    prompt: str | None = None,
-    seed: int | None = None,
-    *,
-    layers: int | Collection[int] | None = None,
-    blocks: int | Collection[int] | None = None,
-) -> "Lens":
-    """Read x0 off the residual stream behind each layer, through the model's own norm, modulation and head.
-
-    The logit lens of this model (nostalgebraist 2020). It says what the head would make of a layer, which was
-    trained behind the last one alone: a layer that looks empty may hold what later layers turn to use.
+    Those of one's own intervene() around this get what they lack, too.
     """
-    chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
-    watcher = SiteCapture(("x_t", "resid_post"), chosen, rows, range(len(pipe.config.denoising_step_list)))
-    check_capture(pipe, watcher, streams=True)
-    found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]
-
-    def read(x: Tensor, where: ActivationSite) -> Tensor:
-        assert pipe._session is not None
-        pipeline, model = pipe._session.pipeline, pipe._session.pipeline.model
-        if where.site == "x_t":
-            noisy[0] = x
-        else:
-            (*_, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
-            time = model.time_embedding_of(x.new_full((len(x), 1), where.timestep, dtype=torch.float32))
-            flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
-            x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
-            found[where.layer or 0, where.block, where.step] = x0.cpu()
-        return x.new_zeros(())
-
-    with watched(replace(watcher, reduce=read)):
-        run = pipe.generate(prompt, seed)
-    return Lens(run, found)
+    own = [one for one in watchers() if isinstance(one, Edits)]
+    lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
+    if batch > 1 and (needy := next((e for e in (*edits, *lacking) if e.needs), None)):
+        raise ConfigError(f"videos that are made together take no edit that needs {needy.needs}: {needy}")
+    if edits:
+        session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
+    with ExitStack() as stack:
+        data = data_of(session, config, [*edits, *lacking], stack)
+        for one in own:
+            stack.callback(setattr, one, "data", one.data)
+            one.data = {edit: data[edit] for edit in one.edits if edit in data} | one.data
+        yield stack.enter_context(intervene(*edits, data=data)) if edits else None
 
 
-class Lens:
-    """x0 that the head would read behind each layer: latents by (layer, block, step), and the run itself."""
+def data_of(
+    session: Session, config: RunConfig, edits: Sequence[Edit], stack: ExitStack
+) -> dict[Edit, object]:
+    """Return the data that edits need, by edit; the stack stops their source runs."""
+    check_sources(edits, config)
+    data: dict[Edit, object] = {}
+    made: dict[Any, Any] = {}  # runs by source, unedited outputs by sites: several edits share them
+    for edit in edits:
+        source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
+        if isinstance(source, Source):
+            if source not in made:
+                made[source] = stack.enter_context(run_of(session, config, source))
+            data[edit] = made[source]
+        elif how == "mean":
+            data[edit] = reference_means(session, config, source, edit.sites)
+        elif how == "frame_mean":
+            if edit.sites not in made:
+                made[edit.sites] = _head_outputs(session, config, edit.sites)
+            data[edit] = made[edit.sites]
+    return data
 
-    def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor]):
-        self.run, self.latents = run, dict(latents)
-        self.layers, self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in range(3))
+
+def run_of(session: Session, config: RunConfig, source: Source) -> RunInStep:
+    """Return the run in step that a source names."""
+    given = {name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None}
+    other = replace(config, **given)
+    if source.weights is not None:
+        other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
+        session = session.with_weights(other)
+    return RunInStep(lambda: session.rollout(other))
+
+
+def _head_outputs(session: Session, config: RunConfig, sites: Sequence[str]) -> HeadOutputs:
+    def unedited() -> HeadOutputs:
+        with record_head_outputs(*sites) as outputs, observed():
+            session.rollout(config)
+        return outputs
+
+    return Context().run(unedited)  # without anybody's edits
+
+
+@dataclass(frozen=True)
+class MeanRuns:
+    """The rollouts of a config's reference set, an item each (the engine's Work)."""
+
+    session: Session
+    config: RunConfig
+    sites: Sequence[str] = ("z",)
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        return HeadOutputs.sites if set(self.sites) <= set(HeadOutputs.sites) else tuple(self.sites)
 
     @cached_property
-    def distance(self) -> Tensor:
-        """Root mean square distance to the final x0, [layers, blocks, steps]; NaN for no pass."""
-        found = torch.full((len(self.layers), len(self.blocks), len(self.steps)), torch.nan)
-        for (layer, block, step), x0 in self.latents.items():
-            place = self.layers.index(layer), self.blocks.index(block), self.steps.index(step)
-            final = self.run.latents[:, block_frames(self.run.extraction.config.block_sizes, block)].cpu()
-            found[place] = (x0 - final).square().mean().sqrt()
-        return found
+    def items(self) -> dict[str, RunConfig]:
+        runs = [(prompt, seed) for prompt in self.config.reference_prompts for seed in MEANS_SEEDS]
+        plain = replace(self.config, prompt_schedule=None, interventions=[])
+        return {f"run_{n}": replace(plain, prompt=run[0], seed=run[1]) for n, run in enumerate(runs)}
 
-    def frames(self, layer: int, block: int, step: int) -> Tensor:
-        """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3]."""
-        first = block_frames(self.run.extraction.config.block_sizes, block)[0]
-        latents = torch.cat([self.run.latents[:, :first].cpu(), self.latents[layer, block, step]], 1)
-        video = decode(replace(self.run.extraction, latents=latents))
-        return video[1 + VIDEO_FRAMES_PER_LATENT * (first - 1) if first else 0 :]
+    @cached_property
+    def made_of(self) -> str:
+        plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
+        others = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
+        return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
 
-    def plot(self, block: int) -> "Figure":
-        """The last frame of a block: layers down, steps across, with the distance to the final x0."""
-        from experiments.figures.atlas import lens_strip
+    @property
+    def path(self) -> Path:
+        return MEANS / f"{self.made_of}.pt"
 
-        last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
-        images = [[last(layer, step) for step in self.steps] for layer in self.layers]
-        return lens_strip(images, self.layers, self.steps, self.distance[:, self.blocks.index(block)].numpy())
+    def part(self, name: str) -> Path:
+        return MEANS / self.made_of / f"{name}.pt"
+
+    def is_done(self, name: str, config: RunConfig) -> bool:
+        return self.path.is_file() or self.part(name).is_file()
+
+    def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
+        """Roll out a run and write its mean outputs, which reference_means takes."""
+        with replacing(self.part(name)) as file:
+            torch.save(_head_outputs(self.session, config, self.recorded).means, file)
+
+
+def reference_means(
+    session: Session, config: RunConfig, path: object = None, sites: Sequence[str] = ("z",)
+) -> ReferenceMeans:
+    """Return mean outputs over a config's reference_prompts, kept on disk, or a named file's."""
+    if isinstance(path, (str, Path)):
+        return ReferenceMeans(_read_means(Path(path), session.model_config))
+    runs = MeanRuns(session, config, sites)
+    if runs.path.is_file():
+        return ReferenceMeans(_read_means(runs.path, session.model_config, runs.made_of))
+    outputs = [
+        HeadOutputs(means=torch.load(runs.part(name), weights_only=True))
+        if runs.part(name).is_file()  # of a worker
+        else _head_outputs(session, one, runs.recorded)
+        for name, one in runs.items.items()
+    ]
+    means = ReferenceMeans.over(outputs)
+    values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
+    with replacing(runs.path) as file:
+        torch.save(values | {"fingerprint": runs.made_of}, file)
+    shutil.rmtree(runs.part("").parent, ignore_errors=True)
+    return means
+
+
+def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
+    """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
+    wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
+    try:
+        content = dict(load_tensors(path, mmap=False))
+        found = content.pop("fingerprint", None)
+        for name, values in content.items():
+            kind, layer, step, branch = name.split("|")
+            if not values.is_floating_point() or (
+                kind in ("self", "cross") and [*values.shape[1:]] != wanted
+            ):
+                raise ValueError(
+                    f"it holds no means of this model's {wanted[0]} heads of {wanted[1]} numbers"
+                )
+            means[kind, int(layer), int(step), branch] = values
+    except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
+    if made_of:
+        require_same(path, found, made_of, "remove it")
+    return means

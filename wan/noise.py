@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wan.blocks import block_ranges
-from wan.config import CARDS, RunConfig
+from wan.config import CARDS, ModelConfig, RunConfig
 from wan.errors import ConfigError
 
 DRAWN_TOGETHER = 16  # torch.randn fills memory in groups of so many values
@@ -118,6 +118,39 @@ def check_frames(noise: Noise, frames: range) -> None:
 
 
 # --- The noise of the public scripts: torch.randn in bfloat16 on the GPU, in the order of their calls
+
+
+def draw_noise(
+    config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Draw a rollout's noise [1, F, C, h, w], and that between steps [steps - 1, 1, F, C, h, w].
+
+    Seeded noise is drawn on the CPU, so that it is the same for every device.
+    """
+    if config.noise != "seeded":
+        first, between = released_noise(config, model_config.in_dim, device)
+        return first.to(dtype), between.to(dtype)
+    generator = torch.Generator().manual_seed(config.seed)
+    shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
+    noise = torch.randn(shape, generator=generator)
+    renoise = torch.randn(_most_steps(config) - 1, *shape, generator=generator)
+    return noise.to(device, dtype), renoise.to(device, dtype)
+
+
+def seeded_noise(
+    configs: Sequence[RunConfig], model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Noise:
+    """Draw what draw_noise does for configs that differ in their seeds, block by block as needed."""
+    first, seeds = configs[0], [config.seed for config in configs]
+    if first.noise != "seeded":
+        noise, renoise = zip(*(draw_noise(c, model_config, dtype, device) for c in configs), strict=True)
+        return TensorNoise(torch.cat(noise), torch.cat(renoise, 1))
+    shape = (model_config.in_dim, first.height, first.width)
+    return SeededNoise(seeds, first.num_frames, shape, _most_steps(first), device, dtype)
+
+
+def _most_steps(config: RunConfig) -> int:
+    return max(len(config.denoising_step_list), len(config.first_block_steps or ()))
 
 
 def released_noise(config: RunConfig, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.caches.files import replacing
-from experiments.extraction import causal
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count
+from experiments.session import load_pipeline, pipeline_of
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import MODELS, RunConfig, load_config
@@ -218,7 +218,7 @@ class Rollout:
         self.dtype = choose_dtype(config.dtype, self.device)
         torch.set_num_threads(1)  # rollouts on a CPU are small ones, and others use its cores
         self.model = model or self.build_model(random_weights)
-        self.pipeline = causal.pipeline_of(self.model, config)
+        self.pipeline = pipeline_of(self.model, config)
         shape = (1, config.num_frames, self.sizes.in_dim, config.height, config.width)
         self.noise = self.randn(shape, config.seed)
         steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
@@ -232,7 +232,7 @@ class Rollout:
     def build_model(self, random_weights: bool) -> Any:
         """Return the model with the config's weights, or with random ones made on its device in its dtype."""
         if not random_weights:
-            return causal.load_pipeline(self.config, self.sizes, self.dtype, self.device).model
+            return load_pipeline(self.config, self.sizes, self.dtype, self.device).model
         window = {"local_attn_size": self.config.local_attn_size, "sink_size": self.config.sink_size}
         with torch.device("meta"):
             model = CausalWanModel(**vars(self.sizes), **window)

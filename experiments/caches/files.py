@@ -129,6 +129,9 @@ def mp4_boxes(path: str | Path) -> Iterator[tuple[bytes, int, int]]:
             yield kind, start, end
 
 
+SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged where people look at them
+
+
 def encode_mp4(
     pixels: "np.ndarray",
     multiple: int = 8,

@@ -1,16 +1,18 @@
-"""A rollout in each cache format: what it asks of the capture (*_requests), and its dict (*_cache)."""
+"""A rollout's Run, and each cache format: what it asks of the capture (*_requests), its dict (*_cache)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from experiments.caches import frames
-from experiments.caches.files import RunError
+from experiments.caches.activations import Activations
+from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
 from experiments.caches.view import averages_of_slots, averages_of_tokens, most_averages
 from wan.blocks import block_frames, block_ranges
@@ -24,9 +26,15 @@ ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 
-@dataclass(frozen=True)
-class Extraction:
-    """One rollout, finished or stopped: what was captured and generated, and the fields that caches share."""
+@dataclass(frozen=True, repr=False)
+class Run:
+    """One rollout, finished or stopped: what was generated and captured, and the fields that caches share.
+
+    >>> run = load("wan_mini", num_frames=6).generate("a red circle moving right", seed=42)
+    >>> run.latents.shape, run.video.shape
+    ([1, 6, 16, 8, 8], [21, 64, 64, 3])
+    >>> run.save("circle.mp4")
+    """
 
     config: RunConfig
     num_layers: int
@@ -36,7 +44,49 @@ class Extraction:
     prompt_tokens: list[str]  # text of each prompt token, without padding
     common: dict[str, Any]
     stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
+    preview: Any = None  # a small decoder, for show()
+    activations: dict[str, Activations] = field(default_factory=dict)  # by site
 
+    # --- The video
+    @cached_property
+    def video(self) -> Tensor:
+        """uint8 [frames, height, width, 3], decoded when it is first asked for."""
+        return self.decoded()
+
+    def decoded(self, vae: Any = None) -> Tensor:
+        """Decode the latents, by the VAE in float32 where no decoder is given -> as video."""
+        from experiments.extraction.video import decode, load_vae  # caches need no decoder
+
+        return decode(self.latents, vae or load_vae(self.config))
+
+    @property
+    def edits(self) -> str:
+        """The edits that were made, in words; "" for none."""
+        return self.common.get("interventions", {}).get("words", "")
+
+    def save(self, path: str | Path) -> None:
+        """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
+        from experiments.extraction.video import load_vae, save_video
+
+        if Path(path).suffix != ".mp4":
+            raise ConfigError(f"save writes an mp4, and {path} does not end in .mp4")
+        vae = load_vae(self.config, "auto")
+        save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
+
+    save_video = save
+
+    def show(self) -> Any:
+        """Return the video for a notebook; the session's preview decodes it where there is one."""
+        from IPython.display import Video
+
+        pixels = self.decoded(self.preview) if self.preview else self.video
+        return Video(encode_mp4(pixels.numpy(), shortest=SHORTEST_SIDE), embed=True, mimetype="video/mp4")
+
+    def __repr__(self) -> str:
+        about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)
+        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls"
+
+    # --- What was captured
     @property
     def blocks_done(self) -> int:
         return self.common.get("blocks_done", len(self.config.block_sizes))
@@ -133,7 +183,7 @@ def call_values(call: CapturedCall) -> dict[str, Any]:
     return found
 
 
-def with_fields(run: Extraction, **own: Any) -> dict[str, Any]:
+def with_fields(run: Run, **own: Any) -> dict[str, Any]:
     """Return a cache; its schema_version is 2 where keys are not frames in their places."""
     in_place = all(call.layout is None or call.layout.is_in_place for call in run.records)
     return run.common | ({} if in_place else {"schema_version": 2}) | own
@@ -154,7 +204,7 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
     return [frame] if granularity == "frame" else [replace(frame, granularity="key"), frame]
 
 
-def figure4_cache(run: Extraction, is_logits: bool = True) -> dict[str, Any]:
+def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
     """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
@@ -211,7 +261,7 @@ def inference_requests(
     return [replace(call, is_logits=is_logits, token_dtype=dtype)]
 
 
-def inference_cache(run: Extraction) -> dict[str, Any]:
+def inference_cache(run: Run) -> dict[str, Any]:
     """Return the captured calls in the order of the rollout, each with its layer and pass."""
     names = ("is_logits", "block", "step", "timestep", "is_clean_pass", "query_frames", "q_shape", "k_shape")
     calls = []
@@ -236,7 +286,7 @@ def layer_requests(
     return [CaptureRequest([config.layer_index], steps=[config.step], granularity=granularity, mass=False)]
 
 
-def layer_cache(run: Extraction, layer: int) -> dict[str, Any]:
+def layer_cache(run: Run, layer: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer, each block at the chosen pass."""
     step, name = run.config.step, "token_logits" if "token_logits" in run.quantities else "frame_logits"
     pieces = []  # of keys that are averages of evicted frames
@@ -276,7 +326,7 @@ def atlas_requests(
     return requests
 
 
-def atlas_cache(run: Extraction) -> dict[str, Any]:
+def atlas_cache(run: Run) -> dict[str, Any]:
     """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
     layers, steps, there = run.layers, range(len(run.pass_timesteps)), run.quantities
     atlas: dict[str, Any] = {
@@ -317,7 +367,7 @@ def atlas_cache(run: Extraction) -> dict[str, Any]:
     return atlas
 
 
-def last_key_curves(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Tensor]:
+def last_key_curves(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Tensor]:
     """key_curve [N, P, H, keys] float16 of the last block's queries, NaN where not attended.
 
     keys are the tokens of all frames, F·S. Where slots are not frames in their places they are the cache's
@@ -346,7 +396,7 @@ def last_key_curves(run: Extraction, layers: Sequence[int], steps: Sequence[int]
     return fields
 
 
-def slot_fields(run: Extraction, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
+def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
     """slot_frame, slot_position, slot_tokens [layers, blocks, slots]; slot_logits, slot_mass, tokens_kept.
 
     Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
@@ -459,7 +509,7 @@ def map_requests(
     return [of_self, *([replace(of_self, kinds=("cross",), queries=(MapQuery(),))] if words else [])]
 
 
-def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | None = None) -> dict[str, Any]:
+def maps_cache(run: Run, grid: tuple[int, int], heads: Sequence[int] | None = None) -> dict[str, Any]:
     """Return the captured maps, block by block; heads None: all. RunError where there are none."""
     steps = sorted({call["step"] for call in run.records})
     blocks = sorted({call["block"] for call in run.records})
@@ -482,7 +532,7 @@ def maps_cache(run: Extraction, grid: tuple[int, int], heads: Sequence[int] | No
     return run.common | own
 
 
-def _block_maps(run: Extraction, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:
+def _block_maps(run: Run, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:
     """Return the entry of one block: values of its calls, [layers, steps, ...]."""
 
     def call_of(name: str, layer: int, step: int) -> CapturedCall:
@@ -524,3 +574,39 @@ def _map_values(call: CapturedCall) -> dict[str, Tensor]:
     if "attended" in call.values:
         found["attended"] = call.values["attended"][0, :, 0]  # [heads, Lk]
     return found
+
+
+# --- The base model: layer and atlas caches of its sampler's steps
+BRANCHES = ("cond", "uncond")  # of guidance: with the prompt and without
+LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
+
+
+def of_branch(run: Run, branch: str) -> Run:
+    """Return the run as if only one branch of guidance had been captured."""
+    return replace(run, records=[call for call in run.records if call["branch"] == branch])
+
+
+def base_layer_cache(run: Run, layer: int, step: int) -> dict[str, Any]:
+    """Return mean logits of every frame pair of one layer at one step, with the prompt and without."""
+    cond, uncond = (of_branch(run, name).frame_matrix("frame_logits", layer, step) for name in BRANCHES)
+    last = list(range(run.config.num_frames))[-LAST_FRAMES:]
+    at = PassTag(step, run.pass_timesteps[step], False)
+    return build_layer_cache(run.common, at, layer, cond, last, uncond=uncond)
+
+
+def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, Any]:
+    """Return mean logits and mass of every layer at the steps that were reached, of one branch."""
+    layers, reached = list(range(run.num_layers)), {call["step"] for call in run.records}
+    if not (steps := [step for step in steps if step in reached]):
+        raise RunError(f"none of the steps was reached for {branch}")
+    mine, names = of_branch(run, branch), ("frame_logits", "frame_mass")
+    own: dict[str, Any] = {
+        "format": "atlas",
+        "is_logits": True,
+        "branch": branch,
+        "layers": layers,
+        "pass_steps": steps,
+        "pass_timesteps": [run.pass_timesteps[step] for step in steps],
+        "pass_is_clean": [False] * len(steps),
+    }
+    return run.common | {name: mine.frame_matrices(name, layers, steps) for name in names} | own

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_same
 from experiments.caches.formats import NO_KEY
-from experiments.extraction.causal import LoadedModel, seeded_noise
 from experiments.extraction.devices import decoding_threads, threads_for
 from experiments.extraction.provenance import video_tag
 from experiments.extraction.rollout import RunObserver, capturing, check_latents, check_values, out_of_memory
@@ -31,7 +30,11 @@ from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
+from wan.noise import seeded_noise
 from wan.vae import VAE, Preview
+
+if TYPE_CHECKING:
+    from experiments.session import Session
 
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -244,7 +247,7 @@ class VideoWriter:
 
 # --- The rollout
 def make_long_video(
-    loaded: LoadedModel,
+    session: "Session",
     config: RunConfig,
     place: LongVideo,
     latents: LatentFile,
@@ -256,7 +259,7 @@ def make_long_video(
     blocks = block_ranges(config.block_sizes)
     missing = capture.missing(place.attention, len(blocks), latents.made_of)
     video = GrowingVideo(place.path, video_tag(latents.made_of, config, dtype_of(vae)), vae.made_by)
-    writer, finished = VideoWriter(video, vae, latents, blocks, loaded.device), video.is_finished
+    writer, finished = VideoWriter(video, vae, latents, blocks, session.device), video.is_finished
     if finished and latents.frames < config.num_frames:
         raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")
     if finished and not missing:
@@ -268,13 +271,13 @@ def make_long_video(
     # an edit counts, or a window of blocks is denoised together:
     plain = config.sampler == "blocks" and not config.interventions
     given = ends[first] if plain and not (config.policy.chooses_by_layer or config.policy.source) else 0
-    noise = seeded_noise([config], loaded.model_config, loaded.dtype, loaded.device)
+    noise = seeded_noise([config], session.model_config, session.dtype, session.device)
     requests = capture.requests([block for block in capture.blocks(len(blocks)) if block >= first])
     at = 0
     watch.log("rollout", prompt=config.prompt, seed=config.seed, given_blocks=first)
     with (
-        threads_for(torch.empty(1, *latents.shape), loaded.model_config),
-        decoding_threads(loaded.device, *latents.shape[2:]),
+        threads_for(torch.empty(1, *latents.shape), session.model_config),
+        decoding_threads(session.device, *latents.shape[2:]),
         out_of_memory(lambda: f"rolling out block {at}", requests),
         capturing(requests) as calls,
         ThreadPoolExecutor(1) as beside,  # which decodes on a GPU while blocks are denoised
@@ -282,17 +285,17 @@ def make_long_video(
         written: list[Future] = []
         if not finished:
             writer.catch_up()
-        rollout = loaded.pipeline.blocks(
+        rollout = session.pipeline.blocks(
             noise,
-            loaded.texts[config.prompt][0],
+            session.texts[config.prompt][0],
             num_frames=config.num_frames - given,
             num_given=given,
-            given=lambda frames: latents.read(frames)[None].to(loaded.device),
-            prompt_schedule=loaded.switches(config),
+            given=lambda frames: latents.read(frames)[None].to(session.device),
+            prompt_schedule=session.switches(config),
         )
         for block, (frames, x0) in enumerate(rollout):
             at = block + 1
-            check_latents(loaded.pipeline.model, x0, f"block {block}")
+            check_latents(session.pipeline.model, x0, f"block {block}")
             if block < first:
                 if not torch.equal(latents.read(frames), x0[0].to("cpu", latents.dtype)):
                     raise RunError(
@@ -306,7 +309,7 @@ def make_long_video(
                 calls.clear()
             if frames.stop > latents.frames:
                 latents.append(frames.start, x0[0])
-            if not finished and loaded.device.type == "cpu":
+            if not finished and session.device.type == "cpu":
                 writer.write()
             elif not finished:
                 written.append(beside.submit(writer.write))

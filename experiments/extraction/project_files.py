@@ -1,21 +1,28 @@
-"""Configs and weights of the project, found from any folder."""
+"""Configs, policies and weights of the project, found by name from any folder."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from wan.checkpoint import read_model_config
 from wan.config import MODELS, RunConfig, load_config
-from wan.errors import ConfigError, did_you_mean
+from wan.errors import ConfigError, did_you_mean, short_repr
+from wan.files import read_yaml
+
+# Flags are read with this module, so that it imports no torch: a --help would wait for it.
 
 HOME = Path(__file__).resolve().parents[2]
 PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir")
+POLICY_FOLDER = Path("configs/policies")  # the published settings of every policy
 CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
 
 
 def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:
     """Return the config, below home, whose model has a directory's sizes. ConfigError where none has."""
+    from wan.checkpoint import read_model_config
+
     sizes = read_model_config(ckpt_dir)
     for path in CONFIGS:
         config = load_config(home / path)
@@ -42,8 +49,8 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     elif (named := HOME / "configs" / f"{path}.yaml").is_file():
         path = named
     else:
-        said = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
-        raise ConfigError(f"{source} is no config, its path, or a directory of weights{said}")
+        hint = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
+        raise ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
     config = load_config(path, given)
     found = {name: getattr(config, name) for name in PATHS}
     below: dict[str, Any] = {k: str(_below_home(Path(v))) for k, v in found.items() if v is not None}
@@ -59,3 +66,34 @@ def missing_files(config: RunConfig) -> list[str]:
 def _below_home(path: Path) -> Path:
     """The absolute path: below the working folder where it is there, else below the project."""
     return path.resolve() if path.exists() else HOME / path
+
+
+def policy_settings(name: str) -> dict[Any, Any]:
+    """Return the settings of a policy: a YAML file, one of configs/policies by its stem, or a policy's name.
+
+    FIELD=VALUE may follow: window,window=9,sink=3. A file is looked for in the working folder, then in the
+    project.
+    """
+    folders = [home / POLICY_FOLDER for home in (Path(), HOME)]
+    named = [folder / f"{name}.yaml" for folder in folders]
+    for path in (Path(name), HOME / name, *named):
+        if isfile(path):  # False for a name that is too long, where Path.is_file raises
+            return read_yaml(path)
+    from wan.policies import POLICIES
+
+    first, *pairs = name.split(",")
+    if not pairs:
+        if name in POLICIES:
+            return {"name": name}
+        hint = did_you_mean(name, {path.stem for f in folders for path in f.glob("*.yaml")} | {*POLICIES})
+        raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{hint}")
+    settings = policy_settings(first)
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals and text):
+            raise ConfigError(f"cache_policy: {short_repr(pair)} in {short_repr(name)} is not FIELD=VALUE")
+        try:
+            settings[key] = json.loads(text)  # true, false, a number
+        except ValueError:
+            settings[key] = text
+    return settings

@@ -96,13 +96,13 @@ def video_tag(run: str, config: RunConfig, decoder: str = "auto") -> str:
 
 # --- What caches say
 def provenance(
-    config: RunConfig, weights_file: Path, dtype: torch.dtype, device: torch.device
+    config: RunConfig, files: list[dict[str, Any]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Return files, config, versions, device, dtype and a GPU's attention kernel, as caches have them."""
     settings = asdict(config)
     chosen = [*SETTINGS, *(name for name, usual in OPTIONAL_SETTINGS.items() if settings[name] != usual)]
     return {
-        "files": files_of(config, weights_file),
+        "files": files,
         "config": {name: settings[name] for name in chosen},
         "versions": versions(),
         "device": device_name(device),

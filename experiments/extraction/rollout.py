@@ -1,5 +1,8 @@
 """Both samplers, observed: numbers checked, stopped between blocks or steps, out of memory explained."""
 
+import resource
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -22,24 +25,53 @@ REMEDY = "try --device cpu or another dtype in the config"
 
 
 class RunObserver:
-    """Is told how a rollout goes on, and may ask it to stop after the current block or step."""
+    """Is told how a rollout goes on, prints it unless quiet, and may ask to stop after the block or step."""
 
     stopping = False
     generating = False  # from the first rollout on: before, nothing is lost by stopping at once
-    quiet = True
     video: Any = None  # a LiveVideo that is made of the blocks of a rollout
 
-    def block(self, block: int, frames: range, num_blocks: int) -> None:
-        """A block is finished."""
+    def __init__(self, quiet: bool = True):
+        self.quiet, self.start = quiet, time.monotonic()
+        self.rollout_start = self.start
 
-    def step(self, step: int, timestep: float, num_steps: int) -> None:
-        """A step of the base model's sampler is finished."""
-
-    def log(self, event: str, **values: object) -> None:
-        """Something worth a line in the log."""
+    def log(self, event: str, **values: Any) -> None:
+        """Something worth a line in the log: "rollout" begins one, "block" or "step" ends a part of it."""
+        if event == "rollout":
+            self.rollout_start, self.generating = time.monotonic(), True
 
     def print(self, line: str) -> None:
         """Something worth a line on the screen."""
+        if not self.quiet:
+            with suppress(OSError, ValueError):  # a terminal that is gone must not end a rollout
+                print(line, file=sys.stderr, flush=True)
+
+    def block(self, block: int, frames: range, num_blocks: int) -> None:
+        """A block is finished."""
+        self._advance("block", block, num_blocks, f"frames {frames.start}-{frames[-1]}")
+
+    def step(self, step: int, timestep: float, num_steps: int) -> None:
+        """A step of the base model's sampler is finished."""
+        self._advance("step", step, num_steps, f"t = {timestep:g}", every=-(-num_steps // 10))
+
+    def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
+        passed = time.monotonic() - self.rollout_start
+        left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
+        if (index + 1) % every == 0 or index + 1 == count:
+            self.print(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
+        self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
+
+
+def memory_bytes() -> dict[str, int]:
+    """Return the peak memory of the process, and of the GPU where one is in use, in bytes."""
+    host = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    return host | ({"gpu_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {})
+
+
+def memory() -> str:
+    """Return the peak memory in words, of the GPU where one is in use."""
+    name, nbytes = list(memory_bytes().items())[-1]
+    return f"{nbytes / 2**30:.1f} GiB {'GPU' if name == 'gpu_bytes' else 'memory'}"
 
 
 class _StoppedError(Exception):

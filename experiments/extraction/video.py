@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import (
+    SHORTEST_SIDE,
     CacheError,
     RunError,
     encode_mp4,
@@ -21,14 +22,12 @@ from experiments.caches.files import (
     require_same,
     tag_in,
 )
-from experiments.extraction.cache_builders import Extraction
 from experiments.extraction.devices import choose_device, choose_dtype, decoding_threads
 from experiments.extraction.provenance import video_tag
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder
 
-SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged in a file
 FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
 FRAGMENTED += ["-sc_threshold", "0"]  # a piece is one fragment, also where its scene is cut
 TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
@@ -49,9 +48,8 @@ def check_video(config: RunConfig) -> None:
     load_vae(config)
 
 
-def decode(extraction: Extraction, vae: VAE | Preview | None = None) -> Tensor:
-    """Decode the generated video, uint8 [frames, height, width, 3] on the CPU; without a vae in float32."""
-    vae, latents = vae or load_vae(extraction.config), extraction.latents
+def decode(latents: Tensor, vae: VAE | Preview) -> Tensor:
+    """Decode latents [1, F, C, h, w] -> uint8 [frames, height, width, 3] on the CPU."""
     with decoding_threads(latents.device, *latents.shape[-2:]):
         return to_pixels(vae.stream()(latents))[0].cpu()
 
@@ -61,15 +59,15 @@ def to_pixels(video: Tensor) -> Tensor:
     return (video.permute(0, 1, 3, 4, 2) * 255).round().byte()
 
 
-def save_video(extraction: Extraction, path: str | Path, vae: VAE | Preview | None = None) -> None:
-    """Decode the latents and write an mp4 of 16 frames a second, or nothing; small videos are enlarged."""
-    vae = vae or load_vae(extraction.config, "auto")
-    write_mp4(decode(extraction, vae), path, tag=tag_of(extraction, vae), about=vae.made_by)
+def save_video(
+    latents: Tensor, path: str | Path, vae: VAE | Preview, config: RunConfig, fingerprint: str
+) -> None:
+    """Decode latents and write an mp4 of 16 frames a second, whole or not at all; small ones are enlarged.
 
-
-def tag_of(extraction: Extraction, vae: VAE | Preview) -> str:
-    """Return what the mp4 of a run carries."""
-    return video_tag(extraction.common["fingerprint"], extraction.config, dtype_of(vae))
+    The mp4 carries the fingerprint of its run, and of the decoder.
+    """
+    tag = video_tag(fingerprint, config, dtype_of(vae))
+    write_mp4(decode(latents, vae), path, tag=tag, about=vae.made_by)
 
 
 def dtype_of(vae: VAE | Preview) -> str:
@@ -176,7 +174,8 @@ class LiveVideo:
     ):
         """Begin to read the VAE, or a preview's decoder. CacheError where no mp4 can be written."""
         require_ffmpeg()
-        self.path, self.growing = Path(path), Path(path).with_suffix(".growing.mp4")
+        self.config, self.path = config, Path(path)
+        self.growing = self.path.with_suffix(".growing.mp4")
         self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self.vae = self.decoding.submit(load_vae, config, vae_dtype, preview)
         self.overlaps, self.frames = config.gpus == 1, 0  # latent frames that came
@@ -220,19 +219,20 @@ class LiveVideo:
         assert self.video is not None
         return self.encoding.submit(self.video.append, pixels, first)
 
-    def save(self, extraction: Extraction) -> None:
+    def save(self, latents: Tensor, fingerprint: str) -> None:
         """Write the mp4 of a finished run whole, from the pieces that are there or from its latents."""
+        vae = self.vae.result()
         try:
-            whole = self.video is not None and self.frames == extraction.latents.shape[1]
+            whole = self.video is not None and self.frames == latents.shape[1]
             for piece in self.pieces if whole else ():
                 piece.result().result()
         except torch.OutOfMemoryError:
             whole = False
         if self.video is None or not whole:
             vars(self).pop("decoder", None)  # its memory
-            save_video(extraction, self.path, self.vae.result())
+            save_video(latents, self.path, vae, self.config, fingerprint)
             return
-        self.video.tag = tag_of(extraction, self.vae.result())
+        self.video.tag = video_tag(fingerprint, self.config, dtype_of(vae))
         self.video.finish()
         with replacing(self.path) as file:
             file.write(self.growing.read_bytes())

@@ -17,17 +17,18 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from experiments.base_session import as_one_block
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.extraction import devices
-from experiments.extraction.base import as_one_block
-from experiments.extraction.causal import draw_noise, load_pipeline
 from experiments.miniature.moving_shapes import FPS, FRAMES, SIDE, Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
 from experiments.miniature.training import decode, psnr, vae_quality
+from experiments.session import load_pipeline
 from wan import checkpoint
 from wan.config import RunConfig
 from wan.model import WanModel
+from wan.noise import draw_noise
 from wan.text2video import TextToVideoPipeline
 from wan.text_encoder import TextEncoder
 from wan.vae import VAE

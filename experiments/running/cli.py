@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import math
 import os
 import re
@@ -19,9 +18,10 @@ from threading import current_thread, main_thread
 from typing import Any, ClassVar, NoReturn, TextIO, get_type_hints
 
 from experiments.caches.files import RunError, StoppedError
+from experiments.extraction.project_files import policy_settings
 from experiments.running.locks import require_distinct
 from wan.config import DTYPES, NOISES, RunConfig, load_config
-from wan.errors import ConfigError, UserError, did_you_mean, one_line, reason_of, require_text, short_repr
+from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
@@ -440,42 +440,10 @@ def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
     return slugs
 
 
-# --- --cache_policy and --prompt_schedule: files and names -> settings of a config
-FOLDER = Path("configs/policies")  # the published settings of every policy
-
-
-def policy_settings(name: str, folder: Path = FOLDER) -> dict[Any, Any]:
-    """Read the settings of a policy: a YAML file, one of configs/policies by its stem, or a policy's name.
-
-    FIELD=VALUE may follow: window,window=9,sink=3. folder is configs/policies, where the working folder is
-    not the project's.
-    """
-    for path in (Path(name), folder.parents[1] / name, folder / f"{name}.yaml"):
-        if isfile(path):  # False for a name that is too long, where Path.is_file raises
-            return read_yaml(path)
-    from wan.policies import POLICIES
-
-    first, *pairs = name.split(",")
-    if not pairs:
-        if name in POLICIES:
-            return {"name": name}
-        said = did_you_mean(name, {path.stem for path in folder.glob("*.yaml")} | {*POLICIES})
-        raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{said}")
-    settings = policy_settings(first, folder)
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not (key and equals and text):
-            raise ConfigError(f"cache_policy: {short_repr(pair)} in {short_repr(name)} is not FIELD=VALUE")
-        try:
-            settings[key] = json.loads(text)  # true, false, a number
-        except ValueError:
-            settings[key] = text
-    return settings
-
-
+# --- --config_path and --prompt_schedule: names and files -> settings of a config
 def config_file(name: str) -> str:
     """Return the path of a config: itself, or of configs/ by its stem, such as wan_mini."""
-    named = FOLDER.parent / f"{name}.yaml"
+    named = Path("configs", f"{name}.yaml")
     return str(named) if not isfile(name) and isfile(named) else name
 
 

@@ -27,7 +27,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from experiments.caches.files import RunError, StoppedError, replacing
-from experiments.running.progress import Progress, memory_bytes
+from experiments.extraction.rollout import memory_bytes
+from experiments.running.progress import Progress
 from experiments.running.ranks import cores, this_rank
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml

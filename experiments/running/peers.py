@@ -9,11 +9,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 
 from experiments.caches.files import RunError
-from experiments.extraction import causal
-from experiments.extraction.cache_builders import Extraction
+from experiments.extraction.cache_builders import Run
 from experiments.extraction.devices import choose_device
 from experiments.extraction.rollout import RunObserver
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank
+from experiments.session import Session, load
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 from wan.wings import parallel
@@ -36,13 +36,15 @@ class Group:
             ends.append(other.sentinel)
         # this process may wait for the other one in NCCL; the engine gives the item to another worker
         threading.Thread(target=lambda: wait(ends) and os._exit(1), daemon=True).start()
-        self.loaded = _load(own, 0, config, requests, observer)
+        self.session = _load(own, 0, config, requests, observer)
 
-    def extract(self, config: RunConfig, observer: RunObserver) -> Extraction:
+    def extract(self, config: RunConfig, observer: RunObserver) -> Run:
         """Roll out a config of the same model, all together."""
         for other in self.others:
             other.send(config)
-        return causal.extract_next(self.loaded, on_own_device(config, this_rank()), self.requests, observer)
+        return self.session.generate(
+            config=on_own_device(config, this_rank()), requests=self.requests, observer=observer
+        )
 
 
 def _load(
@@ -51,12 +53,12 @@ def _load(
     config: RunConfig,
     requests: Sequence[CaptureRequest],
     observer: RunObserver,
-) -> causal.LoadedModel:
+) -> Session:
     os.environ.update(own, RANK=str(number), LOCAL_RANK=str(number))
     config = on_own_device(config, this_rank())
     if parallel.joined() is None:
         parallel.join(choose_device(config.device))
-    return causal.prepare(config, requests, observer=observer, replays=True)
+    return load(config).prepare(requests, observer=observer, replays=True)
 
 
 def follow(
@@ -68,9 +70,9 @@ def follow(
 ) -> None:
     """Roll out what the first process sends, until it ends."""
     exit_with_parent(os.getppid())
-    loaded = _load(own, number, config, requests, RunObserver())
+    session = _load(own, number, config, requests, RunObserver())
     with suppress(EOFError):
         while True:
             config = on_own_device(pipe.recv(), this_rank())
             with suppress(RunError):  # the first process says it
-                causal.extract_next(loaded, config, requests, RunObserver())
+                session.generate(config=config, requests=requests)

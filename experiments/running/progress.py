@@ -4,7 +4,6 @@ import argparse
 import errno
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 
@@ -35,8 +34,7 @@ class Progress(RunObserver):
     item: "Progress | None" = None  # of an item among many, which has a log of its own
 
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
-        self.quiet, self.start = quiet, time.monotonic()
-        self.rollout_start = self.start
+        super().__init__(quiet)
         self._log = open_log(log_file) if log_file else None
 
     def __enter__(self) -> Self:
@@ -50,9 +48,8 @@ class Progress(RunObserver):
         if self._log:
             self._log.close()
 
-    def log(self, event: str, **values) -> None:
-        if event == "rollout":
-            self.rollout_start, self.generating = time.monotonic(), True
+    def log(self, event: str, **values: Any) -> None:
+        super().log(event)
         if self.item:
             self.item.log(event, **values)
         if self._log:
@@ -63,24 +60,6 @@ class Progress(RunObserver):
             except OSError as error:  # a full disk must not end a rollout
                 self.print(f"the log ends here: {error.strerror or error}")
                 self._log = None
-
-    def print(self, line: str) -> None:
-        if not self.quiet:
-            with suppress(OSError, ValueError):  # nor must a terminal that is gone
-                print(line, file=sys.stderr, flush=True)
-
-    def block(self, block: int, frames: range, num_blocks: int) -> None:
-        self._advance("block", block, num_blocks, f"frames {frames.start}-{frames[-1]}")
-
-    def step(self, step: int, timestep: float, num_steps: int) -> None:
-        self._advance("step", step, num_steps, f"t = {timestep:g}", every=-(-num_steps // 10))
-
-    def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
-        passed = time.monotonic() - self.rollout_start
-        left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
-        if (index + 1) % every == 0 or index + 1 == count:
-            self.print(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
-        self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
 
 
 def open_log(path: str | Path) -> TextIO:
@@ -126,18 +105,6 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def memory_bytes() -> dict[str, int]:
-    """Return the peak memory of the process, and of the GPU where one is in use, in bytes."""
-    host = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    return host | ({"gpu_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {})
-
-
-def memory() -> str:
-    """Return the peak memory in words, of the GPU where one is in use."""
-    name, nbytes = list(memory_bytes().items())[-1]
-    return f"{nbytes / 2**30:.1f} GiB {'GPU' if name == 'gpu_bytes' else 'memory'}"
 
 
 def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:

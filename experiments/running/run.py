@@ -17,20 +17,21 @@ import torch
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.store import peek
-from experiments.extraction import causal, devices
-from experiments.extraction.cache_builders import Extraction
+from experiments.extraction import devices
+from experiments.extraction.cache_builders import Run
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-from experiments.extraction.rollout import RunObserver
+from experiments.extraction.rollout import RunObserver, memory
 from experiments.running.cli import EXPLAINED, fail, videos_of
 from experiments.running.locks import claimed
-from experiments.running.progress import check_outputs, memory, observed, partial_name
+from experiments.running.progress import check_outputs, observed, partial_name
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
+from experiments.session import load
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
 
-BuildCache = Callable[[Extraction], dict[str, Any]]
+BuildCache = Callable[[Run], dict[str, Any]]
 
 
 def make_caches(
@@ -47,8 +48,9 @@ def make_caches(
     nbytes = estimate_bytes(config, requests) // len(outputs)
     what = f"{len(config.block_sizes)} blocks of {config.num_frames} frames"
 
-    def make(watch: RunObserver) -> Extraction:
-        return causal.extract(config, requests, watch, decodes)
+    def make(watch: RunObserver) -> Run:
+        session = load(config).prepare(requests, observer=watch, decodes=decodes)
+        return session.generate(requests=requests, observer=watch)
 
     make_outputs(args, config, outputs, nbytes, make, what)
 
@@ -58,7 +60,7 @@ def make_outputs(
     config: RunConfig,
     outputs: Mapping[str, BuildCache],
     nbytes: int,
-    make: Callable[[RunObserver], Extraction],
+    make: Callable[[RunObserver], Run],
     what: str,
     unit: str = "block",
 ) -> None:
@@ -105,7 +107,7 @@ def video_of(
 
 
 def save(
-    args: argparse.Namespace, result: Extraction, outputs: Mapping[str, BuildCache], watch: RunObserver
+    args: argparse.Namespace, result: Run, outputs: Mapping[str, BuildCache], watch: RunObserver
 ) -> None:
     """Write a rollout's caches, each built by its function, and the video of a rollout that was not stopped.
 
@@ -130,7 +132,7 @@ def save(
                 f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
             )
         if watch.video is not None and not result.stopped:
-            watch.video.save(result)
+            watch.video.save(result.latents, result.common["fingerprint"])
             lines.append(f"{watch.video.path}: the generated video")
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error

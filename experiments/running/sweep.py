@@ -15,7 +15,6 @@ from typing import Any
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, mp4_tag, replacing, require_same
 from experiments.caches.store import peek
-from experiments.extraction import causal
 from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
@@ -26,6 +25,7 @@ from experiments.running.engine import Results, called, crew_of, kept, work_thro
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, check_outputs, deterministic, observed
 from experiments.running.run import BuildCache, save, video_of
+from experiments.session import load
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -125,8 +125,9 @@ class Sweep:
 
             return peers.Group(config, self.requests, watch).extract
         decodes = "" if self.args.save_video is None else SAVE_VIDEO
-        loaded = causal.prepare(config, self.requests, self.prompts, watch, replays=True, decodes=decodes)
-        return lambda config, watch: causal.extract_next(loaded, config, self.requests, watch)
+        session = load(config)
+        session.prepare(self.requests, self.prompts, watch, replays=True, decodes=decodes)
+        return lambda config, watch: session.generate(config=config, requests=self.requests, observer=watch)
 
     def record(self, name: str, run: Run) -> None:
         """Record that the cache of a run is whole."""

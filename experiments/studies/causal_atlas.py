@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from experiments.caches import save_cache
-from experiments.extraction import causal
-from experiments.extraction.causal import LoadedModel, reference_means
 from experiments.extraction.provenance import check_sources, fingerprint, identity
-from experiments.extraction.rollout import RunObserver
+from experiments.extraction.rollout import RunObserver, memory
 from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed
-from experiments.running.progress import Progress, check_outputs, memory, observed
+from experiments.running.progress import Progress, check_outputs, observed
+from experiments.session import MeanRuns, Session, load, reference_means
 from experiments.studies.runs import FLOOR_BIAS, FLOOR_NOISE, SEED_STEP, Runs, distance, measures_of_pass
 from wan.blocks import block_ranges
 from wan.config import RunConfig
@@ -144,7 +143,7 @@ class Study:
     edit: Edit
     each: str
     configs: Sequence[RunConfig]
-    session: LoadedModel
+    session: Session
 
     def __post_init__(self) -> None:
         edit, each = self.edit, self.each
@@ -298,7 +297,7 @@ def prepared(
     """Return the study of an edit, with a model that is loaded here; it leaves a worker without that."""
     prompts = list(dict.fromkeys(config.prompt for config in configs))
     session = kept(
-        "model", fingerprint(identity(configs[0])), lambda: causal.prepare(configs[0], [], prompts, watch)
+        "model", fingerprint(identity(configs[0])), lambda: load(configs[0]).prepare((), prompts, watch)
     )
     session.pipeline.plan(configs[0].num_frames).check([edit])
     study = Study(folder, edit, each, configs, session)
@@ -306,11 +305,11 @@ def prepared(
     return study
 
 
-class Means(causal.MeanRuns):
+class Means(MeanRuns):
     """The runs of a reference set, made by workers, and put together once."""
 
     def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
-        causal.MeanRuns(self.loaded.here(kept), self.config, self.sites).make(name, config, watch)
+        MeanRuns(self.session.here(kept), self.config, self.sites).make(name, config, watch)
 
     def begun(self) -> "Means":
         assert self.made_of  # by the device here
@@ -347,7 +346,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
 
 # --- Frame 0 removed from a head's view, beside what that head attends to
 def first_frame_study(
-    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: LoadedModel, folder: Path
+    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: Session, folder: Path
 ) -> Study:
     """Return the causal atlas of frame 0: runs of all captions with their first seed, then with the next."""
     configs = [

@@ -10,7 +10,7 @@ import torch
 from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from experiments.extraction import causal
+from experiments.session import load
 from wan.blocks import block_frames
 from wan.config import RunConfig
 
@@ -64,7 +64,7 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     Means over tokens of all passes of queries before RoPE, as complex pairs of dims, and of their moduli.
     """
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
-    session = causal.prepare(config, [])
+    session = load(config).prepare()
     sums: dict[int, Any] = {}
 
     def add(layer: int, norm: Any, module: Any, given: Any, projected: torch.Tensor) -> None:

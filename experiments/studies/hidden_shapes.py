@@ -20,13 +20,13 @@ import numpy as np
 
 from experiments.analysis.drift import FPS, hue_kept, sharpness_change
 from experiments.analysis.effects import BACK
-from experiments.extraction.causal import LoadedModel
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
 from experiments.miniature.moving_shapes import KINDS, Scene
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Crew, Results, kept, work_through
 from experiments.running.progress import Progress
+from experiments.session import Session
 from experiments.studies.runs import (
     MASS_PAST,
     PAST,
@@ -115,7 +115,7 @@ class Trials:
 
     scenes: NumberedScenes
     config: RunConfig
-    session: LoadedModel
+    session: Session
     folder: Path
     judges: int = 1  # processes that judge videos
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from experiments.analysis import stats
 from experiments.caches import save_cache
 from experiments.caches.files import replacing, require_ffmpeg, require_same
-from experiments.extraction import causal
-from experiments.extraction.causal import edited
 from experiments.extraction.provenance import check_sources, fingerprint, video_tag
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, observed
+from experiments.session import Session, edited, load
 from experiments.studies.runs import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
@@ -41,7 +40,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         if videos and not args.dry_run:
             require_ffmpeg("leave the video out by --no_video")
         check_sources(edits, config)
-        session = causal.prepare(plain, [], observer=watch, decodes="this script")
+        session = load(plain).prepare(observer=watch, decodes="this script")
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
         for edit in edits:
@@ -56,7 +55,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         pixels = [vae.decode(latents[None])[0].float().cpu() for latents in both]  # [frames, 3, H, W] in 0..1
         without, changed = (video.numpy() for video in pixels)
         cache = {
-            **session.common,
+            **session.common(plain),
             "format": "effects",
             "prompt": config.prompt,
             "seed": config.seed,
@@ -80,7 +79,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
 
 
-def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) -> tuple[Tensor, Tensor]:
+def base_runs(path: str | None, session: Session, config: RunConfig) -> tuple[Tensor, Tensor]:
     """Return latents of the unedited run and of another seed, kept in a file where path names one."""
     made_of = fingerprint(session.identity(config))
     if path and Path(path).exists():
@@ -99,7 +98,7 @@ def base_runs(path: str | None, session: causal.LoadedModel, config: RunConfig) 
 
 
 def measure(
-    session: causal.LoadedModel, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
+    session: Session, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
 ) -> dict[str, Tensor]:
     """Return the tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
     plan, nothing = session.pipeline.plan(config.num_frames), torch.full((config.num_frames,), torch.nan)

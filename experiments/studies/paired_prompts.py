@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from experiments.extraction.causal import LoadedModel, pipeline_of
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
 from experiments.running.engine import Results, kept
+from experiments.session import Session, pipeline_of
 from experiments.studies.runs import Batch, Head, knockouts, outside
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -80,7 +80,7 @@ class PairedRuns:
     """A batch of pairs: noise, texts, and rollouts of either caption."""
 
     config: RunConfig
-    session: LoadedModel
+    session: Session
     pairs: Sequence[Pair]
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class HeadEffects:
     """Effects of all heads in the last block of pairs (the engine's Work)."""
 
     config: RunConfig
-    session: LoadedModel
+    session: Session
     folder: Path
     window: int
     sink: int
@@ -170,7 +170,7 @@ def budget_rows(effects: np.ndarray, budget: float, window: int, sink: int, fram
     ]
 
 
-def tried(config: RunConfig, session: LoadedModel, pair: Pair, path: str) -> dict[str, float]:
+def tried(config: RunConfig, session: Session, pair: Pair, path: str) -> dict[str, float]:
     """Roll out a pair's first run with the whole past and with the budget -> seconds, and their distance."""
     session, found, latents = session.here(kept), {}, []
     for name, settings in {"without": None, "with budget": {"name": "head_budget", "file": path}}.items():

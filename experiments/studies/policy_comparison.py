@@ -23,26 +23,26 @@ from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
 from experiments.caches.files import mp4_tag, replacing, require_writable
-from experiments.extraction import causal
-from experiments.extraction.causal import LoadedModel, pipeline_of, seeded_noise
 from experiments.extraction.devices import choose_dtype, threads_for
 from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.provenance import environment, fingerprint, identity, vae_files
-from experiments.extraction.rollout import RunObserver, capturing
+from experiments.extraction.rollout import RunObserver, capturing, memory
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
 from experiments.running.engine import Results, called, crew_of, kept, work_through
 from experiments.running.locks import claimed
-from experiments.running.progress import check_outputs, deterministic, memory, observed
+from experiments.running.progress import check_outputs, deterministic, observed
 from experiments.running.ranks import workers_of
+from experiments.session import Session, load, pipeline_of
 from experiments.studies.policy_findings import FULL, NAMED
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
+from wan.noise import seeded_noise
 from wan.policies import read_policy
 from wan.vae import VAE
 
@@ -137,7 +137,7 @@ class Comparison:
     videos: int = 0  # prompts whose first seed is written as an mp4
     controls: Sequence[str] = CONTROLS
     capture: BlockCapture = field(default_factory=BlockCapture)  # of attention, in attention/NAME
-    session: LoadedModel | None = None
+    session: Session | None = None
     judges: int | None = None  # processes that measure videos
     vae_dtype: str = "float32"
     deterministic: bool = False
@@ -227,7 +227,7 @@ class Comparison:
             future.result()
 
     def _rolled_out(
-        self, session: LoadedModel, vae: VAE, items: Sequence[Item], num_frames: int | None = None
+        self, session: Session, vae: VAE, items: Sequence[Item], num_frames: int | None = None
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Make videos uint8 [T, H, W, 3] of a policy or a control; return them and their cost."""
         first, control = items[0].config, items[0].settings.get("control")
@@ -275,9 +275,7 @@ class Comparison:
             held = pipeline.cache_bytes // len(items)
         return list(pixels), cost | {"batch": len(items), "cache_bytes": held}
 
-    def _control(
-        self, session: LoadedModel, vae: VAE, control: str, items: Sequence[Item]
-    ) -> list[np.ndarray]:
+    def _control(self, session: Session, vae: VAE, control: str, items: Sequence[Item]) -> list[np.ndarray]:
         """Return the first frame for ever, or the scenes as rendered, or those after the VAE."""
         first = items[0].config
         length = 1 + VIDEO_FRAMES_PER_LATENT * (first.num_frames - 1)
@@ -350,11 +348,11 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
 def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None = None) -> Comparison:
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
-    load = partial(causal.prepare, first, [], prompts, watch, decodes="the comparison")
-    return with_session(kept("model", fingerprint(identity(first)), load), planned, batch)
+    prepare = partial(load(first).prepare, (), prompts, watch, decodes="the comparison")
+    return with_session(kept("model", fingerprint(identity(first)), prepare), planned, batch)
 
 
-def with_session(session: LoadedModel, planned: Comparison, batch: int | None) -> Comparison:
+def with_session(session: Session, planned: Comparison, batch: int | None) -> Comparison:
     """Return the plan with the weights and files that a session has read."""
     plain = replace(planned.runs[0], prompt="", seed=0)
     return replace(

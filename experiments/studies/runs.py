@@ -11,12 +11,13 @@ from torch import Tensor
 
 from experiments.analysis.first_frame import context_cells, first_frame_effect, sign_rate
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
-from experiments.extraction.causal import LoadedModel, draw_noise
 from experiments.extraction.devices import threads_for
+from experiments.session import Session
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.interventions import HeadOutputs, Knockout, record_head_outputs
+from wan.noise import draw_noise
 
 ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
 FLOOR_NOISE = 1e-6  # added to the noise, in float32
@@ -32,7 +33,7 @@ Dropped = Callable[[range], Iterable[int]]  # the frames of a block -> frames of
 class Batch:
     """Rollouts of one model that differ in prompt and seed, made together."""
 
-    session: LoadedModel
+    session: Session
     configs: Sequence[RunConfig]
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tm
     def prepare(*given, **more):
         raise CacheError("this far")
 
-    monkeypatch.setattr("experiments.extraction.causal.prepare", prepare)
+    monkeypatch.setattr("experiments.session.Session.prepare", prepare)
     (tmp_path / "edits.yaml").write_text("- {edit: knockout, frames: first, passes: denoise}")
     flags = ["--config_path", "configs/wan_mini.yaml", "--interventions", str(tmp_path / "edits.yaml")]
     flags += ["--output_path", str(tmp_path / "effects.pt"), "--quiet"]

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from experiments import run_rollout
 from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
-from experiments.extraction import causal, long_rollout, video
+from experiments.extraction import long_rollout, video
 from experiments.extraction.long_rollout import BlockCapture, GrowingVideo, LatentFile, path_of, read_blocks
 from experiments.extraction.rollout import RunObserver
+from experiments.session import pipeline_of
 from wan.blocks import block_ranges
 from wan.errors import ConfigError
 from wan.vae import VAE
@@ -64,7 +65,7 @@ def make(folder, tiny, vae, stop_after=10**9, capture="none", policy=None, step=
     """One call of long_rollout.make_long_video -> its place. A policy that is none are other settings."""
     settings = {"cache_policy": policy} if policy is None or "name" in policy else policy
     config = replace(tiny.config, num_frames=FRAMES, **settings)
-    session = replace(tiny.session, pipeline=causal.pipeline_of(tiny.session.pipeline.model, config))
+    session = tiny.session.replaced(pipeline=pipeline_of(tiny.session.model, config))
     place = long_rollout.LongVideo(folder / "a.mp4")
     latents = LatentFile(place.latents, (FRAMES, 16, 8, 8), session.dtype, str(policy))
     capture = BlockCapture.read(capture, step)

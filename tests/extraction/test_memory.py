@@ -10,7 +10,7 @@ from helpers.forked import refused
 from helpers.policies import POLICIES
 
 from experiments import run_extraction_figure4
-from experiments.extraction import cache_builders, causal, memory
+from experiments.extraction import cache_builders, memory
 from experiments.extraction.memory import GB, Memory, check_memory
 from wan.capture import CaptureRequest
 from wan.checkpoint import VAE_FILE
@@ -118,7 +118,7 @@ def test_a_hint_names_what_makes_it_fit(tmp_path, monkeypatch):
 def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**6)
     for name in ("encode_prompts", "load_pipeline"):
-        monkeypatch.setattr(causal, name, lambda *args: pytest.fail("something was loaded"))
+        monkeypatch.setattr(f"experiments.session.{name}", lambda *args: pytest.fail("something was loaded"))
     flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", tmp_path / "a.pt"]
     refused(run_extraction_figure4, flags, capfd, "wan-mini needs .*MB of host memory while rolling out")
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders as builders
-from experiments.extraction import causal, memory
+from experiments.extraction import memory
 from experiments.extraction.memory import check_requests
 from wan.blocks import visible_frames
 from wan.errors import ConfigError
@@ -39,7 +39,7 @@ def extract(tiny, settings, *asked, **more):
     """Roll out under a policy; each of asked makes requests of the config, with more fields."""
     config = replace(tiny.config, cache_policy=settings, num_frames=15, layer_indices=[0, 1], **more)
     requests = [request for make in asked for request in make(config)]
-    return causal.extract_next(tiny.session.with_weights(config), config, requests)
+    return tiny.session.with_weights(config).generate(requests=requests)
 
 
 def atlas_of(config):
@@ -161,7 +161,7 @@ def made_maps(tiny, places=PLACES, edits=(), steps=None, **more):
     session = tiny.session.with_weights(config)
     with intervene(*edits) if edits else nullcontext():
         requests = [*asked, *builders.inference_requests(config, is_logits=True)]
-        run = causal.extract_next(session, config, requests)
+        run = session.generate(requests=requests)
     maps = [call for call in run.records if "token_logits" not in call.values]
     tokens = [call for call in run.records if "token_logits" in call.values]
     whole = builders.inference_cache(replace(run, records=tokens))

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments import session as sessions
 from experiments.caches.files import CacheError, require_same
-from experiments.extraction import causal, devices, provenance
+from experiments.extraction import devices, provenance
 from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.intervention_job import base_runs
@@ -133,7 +134,7 @@ def session_of(config, weights="0"):
     sha256, asked = Future(), []
     sha256.set_result(weights)
     found = SimpleNamespace(sha256=sha256, asked=asked, device=torch.device("cpu"), model_config=SIZES)
-    found.identity = lambda *given, **more: causal.LoadedModel.identity(found, *given, **more)
+    found.identity = lambda *given, **more: sessions.Session.identity(found, *given, **more)
     found.rollout = lambda one: asked.append((one.prompt, one.seed)) or torch.zeros(1)
     return found
 
@@ -164,33 +165,33 @@ def test_another_input_is_another_name(name_of, config, tmp_path):
 
 
 def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(causal, "MEANS", tmp_path)
-    monkeypatch.setattr(causal, "_read_means", lambda path, sizes, made_of: {"made_of": made_of})
+    monkeypatch.setattr(sessions, "MEANS", tmp_path)
+    monkeypatch.setattr(sessions, "_read_means", lambda path, sizes, made_of: {"made_of": made_of})
     few, session = replace(config, reference_prompts=["a", "b"]), session_of(config)
-    causal.reference_means(session, few)
+    sessions.reference_means(session, few)
     assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    runs = causal.MeanRuns(session, few, ["z"])
+    runs = sessions.MeanRuns(session, few, ["z"])
     assert torch.load(runs.path, weights_only=True)["fingerprint"] == runs.made_of
-    causal.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
+    sessions.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
     assert len(session.asked) == 4  # they are made once
-    runs = causal.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
+    runs = sessions.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
     for name, one in runs.items.items():
-        runs.make(name, one, causal.RunObserver())
+        runs.make(name, one, sessions.RunObserver())
     assert all(runs.is_done(name, one) for name, one in runs.items.items()) and len(session.asked) == 8
-    causal.reference_means(session, few, None, ["resid_post"])
+    sessions.reference_means(session, few, None, ["resid_post"])
     assert len(session.asked) == 8 and runs.path.is_file() and not runs.part("run_0").exists()
     for other in ({"reference_prompts": ["a"]}, {"timestep_shift": 4.0}):
         before = len(session.asked)
-        causal.reference_means(session, replace(few, **other))
+        sessions.reference_means(session, replace(few, **other))
         assert len(session.asked) > before
 
 
 def test_means_of_another_run_under_this_ones_name_are_refused(tmp_path):
     path, sizes = tmp_path / "means.pt", SimpleNamespace(num_heads=12, head_dim=8)
     torch.save({"self|0|0|cond": torch.zeros(3, 12, 8), "fingerprint": "ab"}, path)
-    assert [*causal._read_means(path, sizes)] == [*causal._read_means(path, sizes, "ab")]  # a named file
+    assert [*sessions._read_means(path, sizes)] == [*sessions._read_means(path, sizes, "ab")]  # a named file
     torch.save({"self|0|0|cond": torch.zeros(3, 8, 12)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="holds no means"):
-        causal._read_means(tmp_path / "other.pt", sizes)
+        sessions._read_means(tmp_path / "other.pt", sizes)
     with pytest.raises(CacheError, match=r"means.pt belongs to another run .*; remove it"):
-        causal._read_means(path, sizes, "cd")
+        sessions._read_means(path, sizes, "cd")

@@ -20,11 +20,12 @@ from experiments import (
     run_extraction_each,
     run_extraction_figure4,
 )
+from experiments import session as sessions
 from experiments.analysis import agreement
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
-from experiments.extraction import causal, project_files, rollout
+from experiments.extraction import project_files, rollout
 from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE
 from wan.blocks import later_block
 from wan.capture import CapturedCall, CaptureRequest, Pass, Site
@@ -239,14 +240,14 @@ def test_the_borders_of_a_models_check_separate_what_was_measured():
 # --- Numbers that cannot be right stop a run, and the message says where
 @pytest.mark.slow
 def test_latents_that_are_not_finite_stop_the_run(tiny, tmp_path, monkeypatch, capfd):
-    original = causal.load_pipeline
+    original = sessions.load_pipeline
 
     def broken(*args):
         pipeline = original(*args)
         pipeline.model.blocks[1].self_attn.q.bias.fill_(float("nan"))
         return pipeline
 
-    monkeypatch.setattr(causal, "load_pipeline", broken)
+    monkeypatch.setattr(sessions, "load_pipeline", broken)
     flags = ["--config_path", tiny.path, "--output_path", tmp_path / "out.pt"]
     said = "block 0: the latents are not finite, nor is the weight .*"
     said += "blocks.1.self_attn.q.bias: get the file of the weights again$"
@@ -290,7 +291,7 @@ def test_captured_numbers_that_cannot_be_right_and_those_that_can():
 
 
 def test_looking_changes_no_bit_of_the_latents(tiny):
-    looked = causal.extract_next(tiny.session, tiny.config, [CaptureRequest(granularity="frame")])
+    looked = tiny.session.generate(requests=[CaptureRequest(granularity="frame")])
     assert torch.equal(looked.latents, tiny.session.rollout(tiny.config))
 
 
@@ -303,10 +304,10 @@ def test_weights_leave_the_device_for_the_encoder(monkeypatch):
         done.append(f"encoded {len(prompts)}")
         return dict.fromkeys(prompts)
 
-    monkeypatch.setattr(causal, "choose_device", lambda *given: torch.device("meta"))
-    monkeypatch.setattr(causal, "load_pipeline", lambda *given: pipeline)
-    monkeypatch.setattr(causal, "encode_prompts", encode)
+    monkeypatch.setattr(sessions, "choose_device", lambda *given: torch.device("meta"))
+    monkeypatch.setattr(sessions, "load_pipeline", lambda *given: pipeline)
+    monkeypatch.setattr(sessions, "encode_prompts", encode)
     prompts = [str(i) for i in range(PROMPTS_AT_ONCE + 1)]
-    loaded = causal.prepare(config, [], prompts)
+    loaded = sessions.load(config).prepare((), prompts)
     loaded.texts[prompts[-1]]
     assert done == [f"encoded {PROMPTS_AT_ONCE}", "cpu", "encoded 1", "meta"]

@@ -22,7 +22,7 @@ from experiments.analysis.video_maps import open_map
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from experiments.extraction.causal import policy_atlas
+from experiments.captured import policy_atlas
 from experiments.figures.html_page import pooled, save_page
 
 FOUND = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -16,7 +16,7 @@ def tiny(tmp_path_factory, request) -> SimpleNamespace:
     """Its path, config (three blocks, two steps and the clean pass) and session."""
     from diffusers import AutoencoderKLWan
 
-    from experiments.extraction import causal
+    from experiments.session import load
     from helpers.checkpoints import write_transformer
     from wan.config import ModelConfig, load_config
     from wan.model import CausalWanModel
@@ -33,4 +33,4 @@ def tiny(tmp_path_factory, request) -> SimpleNamespace:
     settings |= {"denoising_step_list": [1000, 500], "layer_indices": [1], "layer_index": 1, "device": "cpu"}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     config = load_config(str(folder / "tiny.yaml"))
-    return SimpleNamespace(path=f"{folder}/tiny.yaml", config=config, session=causal.prepare(config, []))
+    return SimpleNamespace(path=f"{folder}/tiny.yaml", config=config, session=load(config).prepare())

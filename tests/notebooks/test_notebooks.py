@@ -43,7 +43,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import SCHEMA_VERSION
 from experiments.caches.store import layer_from_atlas
-from experiments.extraction.causal import policy_atlas
+from experiments.captured import policy_atlas
 from experiments.figures import style
 from experiments.figures.folder import save_contact_sheet
 from experiments.running import cli

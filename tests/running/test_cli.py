@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from experiments import run_extraction_each
 from experiments.caches import load_cache
-from experiments.extraction import causal
 from experiments.running import cli
 from wan.config import load_config
 
@@ -192,10 +191,10 @@ def test_nohup_outlives_its_terminal(tmp_path, tiny, monkeypatch):
 
 
 def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, monkeypatch, tiny):
-    def surprise(*args):
+    def surprise(*args, **kwargs):
         raise ZeroDivisionError("first\nsecond \x1b[31m")
 
-    monkeypatch.setattr(causal, "extract", surprise)
+    monkeypatch.setattr("experiments.session.Session.generate", surprise)
     log = tmp_path / "log"
     argv = ["--config_path", tiny.path, "--output_path", str(tmp_path / "a.pt"), "--log_file", str(log)]
     done = forked(exit_code(lambda: cli.main(run_extraction_each.run, argv)))

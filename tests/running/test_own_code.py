@@ -20,6 +20,7 @@ from experiments.caches import load_cache
 from experiments.caches.activations import Activations
 from experiments.caches.files import CacheError
 from experiments.running import cli
+from experiments.session import CAPTURES
 from wan.errors import ConfigError
 from wan.files import read_yaml
 from wan.interventions import Ablate, Patch, Source
@@ -48,8 +49,8 @@ def test_what_a_rollout_takes_anew_is_honoured(pipe, monkeypatch):
     switched = pipe.generate("a red circle")
     assert torch.equal(switched.latents[:, :3], plain.latents[:, :3])
     assert not torch.equal(switched.latents, plain.latents)
-    loaded, config = pipe._session, switched.extraction.config
-    assert torch.equal(loaded.rollout(config), switched.latents)
+    config = switched.config
+    assert torch.equal(pipe.rollout(config), switched.latents)
     pipe.config.prompt_schedule.clear()
     assert torch.equal(pipe.generate("a red circle").latents, plain.latents)
     pipe.config.denoising_step_list.append(0)  # in place
@@ -150,7 +151,9 @@ def test_a_capture_inside_a_capture_is_refused(pipe, tiny):
     with capture(pipe, [0]), pytest.raises(ConfigError, match=said), capture(pipe, [1]):
         pass
     with capture(pipe, [1]) as seen, capture(load(tiny.path), [0]):
-        assert pipe._seen is seen  # one of another pipe is no matter; what was refused left nothing behind
+        assert (
+            CAPTURES.get()[id(pipe)] is seen
+        )  # one of another pipe is no matter; a refused one left nothing
 
 
 def test_a_batch_is_the_runs_alone_and_each_has_its_own_captures(pipe):
@@ -159,13 +162,13 @@ def test_a_batch_is_the_runs_alone_and_each_has_its_own_captures(pipe):
         alone = pipe.generate("a blue square", seed=4)
     for of in (lambda run: run.latents, lambda run: run.activations["mlp_out"].stack()):
         torch.testing.assert_close(of(second), of(alone), atol=1e-4, rtol=0)
-    assert len(seen.runs) == 3 and first.extraction.config.seed == 3
+    assert len(seen.runs) == 3 and first.config.seed == 3
     assert len(pipe.generate("a red circle", seeds=[1, 2])) == 2
     with capture(pipe, layers=[1]):
         of_batch = pipe.generate(["a red circle", "a blue square"], seeds=[3, 4])[1]
     with capture(pipe, layers=[1]):
         expected = pipe.generate("a blue square", seed=4)
-    for one, other in zip(of_batch.extraction.records, expected.extraction.records, strict=True):
+    for one, other in zip(of_batch.records, expected.records, strict=True):
         torch.testing.assert_close(one["frame_mass"], other["frame_mass"], atol=1e-5, rtol=0)
 
 
@@ -209,7 +212,7 @@ def test_an_edit_of_ones_own_is_in_the_record(pipe):
     with intervene(Ablate("zero", layers=[1], passes="all")):
         by_edit = pipe.generate(seed=3)
     assert torch.equal(by_function.latents, by_edit.latents) and not plain.edits
-    (edit,) = by_function.extraction.common["interventions"]["edits"]
+    (edit,) = by_function.common["interventions"]["edits"]
     assert "<lambda>" in edit["function"] and edit["sites"] == ["z"] and edit["layers"] == 1
     both = compare(plain, by_function)
     assert "no edit, seed 3 | Custom(" in repr(both) and both.video.shape == (21, 64, 192, 3)

@@ -25,10 +25,10 @@ from experiments import (
     run_extraction_figure4,
     run_intervention,
 )
+from experiments import session as sessions
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, RunError
 from experiments.caches.view import open_profiles
-from experiments.extraction import causal
 from experiments.running import cli
 from experiments.running.locks import claimed
 from wan.errors import ConfigError
@@ -48,7 +48,7 @@ def beside_the_tiny_model(monkeypatch, tiny):
 @pytest.fixture
 def not_loading(monkeypatch):
     for name in ("load_pipeline", "encode_prompts"):
-        monkeypatch.setattr(causal, name, lambda *args: pytest.fail("it began"))
+        monkeypatch.setattr(sessions, name, lambda *args: pytest.fail("it began"))
 
 
 def extract(path, *flags):
@@ -337,7 +337,7 @@ def test_the_numbers_of_one_process(tmp_path):
 def test_one_process_fails(tmp_path):
     def spoil(rank):
         if rank == 1:
-            causal.load_pipeline = broken
+            sessions.load_pipeline = broken
 
     def broken(*args):
         raise RunError("block 0: not finite")

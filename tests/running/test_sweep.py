@@ -11,9 +11,9 @@ from conftest import ROOT
 from helpers.forked import stopping_after
 
 from experiments import run_extraction_all
+from experiments import session as sessions
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
-from experiments.extraction import causal
 from experiments.running import cli
 from wan.errors import ConfigError
 
@@ -58,8 +58,8 @@ NAMES = [f"{slug}_s{seed}.pt" for slug in ("a-blue-square", "a-red-circle-moving
 @pytest.fixture
 def loads(monkeypatch):
     """One entry a time that weights are loaded."""
-    found, original = [], causal.load_pipeline
-    monkeypatch.setattr(causal, "load_pipeline", lambda *args: found.append(1) or original(*args))
+    found, original = [], sessions.load_pipeline
+    monkeypatch.setattr(sessions, "load_pipeline", lambda *args: found.append(1) or original(*args))
     return found
 
 

@@ -14,7 +14,7 @@ from experiments.analysis.effects import head_correlation
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.benchmarks.reproduce import head_memory, hidden_shapes
 from experiments.caches.files import CacheError
-from experiments.extraction import causal
+from experiments.captured import policy_atlas
 from experiments.running.progress import Progress
 from experiments.studies import causal_atlas, head_classes
 from experiments.studies import hidden_shapes as shapes
@@ -235,7 +235,7 @@ RULES = {"dummy": {0, 1, 2}, "pyramid": {1, -1, 2}, "mass": {0, 1}, "forcing_kv"
 
 
 def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past():
-    atlas = causal.policy_atlas("configs/wan_mini.yaml", {"name": "full"}, 12)
+    atlas = policy_atlas("configs/wan_mini.yaml", {"name": "full"}, 12)
     for rule, labels in RULES.items():
         found = head_classes.classes_of(rule, atlas, num=40)
         assert found.shape == (8, 12) and set(found.flat) <= labels

@@ -10,20 +10,19 @@ import torch
 from experiments import measure_head_effects as script
 from experiments import run_intervention
 from experiments.analysis import published
+from experiments.base_session import BaseSession, as_one_block
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from experiments.extraction import base as bidirectional
-from experiments.extraction import causal
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
-from experiments.extraction.causal import edited
-from experiments.extraction.rollout import RunObserver
+from experiments.session import Session, edited
 from experiments.studies import intervention_job, paired_prompts
 from experiments.studies.paired_prompts import budget_rows, read_pairs
 from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Patch, Source, intervene
+from wan.noise import draw_noise
 
 EDIT = Knockout(frames="first", layers=[1], heads=[0], passes="denoise")
 ANOTHER = "a cyan square moving up over a gray background"
@@ -32,7 +31,7 @@ ANOTHER = "a cyan square moving up over a gray background"
 def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(tiny, tmp_path):
     config, session = tiny.config, tiny.session
     requests = atlas_requests(config, mass=True, key_curve=False, cross=False)
-    run = causal.extract_next(session, replace(config, interventions=[EDIT.to_dict()]), requests)
+    run = session.generate(config=replace(config, interventions=[EDIT.to_dict()]), requests=requests)
     save_cache(tmp_path / "atlas.pt", atlas_cache(run))
     cache = load_cache(tmp_path / "atlas.pt")
     assert cache["interventions"]["edits"] == [EDIT.to_dict()] and len(cache["interventions"]["hash"]) == 16
@@ -44,10 +43,10 @@ def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(tiny, tmp_path):
     assert view.caption.subtitle.endswith(f"edited: {EDIT} ({cache['interventions']['hash']})")
     assert "this run was edited" in published.curves_for(view, published.FOLDER / published.FIGURE4_CSV)[1]
     with intervene(EDIT):  # one's own context is recorded too
-        again = causal.extract_next(session, config, requests)
+        again = session.generate(requests=requests)
     assert again.common["interventions"] == cache["interventions"]
     assert torch.equal(again.latents, run.latents)
-    plain = atlas_cache(causal.extract_next(session, config, requests))
+    plain = atlas_cache(session.generate(requests=requests))
     assert "interventions" not in plain and "attended" not in plain
 
 
@@ -66,7 +65,7 @@ def test_effects_are_what_they_are_called(tiny):
     assert torch.equal(own, distance(base, there)[0].float())  # its past is then edited, for good
     some = intervention_job.measure(session, config, [replace(EDIT, steps=(0,))], base, other)
     assert torch.equal(some["own_block"], own)
-    noise, renoise = causal.draw_noise(config, session.model_config, session.dtype, session.device)
+    noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
     more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
     text, _ = session.texts[config.prompt]
     shaken = session.pipeline.inference(noise + 1e-6 * more, prompt_embeds=text, renoise=renoise)[1]
@@ -84,13 +83,13 @@ def test_a_source_is_the_run_that_it_names(given, tiny, tmp_path, monkeypatch):
         given = given | {"weights": str(tmp_path / "weights.pt")}
         torch.save({"generator_ema": tiny.session.pipeline.model.state_dict()}, given["weights"])
     config, session, source, ran = replace(tiny.config, num_frames=3), tiny.session, Source(**given), []
-    rollout = causal.LoadedModel.rollout
+    rollout = Session.rollout
 
     def seen(self, one, **kwargs):
         ran.append((one.prompt, one.seed, one.checkpoint_path, self.pipeline is session.pipeline))
         return rollout(self, one, **kwargs)
 
-    monkeypatch.setattr(causal.LoadedModel, "rollout", seen)
+    monkeypatch.setattr(Session, "rollout", seen)
     with edited(session, config, [Patch("z", source, layers=[1], steps=[0], passes="denoise")]):
         latents = session.rollout(config)
     other = source.prompt or config.prompt, source.seed, source.weights, source.weights is None
@@ -99,13 +98,13 @@ def test_a_source_is_the_run_that_it_names(given, tiny, tmp_path, monkeypatch):
 
 
 def test_every_ablation_runs_with_what_it_needs(tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr("experiments.extraction.causal.MEANS", tmp_path / "means")
+    monkeypatch.setattr("experiments.session.MEANS", tmp_path / "means")
     session, few = tiny.session, replace(tiny.config, reference_prompts=tiny.config.reference_prompts[:1])
     plain = session.rollout(few)
 
     def latents(edit, config=few):
         config = replace(config, interventions=[edit.to_dict()])
-        return causal.extract_next(replace(session, config=config), config, []).latents
+        return session.replaced(config=config).generate().latents
 
     made, where = [], {"layers": [1], "heads": [1], "passes": "denoise"}
     for how, source in (("zero", None), ("mean", None), ("frame_mean", None), ("resample", Source(seed=3))):
@@ -138,7 +137,7 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,)
     seed = tiny.config.seed + intervention_job.ANOTHER_SEED
     other = tiny.session.rollout(replace(tiny.config, num_frames=6, seed=seed))
-    monkeypatch.setattr(causal.LoadedModel, "rollout", lambda *_: pytest.fail("rolled out again"))
+    monkeypatch.setattr(Session, "rollout", lambda *_: pytest.fail("rolled out again"))
     kept = intervention_job.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
     assert torch.equal(kept[1], other) and torch.equal(kept[0][0], cache["latents_base"])
     assert (tmp_path / "base.pt").read_bytes() == base
@@ -152,8 +151,8 @@ def test_the_base_model_is_edited_by_its_config_too(tiny):
     request = CaptureRequest(layers=[0], steps=[0], granularity="frame")
 
     def sample(some):
-        one = bidirectional.as_one_block(replace(small, interventions=some))
-        return bidirectional.sample(one, request, RunObserver())
+        one = as_one_block(replace(small, interventions=some))
+        return BaseSession(one).generate(requests=[request])
 
     changed, plain = sample(edits), sample([])
     assert not torch.equal(changed.latents, plain.latents)

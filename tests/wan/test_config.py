@@ -7,7 +7,7 @@ from helpers.rollouts import TINY, drawn, tiny_pipeline
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.extraction.causal import pipeline_of
+from experiments.session import pipeline_of
 from wan.blocks import block_ranges, block_sizes
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import MODELS, BaseSampling, RunConfig, load_config

@@ -6,7 +6,8 @@ from helpers.rollouts import TINY, drawn, tiny_pipeline
 
 from experiments.analysis.tables import describe
 from experiments.caches.view import open_profiles
-from experiments.extraction import cache_builders, causal
+from experiments.extraction import cache_builders
+from experiments.session import load
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -138,7 +139,7 @@ ROLLING = {"sampler": "rolling_forcing", "denoising_step_list": [1000, 600, 200]
 def test_an_atlas_holds_what_the_window_saw_and_views_say_which_frames_are_noise_at_which_level():
     config = load_config("configs/wan_mini.yaml", ROLLING)
     requests = cache_builders.atlas_requests(config, mass=True, key_curve=True, cross=True)
-    atlas = cache_builders.atlas_cache(causal.extract(config, requests))
+    atlas = cache_builders.atlas_cache(load(config).generate(requests=requests))
     assert len(atlas["rolling_timesteps"]) == 3
     seen = ~atlas["frame_logits"][0, :, 0].isnan()  # [P, F, F]
     for step in range(3):

@@ -12,7 +12,7 @@ from helpers.rollouts import drawn, require_triton
 
 from experiments import load
 from experiments.caches.files import encode_mp4
-from experiments.extraction.video import SHORTEST_SIDE, decode, dtype_of
+from experiments.extraction.video import SHORTEST_SIDE, dtype_of
 from wan import vae_decoder
 from wan.checkpoint import CheckpointError
 from wan.vae import VAE, VAE_FILE, Preview, StreamedDecoder, load_native_vae
@@ -201,6 +201,6 @@ def test_a_session_shows_it(weights, tmp_path):
         load(mini, preview=tmp_path / "no.pth")
     with contextlib.chdir(ROOT):
         run = load(mini, preview=tmp_path / "taew2_1.pth", num_frames=3, device="cpu").generate(seed=1)
-        videos = decode(run.extraction, run.preview), run.video
+        videos = run.decoded(run.preview), run.video
         seen, whole = (encode_mp4(video.numpy(), shortest=SHORTEST_SIDE) for video in videos)
         assert run.show().data == seen != whole

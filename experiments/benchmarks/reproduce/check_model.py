@@ -23,8 +23,8 @@ from experiments.analysis.rope_waves import fitted_frequencies, temporal_frequen
 from experiments.benchmarks.harness import fill_, finding_parser, save_finding
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
-from experiments.extraction import causal
 from experiments.running.cli import main
+from experiments.session import load, load_pipeline, pipeline_of
 from experiments.studies.runs import Batch, frame_matrices
 from wan import keys as rope
 from wan.config import RunConfig, load_config
@@ -87,7 +87,7 @@ def of_published() -> dict[str, Any]:
 
 def of_miniature(config: RunConfig) -> dict[str, Any]:
     """Compare right, other and wrong videos of the miniature with its own, a row each."""
-    loaded = causal.prepare(config, [], PROMPTS)
+    loaded = load(config).prepare((), PROMPTS)
     sizes, last, right_model = loaded.model_config, config.block_sizes[-1], loaded.pipeline.model
     frequencies = temporal_frequencies(sizes.head_dim)
     frequencies = frequencies[2 * np.pi / frequencies <= config.num_frames - last]
@@ -97,14 +97,14 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
         found = []
         for prompt in PROMPTS:
             own = replace(config, prompt=prompt, **settings)
-            session = replace(loaded, pipeline=causal.pipeline_of(model, own), dtype=model.dtype)
+            session = loaded.replaced(pipeline=pipeline_of(model, own), dtype=model.dtype)
             alone = Batch(session, [own])
             alone.text = alone.text.to(model.dtype) * text_scale
             found.append(frame_matrices(alone, step)[0][0])
         return np.stack(found)
 
     def model_of(config: RunConfig, dtype: torch.dtype = loaded.dtype) -> Any:
-        return causal.load_pipeline(config, sizes, dtype, loaded.device).model
+        return load_pipeline(config, sizes, dtype, loaded.device).model
 
     right = logits()
 

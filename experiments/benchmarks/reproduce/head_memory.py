@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from experiments.analysis.effects import ALL, CEILINGS, EACH, budget_panels
 from experiments.analysis.stats import nested_bootstrap, partial_spearman, rounded, spearman
 from experiments.benchmarks.harness import finding_parser, miniature_config, save_report
-from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves
 from experiments.figures.style import save_svg
@@ -31,6 +30,7 @@ from experiments.miniature.tracking import EvalPool
 from experiments.running.cli import count, main
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
+from experiments.session import load
 from experiments.studies.hidden_shapes import (
     HALVES,
     MEASURED,
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, HeadMemory]:
             config = miniature_config(argparse.Namespace(**vars(args) | {"ckpt_dir": ckpt_dir}))
             if (name := Path(config.ckpt_dir).name) in studies:
                 raise ConfigError(f"--ckpt_dir: two folders are called {name}; rename one")
-            session = causal.prepare(config, [], texts, watch)
+            session = load(config).prepare((), texts, watch)
             weights = session.sha256.result()
             vae = VAE.from_pretrained(config.ckpt_dir, device=session.device)
             known = heads if weights == ranking["weights_sha256"] else []

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from experiments.analysis.effects import BACK, ORDERS, curves_of, first_frame_report, knockouts_of
 from experiments.analysis.stats import bootstrap, rounded
 from experiments.benchmarks.harness import finding_parser, miniature_config, save_finding
-from experiments.extraction import causal
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.miniature import SHIPPED
@@ -25,6 +24,7 @@ from experiments.running.cli import add_engine_flags, count, main
 from experiments.running.engine import called, crew_of
 from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
+from experiments.session import load
 from experiments.studies import causal_atlas, hidden_shapes
 from experiments.studies.hidden_shapes import QUESTIONS, Design, HiddenShapes, Trials
 from experiments.studies.runs import SEED_STEP
@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         of_frame_0 = hidden_shapes.captions(FIRST_FRAME_CAPTIONS)
         sets = hidden_shapes.captions_behind_a_wall(design)
         walls = [scene.caption for scenes in sets for _, scene in scenes]
-        session = called(crew, causal.prepare, config, [], [*walls, *of_frame_0])
+        session = called(crew, load(config).prepare, (), [*walls, *of_frame_0])
         test, selection = (called(crew, trials_of, one, config, session, args, judges) for one in sets)
         shapes, folder = HiddenShapes(design, selection, test), args.folder / "first_frame"
         removed = causal_atlas.first_frame_study(of_frame_0, args.seeds, config, session, folder)

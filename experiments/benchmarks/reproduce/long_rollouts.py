@@ -24,10 +24,11 @@ from experiments.analysis.long_rollouts import read_strips
 from experiments.analysis.stats import bootstrap, rounded
 from experiments.benchmarks.harness import finding_parser, save_finding, save_report
 from experiments.caches.files import require_ffmpeg
+from experiments.captured import capture
 from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
 from experiments.running.cli import count, main
-from experiments.session import capture, load
+from experiments.session import load
 from experiments.studies.policy_comparison import read_policies
 from experiments.studies.policy_findings import FROM, PRIMARY, TO, findings, short_label
 from wan.errors import ConfigError
@@ -148,7 +149,7 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
                 }
             )
             print(rows[-1])
-    sha256 = seen.runs[0].extraction.common["weights_sha256"]
+    sha256 = seen.runs[0].common["weights_sha256"]
     return {"prompts": args.prompts, "weights_sha256": sha256, "rows": rows}
 
 

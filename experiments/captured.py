@@ -1,0 +1,491 @@
+"""What happens inside a session's videos: activations, attention, edits compared, the x0 lens.
+
+with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lambda z, where: 2 * z):
+    run = session.generate("a red circle moving right over a dark blue background", seed=42)
+seen["resid_post"].stack()
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import psutil
+import torch
+from torch import Tensor
+
+from experiments.caches import load_cache, save_cache
+from experiments.caches.activations import Activations, Place, joined, save_activations
+from experiments.caches.files import CacheError, RunError
+from experiments.caches.formats import AtlasCache
+from experiments.caches.view import Profiles, open_profiles
+from experiments.extraction import memory
+from experiments.extraction.cache_builders import Run, atlas_cache, atlas_requests
+from experiments.extraction.video import decode, write_mp4
+from experiments.session import CAPTURES, Session, load
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
+from wan.capture import CapturedCall, CaptureRequest
+from wan.config import RunConfig
+from wan.errors import ConfigError, did_you_mean, short_repr
+from wan.pipeline import flow_to_x0
+from wan.sites import Activation, ActivationSite, SiteCapture, check_indices, check_site, watched
+from wan.vae import VAE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# others name themselves
+AXES = {"N": "layers", "P": "passes", "H": "heads", "F": "frames", "L": "key tokens"}
+UNITS = {
+    "frame_logits": "mean q·k/√D over the token pairs of a query and a key frame",
+    "frame_mass": "softmax summed over a key frame's tokens, mean over the query frame's; rows sum to 1",
+    "key_curve": "q·k/√D of every key token, mean over the last block's queries",
+    "cross_mass": "softmax of cross-attention on every prompt token, mean over a frame's queries",
+    "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
+    "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
+}
+
+
+# --- Capture
+def as_numbers(name: str, value: Any) -> list[int] | None:
+    """Return a number, or several, as a list; None stays. ConfigError for what is none."""
+    if value is None:
+        return None
+    chosen = [value] if type(value) is int else value
+    fits = isinstance(chosen, Collection) and not isinstance(chosen, str | bytes | Mapping)
+    if not fits or any(type(each) is not int for each in chosen):
+        raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
+    if not chosen:
+        raise ConfigError(f"{name} is empty; name the {name} to capture, or leave it out for every one")
+    return sorted(set(chosen))
+
+
+@contextmanager
+def capture(
+    session: Session, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
+) -> Iterator["Captured"]:
+    """Capture what a session's videos have at some sites (wan.sites.SITES).
+
+    chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
+    where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
+    stream_to is a folder that gets a file a block. Without a site it captures attention, by the fields of
+    attention_requests. Raises ConfigError for what the model does not have or does not fit in memory.
+    """
+    if sites and not isinstance(sites[0], str):  # capture(session, [1, 5]): the layers of an atlas
+        chosen["layers"], sites = sites[0], sites[1:]
+    for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
+        chosen[name] = as_numbers(name, chosen[name])
+    captured = Captured([], None, stream_to)
+    if sites:
+        if isinstance(chosen.get("dtype"), str):
+            chosen["dtype"] = getattr(torch, chosen["dtype"])
+        captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
+        check_capture(session, captured.watcher, stream_to is not None)
+    else:
+        captured.requests = attention_requests(session.config, **chosen)
+        memory.check_requests(session.config, session.model_config, captured.requests)
+    if id(session) in CAPTURES.get():
+        raise ConfigError("this session is captured already; ask one capture for all layers: layers=[0, 1]")
+    token = CAPTURES.set({**CAPTURES.get(), id(session): captured})
+    try:
+        yield captured
+    finally:
+        CAPTURES.reset(token)
+
+
+def attention_requests(
+    config: RunConfig,
+    granularity: Any = "frame",
+    layers: list[int] | None = None,
+    blocks: list[int] | None = None,
+    steps: list[int] | None = None,
+    mass: bool = True,
+    key_curve: bool = False,
+    cross: bool = False,
+    rope_bands: bool = False,
+    query_key_means: bool = False,
+    **of_sites: Any,
+) -> list[CaptureRequest]:
+    """Ask for attention: of granularity "frame" for an atlas, or calls of granularity "key" or "token".
+
+    mass per frame, key_curve (the last block's), cross (of every prompt token), rope_bands, query_key_means
+    (before RoPE).
+    """
+    if of_sites:
+        raise ConfigError(f"{' and '.join(of_sites)} need sites: capture(session, 'z', heads=[0])")
+    if granularity == "frame" and blocks is steps is None:
+        return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
+    try:
+        kinds: Any = ("self", "cross") if cross else ("self",)
+        calls = CaptureRequest(layers, kinds, blocks, steps, granularity, mass=mass, rope_bands=rope_bands)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return [calls]
+
+
+def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None:
+    """Raise ConfigError for what a run does not have, or what does not fit in memory."""
+    config, model = session.config, session.model_config
+    there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
+    for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
+        try:
+            check_indices(name.removesuffix("s"), getattr(watcher, name), count)
+        except ValueError as error:
+            raise ConfigError(f"{config.model}: {error}") from None
+    needed, free = memory.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory().available
+    if watcher.reduce is None and watcher.to == "cpu" and needed > free:
+        raise ConfigError(
+            f"capture of {', '.join(watcher.sites)} keeps {memory.amount(needed)}, and {memory.amount(free)} "
+            "are free: choose layers, blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
+        )
+
+
+def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) -> dict[str, Activations]:
+    """Return what was kept as a table a site, of one item of a batch."""
+    found: dict[str, tuple[list[Place], list[Tensor]]] = {}
+    for one in kept:
+        at, value = one.where, one.value if count == 1 else one.value[item : item + 1].clone()
+        place = Place(at.layer, at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch)
+        places, values = found.setdefault(at.site, ([], []))
+        places.append(place)
+        values.append(value)
+    return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+
+
+class Captured:
+    """What was captured: the runs made in the context, and calls, sites and atlas of the last one.
+
+    >>> with capture(session, "resid_post", layers=[5], steps=[0]) as seen:
+    ...     session.generate("a red circle moving right", seed=42)
+    >>> seen["resid_post"].stack().shape  # [layers, blocks, steps, B, L, dim]
+    [1, 7, 1, 1, 48, 192]
+    >>> with capture(session, layers=[5]) as seen:  # without a site: attention
+    ...     session.generate("a red circle moving right", seed=42)
+    >>> seen.atlas()["frame_mass"].shape  # [layers, passes, heads, frames, frames]
+    [1, 5, 12, 21, 21]
+    """
+
+    def __init__(
+        self, requests: Sequence[CaptureRequest], watcher: SiteCapture | None, folder: str | Path | None
+    ):
+        self.requests, self.watcher = list(requests), watcher
+        self.folder = None if folder is None else Path(folder)
+        self.runs: list[Run] = []
+
+    @contextmanager
+    def watching(self, configs: Sequence[RunConfig]) -> Iterator[list[Activation]]:
+        """Watch a rollout, which writes a file a block where there is a folder."""
+        if self.watcher is None:
+            yield []
+            return
+        watcher, folder = replace(self.watcher, kept=[]), self.folder
+
+        def write(of_block: list[Activation]) -> None:
+            assert folder is not None
+            about = {"prompt": configs[0].prompt, "seed": configs[0].seed}
+            path = folder / f"block_{of_block[0].where.block:03d}.safetensors"
+            save_activations(path, tables(of_block, 0, 1, watcher.reduce is not None), about)
+
+        if folder is not None:
+            watcher.on_block = write
+        with watched(watcher):
+            yield watcher.kept
+        watcher.flush()
+
+    def take(self, runs: Sequence[Run], activations: Sequence[Activation]) -> None:
+        """Keep finished runs of a batch, each with its part of the activations."""
+        is_reduced = self.watcher is not None and self.watcher.reduce is not None
+        for item, run in enumerate(runs):
+            found = tables(activations, item, len(runs), is_reduced)
+            run.activations.update(found)
+            self.runs.append(run)
+
+    @property
+    def calls(self) -> list[CapturedCall]:
+        """The captured calls of the last run: call.site.layer, call.at.step, call.values["frame_logits"]."""
+        return self._last().records
+
+    @property
+    def tables(self) -> dict[str, Activations]:
+        """The last run's activations by site; of a folder all that it holds."""
+        if self.folder is not None:
+            return joined(load_cache(path) for path in sorted(self.folder.glob("block_*.safetensors")))
+        return self._last().activations
+
+    def __getitem__(self, site: str) -> Activations:
+        if site not in (found := self.tables):
+            raise CacheError(f"{site} was not captured{did_you_mean(site, found)}")
+        return found[site]
+
+    def save(self, path: str | Path) -> Path:
+        """Write the activations of the last run, which load_cache reads: a .safetensors."""
+        common = self._last().common
+        about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
+        return save_activations(path, self.tables, about)
+
+    def atlas(self, run: Run | None = None) -> "Atlas":
+        """A run's attention (None: the last one's): what experiments/run_extraction_all.py writes."""
+        return Atlas(atlas_cache(run or self._last()))
+
+    def _last(self) -> Run:
+        if not self.runs:
+            raise RunError("nothing was generated while capturing; call session.generate(...) inside")
+        return self.runs[-1]
+
+    def __repr__(self) -> str:
+        calls = len(self.runs[-1].records) if self.runs else 0
+        kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
+        return f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
+
+
+Seen = Captured  # its name of before, for one release
+
+
+# --- Atlases
+class Atlas(dict[str, Any]):
+    """Attention of one rollout at frame level, by quantity.
+
+    >>> atlas = Atlas.open("cache/atlas.pt")
+    >>> atlas.axes["frame_logits"]
+    ("layers", "passes", "heads", "frames", "frames")
+    >>> atlas["frame_logits"][5, 0, 3]  # of layer 5, pass 0, head 3: [21, 21]
+    >>> atlas.plot(layer=5)
+    """
+
+    def __init__(self, cache: Mapping[str, Any]):
+        super().__init__(cache)
+        self.cache = AtlasCache.from_dict(cache)
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise CacheError(f"{name} is not in this atlas; it has {', '.join(self.units)}")
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Atlas":
+        """An atlas from its file. Raises CacheError for any other file."""
+        return cls(load_cache(path, expect=("atlas",)))
+
+    @property
+    def units(self) -> dict[str, str]:
+        """What each quantity is, by its name."""
+        return {name: unit for name, unit in UNITS.items() if name in self}
+
+    @property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """The names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
+        table = AtlasCache.table().items()
+        letters = {name.rstrip("?"): text for name, text in table if isinstance(text, str)}
+        lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
+        return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
+
+    def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
+        """One pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
+        return open_profiles(self, step, quantity)
+
+    def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
+        """The profile of every head of a layer over the key frames, seen by the last block's queries."""
+        from experiments.analysis.measures import head_statistics
+        from experiments.figures.heads import head_grid, head_titles
+
+        view = self.view(step, quantity)
+        titles = head_titles(head_statistics(view.frame_profile(layer)).delta)
+        return head_grid(
+            view.key_profile(layer), titles, view.caption, layer=layer, note="Δ = first − middle"
+        )
+
+    @classmethod
+    def mean(cls, atlases: Sequence["Atlas"]) -> "MeanAtlas":
+        """The mean over runs of one model, such as prompts and seeds, with its interval."""
+        return MeanAtlas(atlases)
+
+    def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
+        """Correlate every head's frame matrix with another atlas's."""
+        return AtlasComparison(self, other, quantity)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
+        save_cache(path, self.cache)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        lines = [f"Atlas: {self.view().source}"]
+        for name, names in self.axes.items():
+            shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, self[name].shape, strict=True))
+            lines.append(f"  {name} [{shape}]: {UNITS[name]}")
+        return "\n".join(lines)
+
+
+class MeanAtlas:
+    """Means over atlases by quantity, and the half width of their 95 % interval over runs (Student's t)."""
+
+    def __init__(self, atlases: Sequence[Atlas]):
+        if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
+            raise CacheError("a mean takes two atlases or more, of the same layers")
+        self.count, self.layers = len(atlases), atlases[0]["layers"]
+        self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
+        for name in atlases[0].units:
+            values = [atlas[name] for atlas in atlases if name in atlas]
+            if len({x.shape for x in values}) == 1 and len(values) == self.count:
+                stacked = torch.stack(values).float()
+                self.means[name] = stacked.mean(0)
+                self.half_widths[name] = student_t(self.count - 1) * stacked.std(0) / self.count**0.5
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.means:
+            raise CacheError(f"{name} is not in all of these atlases{did_you_mean(name, self.means)}")
+        return self.means[name]
+
+    def interval(self, name: str) -> tuple[Tensor, Tensor]:
+        """The ends of the interval of a quantity."""
+        return self[name] - self.half_widths[name], self[name] + self.half_widths[name]
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by bisection of its cumulative distribution."""
+    x = torch.linspace(0, 200, 400_001, dtype=torch.float64)
+    mass = torch.cumulative_trapezoid((1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
+    log_norm = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
+    whole = (torch.pi * freedom) ** 0.5 / log_norm.double().exp() / 2  # the integral from 0 on
+    return x[1 + int(torch.searchsorted(mass, 0.95 * whole))].item()
+
+
+class AtlasComparison:
+    """How alike two atlases are: the correlation [layers, heads] of every head's matrix, over all passes."""
+
+    def __init__(self, one: Atlas, other: Atlas, quantity: str):
+        if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
+            raise CacheError("atlases are compared that have the same layers, passes and frames")
+        self.layers, self.quantity = one["layers"], quantity
+        rows = [atlas[quantity].float().transpose(1, 2).flatten(2) for atlas in (one, other)]
+        there = rows[0].isfinite() & rows[1].isfinite()
+        count = there.sum(-1, keepdim=True)
+        a, b = (x.masked_fill(~there, 0) for x in rows)
+        a, b = (((x - x.sum(-1, keepdim=True) / count) * there) for x in (a, b))
+        self.correlation = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+
+    def plot(self) -> "Figure":
+        """Layers by heads."""
+        from experiments.figures.atlas import correlation_map
+
+        return correlation_map(self.correlation.numpy(), self.layers, self.quantity)
+
+    def __repr__(self) -> str:
+        low, mean = self.correlation.min().item(), self.correlation.mean().item()
+        return f"AtlasComparison: {self.quantity} of heads correlate by {mean:.3f}, at least {low:.3f}"
+
+
+def policy_atlas(source: str | Path, settings: Mapping[str, Any], num_frames: int) -> Atlas:
+    """Return mean logits and mass of every call of num_frames frames under the policy of settings."""
+    session = load(source, cache_policy=dict(settings), num_frames=num_frames)
+    with capture(session) as captured:
+        session.generate()
+    return captured.atlas()
+
+
+# --- Videos side by side
+def compare(run_a: Run, run_b: Run) -> "Comparison":
+    """Two runs of one length side by side, with their difference."""
+    if run_a.video.shape != run_b.video.shape:
+        shapes = f"{list(run_a.video.shape)} and {list(run_b.video.shape)}"
+        raise ConfigError(f"videos of {shapes} cannot be compared; generate both with equal num_frames")
+    return Comparison(run_a, run_b)
+
+
+class Comparison:
+    """Two runs, and how far they are apart."""
+
+    show, preview = Run.show, None  # the three side by side, for a notebook
+
+    def __init__(self, run_a: Run, run_b: Run):
+        self.runs = run_a, run_b
+
+    @cached_property
+    def psnr(self) -> Tensor:
+        """Peak signal-to-noise ratio of every frame in dB, float32 [frames]; infinite for equal ones."""
+        one, other = (run.video.float() for run in self.runs)
+        return 10 * (255**2 / (one - other).square().mean((1, 2, 3))).log10()
+
+    @property
+    def video(self) -> Tensor:
+        """uint8 [frames, height, 3 x width, 3]: one, the other, and the distance of their colours."""
+        one, other = (run.video for run in self.runs)
+        return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the three side by side as an mp4."""
+        write_mp4(self.video, path)
+
+    def __repr__(self) -> str:
+        names = [f"{run.edits or 'no edit'}, seed {run.config.seed}" for run in self.runs]
+        low, whole = self.psnr.min().item(), -10 * (10 ** (-self.psnr / 10)).mean().log10().item()
+        return f"Comparison: {names[0]} | {names[1]}: PSNR {whole:.1f} dB, at least {low:.1f}"
+
+
+# --- The x0 lens
+def x0_lens(
+    session: Session,
+    prompt: str | None = None,
+    seed: int | None = None,
+    *,
+    layers: int | Collection[int] | None = None,
+    blocks: int | Collection[int] | None = None,
+) -> "Lens":
+    """Read x0 off the residual stream behind each layer, through the model's own norm, modulation and head.
+
+    The logit lens of this model (nostalgebraist 2020). It says what the head would make of a layer, which was
+    trained behind the last one alone: a layer that looks empty may hold what later layers turn to use.
+    """
+    chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
+    watcher = SiteCapture(("x_t", "resid_post"), chosen, rows, range(len(session.config.denoising_step_list)))
+    check_capture(session, watcher, streams=True)
+    found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]
+
+    def read(x: Tensor, where: ActivationSite) -> Tensor:
+        pipeline, model = session.pipeline, session.pipeline.model
+        if where.site == "x_t":
+            noisy[0] = x
+        else:
+            (*_, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
+            time = model.time_embedding_of(x.new_full((len(x), 1), where.timestep, dtype=torch.float32))
+            flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
+            x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
+            found[where.layer or 0, where.block, where.step] = x0.cpu()
+        return x.new_zeros(())
+
+    with watched(replace(watcher, reduce=read)):
+        run = session.generate(prompt, seed)
+    return Lens(run, found, session.vae)
+
+
+class Lens:
+    """x0 that the head would read behind each layer: latents by (layer, block, step), and the run itself."""
+
+    def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor], vae: VAE):
+        self.run, self.latents, self.vae = run, dict(latents), vae
+        self.layers, self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in range(3))
+
+    @cached_property
+    def distance(self) -> Tensor:
+        """Root mean square distance to the final x0, [layers, blocks, steps]; NaN for no pass."""
+        found = torch.full((len(self.layers), len(self.blocks), len(self.steps)), torch.nan)
+        for (layer, block, step), x0 in self.latents.items():
+            place = self.layers.index(layer), self.blocks.index(block), self.steps.index(step)
+            final = self.run.latents[:, block_frames(self.run.config.block_sizes, block)].cpu()
+            found[place] = (x0 - final).square().mean().sqrt()
+        return found
+
+    def frames(self, layer: int, block: int, step: int) -> Tensor:
+        """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3]."""
+        first = block_frames(self.run.config.block_sizes, block)[0]
+        latents = torch.cat([self.run.latents[:, :first].cpu(), self.latents[layer, block, step]], 1)
+        video = decode(latents, self.vae)
+        return video[1 + VIDEO_FRAMES_PER_LATENT * (first - 1) if first else 0 :]
+
+    def plot(self, block: int) -> "Figure":
+        """The last frame of a block: layers down, steps across, with the distance to the final x0."""
+        from experiments.figures.atlas import lens_strip
+
+        last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
+        images = [[last(layer, step) for step in self.steps] for layer in self.layers]
+        return lens_strip(images, self.layers, self.steps, self.distance[:, self.blocks.index(block)].numpy())
