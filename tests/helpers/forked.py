@@ -70,6 +70,7 @@ def _child(function: Callable[[], Any], pipe: int) -> None:
         os.dup2(null, 1)
         os.dup2(null, 2)
         sys.stdout, sys.stderr = open(os.devnull, "w"), said  # noqa: SIM115
+        torch.cuda.is_available = lambda: False  # CUDA refuses forks of a process that has initialised it
         torch.set_num_threads(1)  # a fork makes its thread pool anew: here, before threads that race for it
         value = function()
     except BaseException as error:

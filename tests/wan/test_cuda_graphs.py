@@ -3,6 +3,7 @@
 Without a GPU a replay makes its call again, with whatever lies at the addresses that were recorded.
 """
 
+import gc
 import warnings
 
 import pytest
@@ -118,8 +119,9 @@ def test_who_sees_the_text_or_edits_runs_without(replays):
     one = CaptureRequest(granularity="frame", kinds=("self", "cross"), layers=[1])
     assert_equal(roll_out(model, requests=[one]), roll_out(eager, requests=[one]))
     before = list(replays)
-    x, text = torch.zeros(1, 3, 16, 4, 6), model.text_keys_values(torch.zeros(1, 3, 16))
-    assert torch.equal(model(x, torch.ones(1), text), eager(x, torch.ones(1), text))  # no cache: training's
+    x, t = torch.zeros(1, 3, 16, 4, 6, device=DEVICE), torch.ones(1, device=DEVICE)
+    text = model.text_keys_values(torch.zeros(1, 3, 16, device=DEVICE))
+    assert torch.equal(model(x, t, text), eager(x, t, text))  # no cache: training's
     assert replays == before and before[1] > 0
 
 
@@ -154,3 +156,43 @@ def test_activations_are_captured_where_graphs_wait(replays):
         counts.append(replays[1] - before)
         assert len(said) == (sites[0] == "resid_post") and all(map(torch.equal, *seen[-2:]))
     assert 0 < counts[0] < counts[1]
+
+
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="graphs are recorded on a GPU alone")
+
+
+@on_gpu
+def test_graphs_of_a_dropped_model_are_freed_outside_a_recording(monkeypatch):
+    """The collector frees a dropped model, a reference cycle, in the middle of the next one's recording."""
+    record = cuda_graphs.Recorder.record
+
+    def collecting(recorder, call):
+        return record(recorder, lambda: (gc.collect(), call()))
+
+    monkeypatch.setattr(cuda_graphs.Recorder, "record", collecting)
+    for _ in range(3):
+        eager, model = both()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert_equal(roll_out(model), roll_out(eager))
+        del model
+
+
+@on_gpu
+def test_a_failed_recording_falls_back_to_the_eager_path():
+    eager, model = both()
+    finish = cuda_graphs.OnOneGPU.finish
+
+    def synchronising(self, *given):
+        finish(self, *given)
+        torch.cuda.synchronize()  # which no recording may
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.warns(UserWarning, match="without CUDA graphs") as told,
+    ):
+        patch.setattr(cuda_graphs.OnOneGPU, "finish", synchronising)
+        assert_equal(roll_out(model), roll_out(eager))
+    assert len([one for one in told if "without CUDA graphs" in str(one.message)]) == 1
+    apply_cuda_graphs(eager)  # the process still has its GPU
+    assert_equal(roll_out(eager), roll_out(model))

@@ -17,16 +17,20 @@ replaced in another way, forget_cuda_graphs(model).
 Hooks inside a layer are not heard while it is replayed. On a CPU a replay computes again.
 """
 
+import gc
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan.cache import AnyCache
+from wan.errors import one_line
 from wan.keys import KeyLayout
 from wan.model import Block, Cache, CausalWanModel, Mask, Rope, SelfAttention, multiply
 from wan.sites import SiteCapture, is_hidden, observer, watchers
@@ -61,30 +65,68 @@ def forget_cuda_graphs(model: CausalWanModel) -> None:
             replayed.recorder.renew()
 
 
+# CUDA ends a recording with an error, for good, where an older graph is freed meanwhile. A dropped model is a
+# reference cycle, so Python's collector may free its graphs at any moment: they are held here until no
+# recording is under way.
+_recording = Lock()
+_retired: list[list[torch.cuda.CUDAGraph]] = []
+
+
+def _retire(graphs: list[torch.cuda.CUDAGraph]) -> None:
+    """Free the graphs of a recorder that is gone: now, or before the next recording where one runs."""
+    _retired.append(graphs)
+    if _recording.acquire(blocking=False):  # the collector may run within record() of this very thread
+        _retired.clear()
+        _recording.release()
+
+
 class Recorder:
     """Records calls, which take their memory from one pool: what one is to find there must be kept."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        weakref.finalize(self, _retire, self.graphs).atexit = False
         self.renew()
 
     def renew(self) -> None:
         """Take another pool: PyTorch refuses one whose graphs are all gone."""
+        self.graphs.clear()
         self.pool = torch.cuda.graph_pool_handle() if self.stream else None
 
     def record(self, call: Callable[[], None]) -> Replay:
-        """Return what launches at once all that call() launches on a GPU; call() computes nothing there."""
+        """Return what launches at once all that call() launches on a GPU; call() computes nothing there.
+
+        Where recording fails, the calls of this recorder run eagerly from then on, with one warning.
+        """
         if self.stream is None:
             return call
-        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(now)
-        with torch.cuda.stream(self.stream):
-            # "global" forbids what NCCL's watchdog does in its own thread
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            call()
-            graph.capture_end()
-        now.wait_stream(self.stream)
+        current = torch.cuda.current_stream(self.device)
+        with _recording:
+            _retired.clear()
+            collects = gc.isenabled()
+            gc.disable()  # a collection could free other CUDA objects, of which a recording knows nothing
+            self.stream.wait_stream(current)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.stream(self.stream):
+                    # "global" forbids what NCCL's watchdog does in its own thread
+                    graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                    try:
+                        call()
+                    finally:
+                        graph.capture_end()  # else the stream records for ever, and the process has lost it
+            except RuntimeError as error:
+                self.stream = None
+                message = f"layers run without CUDA graphs, since recording one failed: {one_line(error)}"
+                warnings.warn(message, stacklevel=2)
+                return call
+            finally:
+                if collects:
+                    gc.enable()
+        current.wait_stream(self.stream)
+        self.graphs.append(graph)
         return graph.replay
 
 
