@@ -34,6 +34,7 @@ Place = Annotated[str, 1, 4096]  # of a file or folder
 Prompt = Annotated[str, 0, MAX_TEXT]
 Scale = Annotated[float, TINY, MAX_SCALE]
 Side = Annotated[int, 1, 1024]
+Size = Annotated[int, 1, MAX_SIZE]  # of a layer
 
 # The default reference set of mean ablation: subjects, cameras and styles that lie apart.
 REFERENCE_PROMPTS = (
@@ -52,24 +53,25 @@ REFERENCE_PROMPTS = (
 class ModelConfig:
     """Sizes of a Wan2.1 transformer; the defaults are shared by the released 1.3B and 14B models."""
 
-    dim: int
-    ffn_dim: int
-    num_heads: int
-    num_layers: int
-    freq_dim: int = 256
-    text_dim: int = 4096
-    text_len: int = 512
-    in_dim: int = 16
-    out_dim: int = 16
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    eps: float = 1e-6
+    dim: Size
+    ffn_dim: Size
+    num_heads: Size
+    num_layers: Annotated[int, 1, MAX_LAYERS]
+    freq_dim: Size = 256
+    text_dim: Size = 4096
+    text_len: Size = 512
+    in_dim: Size = 16
+    out_dim: Size = 16
+    patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns of latents that become one token
+    eps: Annotated[float, 0, 1] = 1e-6
 
     def __post_init__(self):
+        check_fields(self)
         object.__setattr__(self, "patch_size", tuple(self.patch_size))
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
-        if self.patch_size[0] != 1:
-            raise ConfigError(f"patch_size {self.patch_size} would mix frames; the first entry must be 1")
+        if len(self.patch_size) != 3 or self.patch_size[0] != 1 or min(self.patch_size) < 1:
+            raise ConfigError(f"patch_size {self.patch_size} is not (1, height, width)")
 
     @property
     def head_dim(self) -> int:

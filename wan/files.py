@@ -31,7 +31,7 @@ TEXT_BYTES = 1 << 26  # of any other text: prompts, curves, JSON (a large tokeni
 MAPPED_BYTES = 1 << 26  # a smaller file is copied: it may be overwritten while it is in use
 
 
-class UnreadableError(UserError, ValueError):
+class UnreadableError(ValueError):
     """Why a file was not read, without its name."""
 
 

@@ -1,47 +1,43 @@
 """Latents to video and back: weights of AutoencoderKLWan, with the transformer's normalisation.
 
-diffusers' network encodes; wan/vae_decoder.py decodes with its weights.
+diffusers' network encodes. Decoder decodes with its weights: channels last, and one pass over memory between
+two convolutions. That pass is feed(): it adds bias and residual, normalises, applies
+SiLU, and writes the next convolution's input, with the two frames that it looks back to in front. On a GPU it
+is a Triton kernel (wan/kernels/vae.py). Upsampling writes nothing: a 3 x 3 convolution over pixels that are
+there twice in each direction is four 2 x 2 convolutions, one for each of the four, and feed() reads their
+outputs where they lie.
+
+The decoder's activations are [B, T, H, W, C]. T counts latent frames at first, then two and four times as
+many.
 """
 
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan.checkpoint import (
-    VAE_FILE,
     CheckpointError,
     assign,
     is_native,
+    part_file,
     read_component_config,
-    read_safetensors,
-    read_torch_file,
+    read_part,
     read_weights_file,
-    require_dir,
-    require_file,
     sampled_sha256,
 )
 from wan.errors import library_reads
-from wan.vae_decoder import Decoder, Past
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
 
 DECODED_AT_ONCE = 20_000  # positions of latents in one call: three frames of 60 x 104, and any small video
 POSITIONS_AT_ONCE = 1024  # of latents, encoded in one call: 16 latent frames of 8 x 8, one of 60 x 104
-
-
-def load_native_vae(ckpt_dir: str | Path, dtype: torch.dtype, **sizes: object) -> "AutoencoderKLWan":
-    """Load the VAE of a directory of the original release. Tests give other sizes than the real model's."""
-    from diffusers import AutoencoderKLWan
-    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
-
-    path = require_file(Path(ckpt_dir) / VAE_FILE)
-    vae = AutoencoderKLWan(**sizes)
-    assign(vae, convert_wan_vae_to_diffusers(read_torch_file(path)), path, dtype, "cpu")
-    return vae
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class VAE(nn.Module):
@@ -54,34 +50,38 @@ class VAE(nn.Module):
         self.latents_std: Tensor
         for name in ("latents_mean", "latents_std"):
             values = torch.tensor(getattr(vae.config, name), dtype=torch.float32)
-            if values.shape != (vae.config.z_dim,) or not values.isfinite().all():
-                raise CheckpointError(
-                    f"the VAE's {name} are not {vae.config.z_dim} numbers; get its config again"
-                )
-            self.register_buffer(name, values[:, None, None, None], persistent=False)  # [C, 1, 1, 1]
+            values = values.view(vae.config.z_dim, 1, 1, 1)  # for [B, C, F, h, w]
+            self.register_buffer(name, values, persistent=False)
 
     @classmethod
     def from_pretrained(
-        cls, ckpt_dir: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls,
+        ckpt_dir: str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        **sizes: Any,
     ) -> "VAE":
-        """Load a model directory of either layout. Raise CheckpointError for one that holds no such VAE."""
+        """Load a model directory of either layout. Raise CheckpointError for one that holds no such VAE.
+
+        The original release has no config of its VAE: sizes are diffusers' defaults, the real model's, but
+        for those that are given.
+        """
         from diffusers import AutoencoderKLWan
 
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
-            if is_native(ckpt_dir):
-                vae = load_native_vae(ckpt_dir, dtype)
-            else:
-                folder = require_dir(Path(ckpt_dir) / "vae")
-                path = folder / "diffusion_pytorch_model.safetensors"
-                with torch.device("meta"):
-                    vae = AutoencoderKLWan.from_config(read_component_config(folder))
-                assign(vae, read_safetensors(path), path, dtype, device)
+            path = part_file(ckpt_dir, "vae")
+            with torch.device("meta"):
+                if is_native(ckpt_dir):
+                    vae = AutoencoderKLWan(**sizes)
+                else:
+                    vae = AutoencoderKLWan.from_config(read_component_config(path.parent))
+            assign(vae, read_part(ckpt_dir, "vae"), path, dtype, device)
             if torch.device(device).type == "cpu":
                 channels_last(vae)
             return cls(vae).to(device)
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> "Decoder":
         """The weights that decode, as they are when this is first asked for."""
         return Decoder(self.vae)
 
@@ -164,10 +164,248 @@ def from_patches(vae: "AutoencoderKLWan", x: Tensor) -> Tensor:
 
 def channels_last(module: nn.Module) -> None:
     """Store the kernels of convolutions channels last: their outputs follow, and a CPU is a third faster."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for p in module.parameters():
-        if p.ndim in formats:
-            p.data = p.data.contiguous(memory_format=formats[p.ndim])
+        if p.ndim in LAYOUTS:
+            p.data = p.data.contiguous(memory_format=LAYOUTS[p.ndim])
+
+
+# --- The decoder
+AT_ONCE = 320 << 20  # bytes of activations that a stage takes: 4 frames of 480 x 832 x 96 in bfloat16
+STACKED_CHANNELS = 96  # of a convolution that is faster on stacks of three frames: see Conv
+ROW = 8  # channels that cuDNN's fast kernels write at once
+
+
+class Sum(NamedTuple):
+    """A convolution's output, and what is still to be added to it."""
+
+    y: Tensor  # [B, T, H, W, C], or shuffled [B, T, H/2 + 1, W/2 + 1, 2, 2, C]
+    bias: Tensor | None = None  # [C]
+    residual: Tensor | None = None  # [B, T, H, W, C]
+    shuffled: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B, T, H, W, C] of the sum."""
+        B, T, H, W, *_, C = self.y.shape
+        return (B, T, 2 * H - 2, 2 * W - 2, C) if self.shuffled else (B, T, H, W, C)
+
+
+Layer = Callable[[Sum, "Past", bool], Sum]
+Past = dict["Conv", Tensor]  # the last two frames [B, 2, H, W, C] that a convolution read
+
+
+def has_kernel(x: Tensor) -> bool:
+    return x.is_cuda  # Triton is there only beside CUDA
+
+
+def feed(
+    s: Sum, gamma: Tensor | None = None, past: Tensor | None = None, stack: int = 0, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the sum [B, T, H, W, C] (where kept), and what the next causal convolution reads of it.
+
+    gamma [C] normalises it and asks for SiLU. stack 1: frames behind the past ones, [B, T + 2, H, W, C]; 3 (a
+    kernel's): each frame with the two before it, [B, T, H, W, 3C]; 0: none. past becomes the last two.
+    """
+    if has_kernel(s.y):
+        from wan.kernels import vae as kernels
+
+        return kernels.feed(s.y, s.bias, s.residual, s.shuffled, gamma, past, stack, keep)
+    x = unshuffled(s.y) if s.shuffled else s.y
+    if s.bias is not None:
+        x = x + s.bias
+    if s.residual is not None:
+        x = x + s.residual
+    if past is None:
+        return x, x
+    fed = x.new_empty(x.shape[0], x.shape[1] + 2, *x.shape[2:])
+    fed[:, :2] = past
+    if gamma is None:
+        fed[:, 2:] = x
+    else:
+        wide = x.float()
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min_(1e-12)
+        fed[:, 2:] = F.silu((wide / size).mul_(gamma), inplace=True)
+    past.copy_(fed[:, -2:])
+    return x, fed
+
+
+def unshuffled(y: Tensor) -> Tensor:
+    """Take each pixel from its window: [B, T, h + 1, w + 1, 2, 2, C] -> [B, T, 2h, 2w, C]."""
+    B, T, h, w, *_, C = y.shape
+    pixels = y.new_empty(B, T, h - 1, 2, w - 1, 2, C)
+    for a in range(2):
+        for b in range(2):
+            pixels[:, :, :, a, :, b] = y[:, :, a : a + h - 1, b : b + w - 1, a, b]
+    return pixels.view(B, T, 2 * h - 2, 2 * w - 2, C)
+
+
+def scaled_gamma(norm: Any) -> Tensor:
+    """Return gamma [C] for numbers that are divided by their length, not by its mean over channels."""
+    return norm.gamma.detach().flatten().float() * norm.scale
+
+
+class Conv:
+    """Norm, SiLU and a causal convolution; without a norm the convolution alone.
+
+    On a GPU the next feed() adds the bias, and one of few channels at many pixels is a 2D convolution over
+    stacks of three frames, for which cuDNN is faster.
+    """
+
+    def __init__(self, conv: Any, norm: Any = None, row: int = 1):
+        """row: outputs are a multiple of it, and those too many are 0."""
+        self.gamma = None if norm is None else scaled_gamma(norm)
+        weight, bias = conv.weight.detach(), conv.bias.detach()
+        self.on_gpu, self.padding = has_kernel(weight), weight.shape[-1] // 2
+        self.stack = 3 if self.on_gpu and self.padding and weight.shape[1] <= STACKED_CHANNELS else 1
+        more = -len(weight) % row
+        weight, bias = F.pad(weight, (0, 0) * 4 + (0, more)), F.pad(bias, (0, more))
+        if self.stack == 3:
+            weight = weight.transpose(1, 2).flatten(1, 2)  # [O, 3C, 3, 3]
+        self.bias, self.weight = bias, weight.contiguous(memory_format=LAYOUTS[weight.ndim])
+
+    def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
+        return self.read(s, past)[1]
+
+    def read(self, s: Sum, past: Past, keep: bool = False) -> tuple[Tensor, Sum]:
+        """Return what was given, as one tensor where kept, and the convolution's output."""
+        if self not in past:
+            B, _, H, W, C = s.shape
+            past[self] = s.y.new_zeros(B, 2, H, W, C)
+        x, fed = feed(s, self.gamma, past[self], self.stack, keep)
+        added, later = (None, self.bias) if self.on_gpu else (self.bias, None)
+        if self.stack == 3:
+            frames = fed.flatten(0, 1).permute(0, 3, 1, 2)  # [BT, 3C, H, W]
+            y = F.conv2d(frames, self.weight, added, padding=self.padding)
+            y = y.permute(0, 2, 3, 1).unflatten(0, fed.shape[:2])
+        else:
+            frames, padding = fed.permute(0, 4, 1, 2, 3), (0, self.padding, self.padding)
+            y = F.conv3d(frames, self.weight, added, padding=padding).permute(0, 2, 3, 4, 1)
+        return x, Sum(y.contiguous(), later)
+
+
+class Residual:
+    """x + two convolutions of x."""
+
+    def __init__(self, block: Any):
+        self.first, self.second = Conv(block.conv1, block.norm1), Conv(block.conv2, block.norm2)
+        one = block.conv_shortcut
+        self.shortcut = (one.weight.flatten(1), one.bias) if isinstance(one, nn.Conv3d) else None
+
+    def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
+        x, hidden = self.first.read(s, past, keep=True)
+        residual = F.linear(x, *self.shortcut) if self.shortcut else x
+        return self.second(hidden, past)._replace(residual=residual)
+
+
+class Attention:
+    """Self-attention within each frame, with one head."""
+
+    def __init__(self, block: Any):
+        self.gamma = scaled_gamma(block.norm)
+        self.qkv, self.proj = ((conv.weight.flatten(1), conv.bias) for conv in (block.to_qkv, block.proj))
+
+    def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
+        x, _ = feed(s, keep=True)
+        normed = (F.normalize(x.float(), dim=-1) * self.gamma).to(x.dtype)
+        qkv = F.linear(normed, *self.qkv).flatten(2, 3).flatten(0, 1)[:, None]  # [BT, 1, HW, 3C]
+        q, k, v = qkv.chunk(3, -1)
+        out = F.scaled_dot_product_attention(q, k, v).view(x.shape)
+        return Sum(F.linear(out, *self.proj), residual=x)
+
+
+class Upsample:
+    """Twice as many pixels in each direction; with a convolution over time, twice as many frames too."""
+
+    def __init__(self, block: Any):
+        self.over_time = Conv(block.time_conv) if block.mode == "upsample3d" else None
+        conv = block.resample[1]
+        weight, self.bias, self.on_gpu = conv.weight.detach(), conv.bias.detach(), has_kernel(conv.weight)
+        # Two of a kernel's three rows see the same one: the last two for even pixels, the first two for odd.
+        rows = weight.new_tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=torch.float32)
+        four = torch.einsum("apx,bqy,ocxy->abocpq", rows, rows, weight.float())  # [2, 2, O, C, 2, 2]
+        self.weight = four.flatten(0, 2).to(weight.dtype).contiguous(memory_format=torch.channels_last)
+
+    def __call__(self, s: Sum, past: Past, is_first: bool) -> Sum:
+        if self.over_time is None or is_first:  # the first frame of a video stays one
+            x, _ = feed(s, keep=True)
+        else:
+            y, bias, *_ = self.over_time(s, past)
+            x = (y if bias is None else y + bias).unflatten(-1, (2, -1)).movedim(-2, 2).flatten(1, 2)
+        added, later = (None, self.bias) if self.on_gpu else (self.bias.repeat(4), None)
+        frames = x.flatten(0, 1).permute(0, 3, 1, 2)
+        y = F.conv2d(frames, self.weight, added, padding=1).permute(0, 2, 3, 1)  # [BT, h + 1, w + 1, 4C]
+        return Sum(y.unflatten(-1, (2, 2, -1)).unflatten(0, x.shape[:2]).contiguous(), later, shuffled=True)
+
+
+class UpBlock:
+    """Residual blocks, then more pixels; Wan2.2's adds what came in, each number at all its new places."""
+
+    def __init__(self, block: Any):
+        self.layers: list[Layer] = [Residual(resnet) for resnet in block.resnets]
+        upsamplers = block.upsamplers if hasattr(block, "upsamplers") else [block.upsampler]
+        self.layers += [Upsample(one) for one in upsamplers or () if one is not None]
+        self.around: Any = getattr(block, "avg_shortcut", None)
+
+    def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
+        x = None
+        if self.around is not None:
+            x, _ = feed(s, keep=True)
+            s = Sum(x)
+        for layer in self.layers:
+            s = layer(s, past, is_first)
+        return s if x is None else s._replace(residual=self.spread(x, is_first))
+
+    def spread(self, x: Tensor, is_first: bool) -> Tensor:
+        """Give channels to new frames and pixels: [B, T, H, W, C] -> [B, tT, sH, sW, O]."""
+        t, s = self.around.factor_t, self.around.factor_s
+        x = x.repeat_interleave(self.around.repeats, -1).unflatten(-1, (-1, t, s, s))
+        x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
+        return x[:, t - 1 :] if is_first else x
+
+
+class Decoder:
+    """Weights of an AutoencoderKLWan's decoder, as they are now, for streams of latents."""
+
+    def __init__(self, vae: "AutoencoderKLWan"):
+        decoder, post = vae.decoder, vae.post_quant_conv
+        self.post = post.weight.float().flatten(1), post.bias.float()
+        self.dtype, self.channels, self.patch = vae.dtype, vae.config.out_channels, vae.config.patch_size or 1
+        middle = decoder.mid_block
+        inner: list[Layer] = [Residual(middle.resnets[0])]
+        for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+            inner += [Attention(attention), Residual(block)]
+        first, *others = map(UpBlock, decoder.up_blocks)
+        self.stages: list[list[Layer]] = [[Conv(decoder.conv_in), *inner, first]]
+        for block in others:
+            self.stages.append([block])
+        self.stages[-1].append(
+            Conv(decoder.conv_out, decoder.norm_out, ROW if has_kernel(post.weight) else 1)
+        )
+
+    def decode(self, z: Tensor, past: Past, is_first: bool) -> Iterator[Tensor]:
+        """Yield pixels [B, frames, 3, 8h, 8w], about -1..1, of the next latents [B, F, C, h, w].
+
+        The first frame of a video comes alone. past belongs to this video, and is empty at first.
+        """
+        x = F.linear(z.movedim(2, -1).float(), *self.post).to(self.dtype)
+        for s in self._through(0, Sum(x), past, is_first):
+            y = s.y if s.bias is None else s.y + s.bias
+            y = y[..., : self.channels].unflatten(-1, (-1, self.patch, self.patch))  # [B, T, H, W, c, x, y]
+            yield y.permute(0, 1, 4, 2, 6, 3, 5).flatten(5, 6).flatten(3, 4)
+
+    def _through(self, number: int, s: Sum, past: Past, is_first: bool) -> Iterator[Sum]:
+        """Put frames through a stage, as many at once as fit, and each part through the stages behind it."""
+        if number == len(self.stages):
+            yield s
+            return
+        B, T, H, W, C = s.shape
+        frames = max(1, AT_ONCE // (B * H * W * C * s.y.element_size()))
+        for start in range(0, T, frames):
+            of = slice(start, start + frames)
+            part = s._replace(y=s.y[:, of], residual=None if s.residual is None else s.residual[:, of])
+            for layer in self.stages[number]:
+                part = layer(part, past, is_first)
+            yield from self._through(number + 1, part, past, is_first)
 
 
 # --- A small decoder for a first look: TAEHV's of Wan2.1 (github.com/madebyollin/taehv, taew2_1.pth)

@@ -16,9 +16,10 @@ from transformers import UMT5Config, UMT5EncoderModel
 from experiments.benchmarks.harness import random_state
 from experiments.extraction.devices import choose_device
 from experiments.running.cli import Parser, main
-from wan import text_encoder as umt5
+from wan.checkpoint import UMT5_FILE, UMT5_TO_TRANSFORMERS, renamed
 from wan.config import MODELS
 from wan.model import CausalWanModel
+from wan.text_encoder import TOKENIZER_DIR, UMT5_XXL
 
 TOKENIZER = Path("checkpoints/wan-mini/tokenizer")  # umT5's cannot be made up; this one's ids are among its
 
@@ -38,26 +39,17 @@ def run(argv=None):
     (folder / "config.json").write_text(json.dumps(vars(MODELS[args.model])), encoding="utf-8")
     with torch.device("meta"):
         model = CausalWanModel(**vars(MODELS[args.model]))
-        encoder = UMT5EncoderModel(UMT5Config(**umt5.UMT5_XXL))
+        encoder = UMT5EncoderModel(UMT5Config(**UMT5_XXL))
     save_file(random_state(model, released, device), folder / "diffusion_pytorch_model.safetensors")
     if args.text_encoder:
         state = random_state(encoder, torch.bfloat16, device)
-        torch.save({native_umt5_name(name): x for name, x in state.items()}, folder / umt5.UMT5_FILE)
-        shutil.copytree(TOKENIZER, folder / umt5.TOKENIZER_DIR, dirs_exist_ok=True)
+        native = {theirs: ours for ours, theirs in UMT5_TO_TRANSFORMERS.items()}
+        torch.save(renamed(state, native), folder / UMT5_FILE)
+        shutil.copytree(TOKENIZER, folder / TOKENIZER_DIR, dirs_exist_ok=True)
     if args.checkpoint:
         tensors = random_state(model, torch.float32, device)
         ema = {f"model.{name}": tensor for name, tensor in tensors.items()}
         torch.save({"generator_ema": ema}, folder / "self_forcing_dmd.pt")
-
-
-def native_umt5_name(name: str) -> str:
-    """Return the release's name of a parameter of UMT5EncoderModel."""
-    outside = {"shared.weight": "token_embedding.weight", "encoder.final_layer_norm.weight": "norm.weight"}
-    if name in outside:
-        return outside[name]
-    block, _, rest = name.removeprefix("encoder.block.").partition(".layer.")
-    ours, theirs = next(item for item in umt5.UMT5_BLOCK_NAMES.items() if rest.startswith(item[1]))
-    return f"blocks.{block}.{ours}{rest.removeprefix(theirs)}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.extraction.devices import code_version, device_name, encoding_device, fingerprint, versions
-from wan.checkpoint import CheckpointError, describe_files, read_torch_file, require_file
+from wan.checkpoint import CheckpointError, describe_files, read_weights_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, require_text, short_repr
 from wan.text_encoder import TextEncoder, encoder_files
@@ -84,7 +84,7 @@ def needs_encoder(
 def is_of(path: Path) -> bool:
     """Return True where remembered states say that they are those that the file is named by."""
     with suppress(CheckpointError):
-        return read_torch_file(path).get("fingerprint") == path.stem
+        return read_weights_file(path).get("fingerprint") == path.stem
     return False
 
 
@@ -102,7 +102,7 @@ def states_files(
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     """Return the prompt of a run with --prompt_embeds: the file's own, else the one asked for; not both."""
-    own = read_torch_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
+    own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
     if own is not None and not isinstance(own, str):
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
     if prompt is not None and own is not None and prompt != own:
@@ -113,7 +113,7 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
 
 def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     """Read embeddings [1, n, text_dim], n at most text_len, and their tokens. CheckpointError for others."""
-    content = read_torch_file(require_file(path, MAKE_ONE))
+    content = read_weights_file(require_file(path, MAKE_ONE))
     states = content.get("prompt_embeds")
     if not isinstance(states, Tensor) or states.dtype not in FLOATS or not states.isfinite().all():
         raise CheckpointError(f"{path} holds no finite prompt_embeds of floating point; make one: {MAKE_ONE}")

@@ -151,7 +151,9 @@ def named_files(config: RunConfig) -> list[str]:
     classes = (config.cache_policy or {}).get("file")
     sources = [getattr(edit, "source", None) for edit in edits_of(config.interventions, "config")]
     files = [source.weights if isinstance(source, Source) else source for source in sources]
-    named = [checkpoint.transformer_file(config.ckpt_dir) if file == "base" else file for file in files]
+    named = [
+        checkpoint.part_file(config.ckpt_dir, "transformer") if file == "base" else file for file in files
+    ]
     return [str(file) for file in (config.lora_path, classes, *named) if file]
 
 

@@ -42,7 +42,7 @@ from wan.checkpoint import CheckpointError, read_self_forcing_state
 from wan.config import load_config
 from wan.errors import UserError
 from wan.model import CausalWanModel
-from wan.text_encoder import TextEncoder, encoder_config
+from wan.text_encoder import TextEncoder
 from wan.vae import VAE
 
 MINI = ROOT / "checkpoints/wan-mini"
@@ -275,7 +275,6 @@ def estimate(path: Path) -> Any:
     """What is computed from configs before anything is loaded."""
     config = replace(load_config(ROOT / "configs/wan_mini.yaml"), ckpt_dir=str(path.parents[1]))
     found = checkpoint.read_model_config(config.ckpt_dir)
-    encoder_config(config.ckpt_dir)
     return Memory(config, found, [], torch.float32, torch.device("cpu"), True).needs()
 
 

@@ -74,9 +74,9 @@ def test_a_model_directory(tmp_path, native, layout, shards):
 
 @pytest.mark.parametrize("change", [{"num_layers": 10**9}, {"dim": 0}, {"patch_size": [1, 2]}], ids=str)
 def test_sizes_that_no_model_has(tmp_path, change):
-    name, value = next(iter(change.items()))
+    (name,) = change
     (tmp_path / "config.json").write_text(json.dumps(native_config() | change | {"heads": 3}))
-    with pytest.raises(CheckpointError, match=rf"{name} is {re.escape(str(value))}, which is not"):
+    with pytest.raises(CheckpointError, match=rf"config.json is not the config .*: {name} "):
         checkpoint.read_model_config(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_ema_or_not(tmp_path):
 def test_weights_are_mapped_not_copied(tmp_path, native):
     """On the CPU in the file's dtype a model's parameters are the pages of the file themselves."""
     save_file(native, tmp_path / "w.safetensors")
-    state = checkpoint.read_safetensors(tmp_path / "w.safetensors")
+    state = checkpoint.read_weights_file(tmp_path / "w.safetensors")
     dtype = next(iter(native.values())).dtype
     model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, "w", dtype)
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -204,24 +204,22 @@ def test_a_lora_is_merged(tmp_path, native, name):
     merge_lora(merge_lora(native, tiny, "base.pt"), tiny, "merged.pt")  # too small to be noticed
 
 
-BIAS, DOWN = "head.head.bias", f"base_model.model.{LAYERS[0]}.lora_A.weight"
+BIAS = "head.head.bias"
 OTHERS = {  # what is said of weights -> the file's content
-    "130 with none, 20 with model.": lambda s: {f"model.{k}" if "ffn" in k else k: v for k, v in s.items()},
     f"two keys for {BIAS}": lambda s: s | led({BIAS: s[BIAS]}, "_orig_mod."),
-    r"encoder.convN \(2\)": lambda s: {f"encoder.conv{i}.w": torch.ones(1) for i in range(2)},
     "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": 3}},
-    "a list": lambda s: [torch.ones(1)],
+    "cannot be read": lambda s: [torch.ones(1)],
 }
 NO_LORA = {  # what is said of a LoRA -> the file's content and the keywords of read_lora()
-    "rank 4, not 8": (lambda s: s, {"rank": 8, "alpha": 8}),
-    "give lora_alpha": (lambda s: s, {}),
-    "half a LoRA.*0.ffn.0": (lambda s: {k: s[k] for k in s if "0.ffn.0.lora_B" not in k}, {"alpha": 4}),
-    "do not multiply": (lambda s: s | {DOWN: torch.ones(3, DIM)}, {"alpha": 4}),
-    "not finite": (lambda s: s | {DOWN: torch.full((4, DIM), torch.nan)}, {"alpha": 4}),
-    "alpha nan": (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(torch.nan)}, {}),
+    "lora_rank is 8": (lambda s: s, {"rank": 8, "alpha": 8}),
+    "alpha none": (lambda s: s, {}),
+    "no whole LoRA: 4 layers with lora_A, 3": (
+        lambda s: {k: s[k] for k in s if "0.ffn.0.lora_B" not in k},
+        {"alpha": 4},
+    ),
+    "alpha 4 and 8": (lambda s: s | {"blocks.0.ffn.0.alpha": torch.tensor(8.0)}, {"alpha": 4}),
     "unet.w is no": (lambda s: {"unet.w": torch.ones(1)}, {"alpha": 4}),
-    "two keys": (lambda s: s | {f"{LAYERS[0]}.lora_A.weight": torch.ones(4, DIM)}, {"alpha": 4}),
-    "holds no LoRA": (lambda s: {}, {"alpha": 4}),
+    "no whole LoRA: 0": (lambda s: {}, {"alpha": 4}),
 }
 
 
@@ -271,10 +269,6 @@ def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
             of_scale = lead + name.removesuffix(".weight") + end
             product = exact[lead + name].float() * exact[of_scale]
             assert torch.equal(tensor, product.to(torch.bfloat16))
-    for wrong in (torch.ones(3), torch.tensor(torch.nan)):
-        save_file(exact | {of_scale: wrong}, path)
-        with pytest.raises(CheckpointError, match="has a scale"):
-            read_checkpoint(path)
 
 
 @pytest.mark.real_gpu  # its streams of copies

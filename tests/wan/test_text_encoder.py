@@ -10,9 +10,10 @@ from conftest import ROOT
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wan import text_encoder
-from wan.checkpoint import CheckpointError
-from wan.text_encoder import UMT5_FILE, TextEncoder, load_umt5
+from wan.checkpoint import UMT5_FILE, UMT5_TO_TRANSFORMERS, CheckpointError, renamed
+from wan.text_encoder import TextEncoder
 
+MINI = ROOT / "checkpoints/wan-mini"
 SIZES = {"vocab_size": 50, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 3, "num_heads": 2}
 SMALL_UMT5 = UMT5Config(**SIZES, relative_attention_num_buckets=32, dropout_rate=0.0)
 
@@ -62,12 +63,14 @@ def plain_umt5(w: dict[str, torch.Tensor], config: UMT5Config, ids, mask) -> tor
     return norm(x, w["norm.weight"])
 
 
-def test_umt5_computes_what_its_definition_says(tmp_path):
+def test_umt5_computes_what_its_definition_says(tmp_path, monkeypatch):
     """From a directory of the original release; a file that lacks a name is refused."""
     (tmp_path / "config.json").write_text("{}")
+    shutil.copytree(MINI / "tokenizer", tmp_path / text_encoder.TOKENIZER_DIR)
+    monkeypatch.setattr(text_encoder, "UMT5_XXL", SMALL_UMT5.to_dict())
     weights = random_umt5(SMALL_UMT5)
     torch.save(weights, tmp_path / UMT5_FILE)
-    encoder = load_umt5(tmp_path, SMALL_UMT5, torch.float32)
+    encoder = TextEncoder.from_pretrained(tmp_path, 40, torch.float32).encoder
     ids = torch.randint(2, 50, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, 9:] = 0
@@ -76,22 +79,15 @@ def test_umt5_computes_what_its_definition_says(tmp_path):
     assert ((found - expected)[mask.bool()]).abs().max() < 1e-5 * expected.abs().max()
     for name in ("norm.weight", "token_embedding.weight"):
         torch.save({key: x for key, x in weights.items() if key != name}, tmp_path / UMT5_FILE)
-        renamed = next(iter(text_encoder.umt5_to_transformers({name: torch.ones(1)})))
-        with pytest.raises(CheckpointError, match=rf"keys missing: {renamed}"):
-            load_umt5(tmp_path, SMALL_UMT5, torch.float32)
+        theirs = next(iter(renamed({name: torch.ones(1)}, UMT5_TO_TRANSFORMERS)))
+        with pytest.raises(CheckpointError, match=rf"keys missing: {theirs}"):
+            TextEncoder.from_pretrained(tmp_path, 40, torch.float32)
 
 
-MINI = ROOT / "checkpoints/wan-mini"
-
-
-def test_sizes_are_those_of_transformers(tmp_path):
-    config, sizes = text_encoder.encoder_config(MINI), text_encoder.encoder_sizes(MINI)
+def test_sizes_are_those_of_transformers():
+    config = UMT5Config.from_dict(text_encoder.encoder_config(MINI))
+    sizes = text_encoder.encoder_sizes(MINI)
     assert sizes == {name: getattr(config, name) for name in sizes} and config.is_gated_act
-    shutil.copytree(MINI / "text_encoder", tmp_path / "text_encoder")
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "text_encoder/config.json").write_text('{"d_model": "wide"}')
-    with pytest.raises(CheckpointError, match="d_model is 'wide'"):
-        text_encoder.encoder_sizes(tmp_path)
 
 
 def test_the_real_umt5_has_these_keys():
@@ -99,7 +95,7 @@ def test_the_real_umt5_has_these_keys():
     tiny = UMT5Config(vocab_size=2, d_model=2, d_kv=1, d_ff=2, num_layers=24, num_heads=1)
     with torch.device("meta"):
         names = UMT5EncoderModel(UMT5Config(**text_encoder.UMT5_XXL)).state_dict()
-    ours = text_encoder.umt5_to_transformers(random_umt5(tiny))
+    ours = renamed(random_umt5(tiny), UMT5_TO_TRANSFORMERS)
     assert {*ours, "encoder.embed_tokens.weight"} == names.keys()
     assert names["shared.weight"].shape == (256384, 4096)
 

@@ -13,10 +13,9 @@ from helpers.rollouts import drawn, require_triton
 from experiments import load
 from experiments.caches.files import encode_mp4
 from experiments.extraction.video import SHORTEST_SIDE, dtype_of
-from wan import vae_decoder
-from wan.checkpoint import CheckpointError
-from wan.vae import VAE, VAE_FILE, Preview, StreamedDecoder, load_native_vae
-from wan.vae_decoder import Sum, feed
+from wan import vae as vae_module
+from wan.checkpoint import VAE_FILE, CheckpointError
+from wan.vae import VAE, Preview, StreamedDecoder, Sum, feed
 
 SIZES = {"base_dim": 8, "decoder_base_dim": 4, "z_dim": 4, "num_res_blocks": 1, "dim_mult": [1, 2, 2, 2]}
 PATCHES = {"dim_mult": [1, 2, 2], "temperal_downsample": [True, True], "patch_size": 2}
@@ -47,7 +46,7 @@ def test_decoding_is_diffusers_own_whole_and_in_pieces(vae, monkeypatch):
         assert [piece.shape[1] for piece in pieces] == [4 * n - 3 * (i == 0) for i, n in enumerate(sizes)]
         torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=ROUNDING, rtol=0)
         assert len(kept) <= 2  # the first frame passes no convolution over time
-    monkeypatch.setattr(vae_decoder, "AT_ONCE", 50_000)  # as the real model's
+    monkeypatch.setattr(vae_module, "AT_ONCE", 50_000)  # as the real model's
     torch.testing.assert_close(vae.decode(latents), expected, atol=ROUNDING, rtol=0)
 
 
@@ -96,7 +95,7 @@ def test_a_decoder_of_kernels(vae, monkeypatch):
     latents = drawn(1, 2, 4, 1, 1)
     other, expected = VAE(vae.vae), vae.decode(latents)
     monkeypatch.setattr(kernels, "PIXELS", 1 << 15)  # fewer programs to interpret
-    monkeypatch.setattr(vae_decoder, "has_kernel", lambda x: True)
+    monkeypatch.setattr(vae_module, "has_kernel", lambda x: True)
     decoder = StreamedDecoder(other)
     found = torch.cat([decoder(piece) for piece in latents.split(1, 1)], 1)
     assert any(conv.stack == 3 for conv in decoder.past)
@@ -107,10 +106,11 @@ def test_the_original_release_is_loaded(tmp_path):
     """diffusers' conversion leaves its own names as they are."""
     sizes = {"base_dim": 8, "num_res_blocks": 2}
     theirs = AutoencoderKLWan(**sizes).eval()
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"pth not found; run: bash experiments/download_weights.sh"):
-        load_native_vae(tmp_path, torch.float32)
+        VAE.from_pretrained(tmp_path)
     torch.save(theirs.state_dict(), tmp_path / VAE_FILE)
-    ours = load_native_vae(tmp_path, torch.float32, **sizes).state_dict()
+    ours = VAE.from_pretrained(tmp_path, **sizes).vae.state_dict()
     assert ours.keys() == theirs.state_dict().keys()
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.state_dict().items())
 

@@ -1,4 +1,4 @@
-"""A Triton kernel between two convolutions of the VAE's decoder: feed() of wan/vae_decoder.py.
+"""A Triton kernel between two convolutions of the VAE's decoder: feed() of wan/vae.py.
 
 It reads the first one's output once, and writes what the next one reads: its frames behind the two past ones,
 or each frame with the two before it.
