@@ -7,7 +7,10 @@ An edit says what is done, where (sites and whole attention calls, wan/sites.py)
     with intervene(at("resid_post", layers=[5]), lambda x, where: 2 * x):
         latents = pipeline.inference(noise, ...)
 
-A new edit is a subclass of Edit with its own apply(), and check() where it needs one.
+Every edit is a frozen dataclass with one check() and one apply(). check() runs when the edit is made, for its
+fields, and again with the plan of a rollout, before anything is computed. A new edit is a subclass of Edit
+with its own apply(), and check() where it needs one. Letters: B batch, L tokens of a call, Lk its keys,
+S tokens per frame, F frames, H heads, D head dim.
 """
 
 import hashlib
@@ -20,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Annotated, Any, ClassVar
@@ -31,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.attention import Call
-from wan.errors import ConfigError, check_fields, did_you_mean, reason_of, refuse
+from wan.errors import ConfigError, check_fields, reason_of, short_repr
 from wan.files import load_yaml, read_text
 from wan.keys import (
     EMPTY,
@@ -39,7 +42,6 @@ from wan.keys import (
     ROPE_THETA,
     HeadShard,
     KeyBias,
-    KeyLayout,
     RotaryTable,
     as_index,
     rotate,
@@ -64,7 +66,6 @@ from wan.sites import (
 
 MAX_BIAS = 65504.0  # the largest number of float16
 MAX_BYTES = 1 << 20  # of a file of edits
-MAX_EDITS = 1000
 
 Passes = Annotated[str, ("denoise", "clean", "all")]
 Frames = tuple[int | str, ...]
@@ -73,88 +74,38 @@ EVERY: Tokens = slice(None)
 InterventionError = ConfigError  # of an intervention
 
 
-# --- Fields: how a value is brought into one form; None, or an error, where it has none
-def as_indices(value: Any) -> tuple[int, ...] | None:
-    """Return a number, or several, that count from 0, as increasing ones."""
+# --- One form of a value, so that equal edits compare, hash and print alike
+FRAME_NAME = re.compile(r"first|sink|past|own(:\d+)?")
+
+
+def as_indices(name: str, value: Any) -> tuple[int, ...]:
+    """Return a number from 0, or several, as increasing ones: 5 -> (5,), [3, 1, 3] -> (1, 3)."""
     chosen = [value] if isinstance(value, int) else [*value]
-    fits = chosen and all(type(n) is int and n >= 0 for n in chosen)
-    return tuple(sorted(set(chosen))) if fits else None
+    if not chosen or not all(type(n) is int and n >= 0 for n in chosen):
+        said = f"{name} {short_repr(value)} is not whole numbers from 0, at least one"
+        raise ConfigError(f"{said}; leave it out for all")
+    return tuple(sorted({*chosen}))
 
 
-def as_frames(value: Any) -> Frames | None:
+def as_frames(value: Any) -> Frames:
     """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own", "own:18"."""
     chosen = [value] if isinstance(value, (int, str)) else [*value]
     numbers = sorted({n for n in chosen if type(n) is int and n >= 0})
-    name = re.compile(r"first|sink|past|own(:\d+)?")
-    names = dict.fromkeys(n for n in chosen if isinstance(n, str) and name.fullmatch(n))
-    return (*numbers, *names) if chosen and {*numbers, *names} == {*chosen} else None
+    names = dict.fromkeys(n for n in chosen if isinstance(n, str) and FRAME_NAME.fullmatch(n))
+    known = [*numbers, *names]
+    if not chosen or not all(n in known for n in chosen):
+        said = f"frames {short_repr(value)} is not numbers from 0, or names"
+        raise ConfigError(f"{said}: first, sink, past, own, own:18")
+    return (*numbers, *names)
 
 
-def as_sites(value: Any) -> tuple[str, ...]:
-    """Return names of sites."""
-    return tuple(map(check_site, (value,) if isinstance(value, str) else value))
-
-
-def as_direction(value: Any) -> tuple[float, ...] | None:
-    """Return the numbers of a vector, a tensor or a list."""
-    return tuple(map(float, value.tolist() if isinstance(value, Tensor) else value)) or None
-
-
-INDICES = as_indices, "whole numbers from 0, at least one; leave it out for all"
-FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    **dict.fromkeys(("layers", "heads", "blocks", "steps", "tokens", "bands"), INDICES),
-    **dict.fromkeys(("b", "scale", "phase"), (float, "a finite number")),
-    "frames": (as_frames, "numbers from 0, or names: first, sink, past, own, own:18"),
-    "source": (lambda x: Source(**x) if isinstance(x, Mapping) else x, "of prompt, seed and weights"),
-    "what": (lambda value: value if value in ("qk", "kv") else check_site(value), "qk, kv or a site"),
-    "site": (check_site, "a site"),
-    "names": (as_sites, "names of sites"),
-    "direction": (as_direction, "a vector of numbers: a tensor [dim]"),
-}
-
-
-class _Checked:
-    """A frozen dataclass whose fields are checked and brought into one form; None by default stays."""
-
-    def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type]
-            name, value = each.name, getattr(self, each.name)
-            if name not in FORMS or (value is None and each.default is not MISSING):
-                continue
-            convert, wanted = FORMS[name]
-            try:
-                kept = convert(value)
-            except InterventionError:
-                raise
-            except (TypeError, ValueError):
-                kept = None
-            refuse((kept is None, f"{name} {value!r} is not {wanted}"))
-            object.__setattr__(self, name, kept)
-        check_fields(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for YAML and JSON; fields at their defaults are left out."""
-        values = {}
-        for each in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, each.name)
-            if each.default is MISSING or value != each.default:
-                values[each.name] = value.to_dict() if isinstance(value, Source) else _plain(value)
-        return values
-
-    def __repr__(self) -> str:
-        said = [f"{name}={_plain(getattr(self, name))!r}" for name in _Checked.to_dict(self)]
-        return f"{type(self).__name__}({', '.join(said)})"
-
-
-def _plain(value: Any) -> Any:
-    """Return a field's value as YAML and JSON have it: one frame or index alone, several as a list."""
-    if isinstance(value, tuple):
-        return value[0] if len(value) == 1 else list(value)
-    return value
+def as_float(value: Any) -> Any:
+    """Return a whole number as a float, so that b=-2 and b=-2.0 have one fingerprint."""
+    return float(value) if type(value) is int else value
 
 
 @dataclass(frozen=True, repr=False)
-class Source(_Checked):
+class Source:
     """Another run of the same shapes; None is what the edited run has. weights: a checkpoint, or "base"."""
 
     prompt: str | None = None
@@ -162,8 +113,24 @@ class Source(_Checked):
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        refuse((not self.to_dict(), "source: name another prompt, seed or weights; this is the run itself"))
+        check_fields(self, "source: ")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that are given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def __repr__(self) -> str:
+        return f"Source({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+
+def as_source(value: Any) -> Source:
+    """Return a source, which a YAML gives by its fields: {seed: 1, weights: base}."""
+    known = {each.name for each in fields(Source)}
+    if isinstance(value, Mapping) and {*value} <= known:
+        return Source(**value)
+    if not isinstance(value, Source):
+        raise ConfigError(f"source {short_repr(value)} is not another run: give its prompt, seed or weights")
+    return value
 
 
 # --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
@@ -244,14 +211,14 @@ class RolloutPlan:
         return f"edits {what if edit.has_heads else ', '.join(edit.sites)}; {counted}"
 
     def check(self, edits: Iterable["Edit"]) -> None:
-        """Raise InterventionError for an edit that this rollout cannot make, or that would change nothing."""
+        """Raise ConfigError for an edit that this rollout cannot make, or that would change nothing."""
         for edit in edits:
             edit.check(self)
 
 
 # --- What every edit has: which calls it selects, and how it is written down
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Edit(_Checked, ABC):
+class Edit(ABC):
     """A change at some sites or of attention calls; None selects all.
 
     passes has no default: denoise, clean or all.
@@ -266,12 +233,14 @@ class Edit(_Checked, ABC):
     branch: Annotated[str, ("cond", "uncond")] | None = None  # of classifier-free guidance
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        of_none = self.layers is not None and {*self.sites} <= {*OF_FORWARD}
-        refuse(
-            (self.heads is not None and not self.has_heads, f"{self.sites[0]} has no heads: leave heads out"),
-            (of_none, f"{self.sites[0]} belongs to no layer: leave layers out"),
-        )
+        chosen = {name: getattr(self, name) for name in ("layers", "heads", "blocks", "steps")}
+        self._set(**{name: as_indices(name, x) for name, x in chosen.items() if x is not None})
+        self.check()
+
+    def _set(self, **values: Any) -> None:
+        """Set fields while the edit is made; from then on it is frozen."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @abstractmethod
     def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
@@ -321,22 +290,45 @@ class Edit(_Checked, ABC):
             and self.selects_pass(at.step, at.is_clean_pass)
         )
 
-    def check(self, plan: RolloutPlan) -> None:
-        """Raise InterventionError where a rollout has no such call."""
+    def check(self, plan: RolloutPlan | None = None) -> None:
+        """Raise ConfigError where fields contradict each other or, with a plan, no call can be edited."""
+        check_fields(self)
+        if self.heads is not None and not self.has_heads:
+            raise ConfigError(f"{self.sites[0]} has no heads: leave heads out")
+        if self.layers is not None and {*self.sites} <= {*OF_FORWARD}:
+            raise ConfigError(f"{self.sites[0]} belongs to no layer: leave layers out")
+        if plan is None:
+            return
         check_indices("layer", self.layers, plan.num_layers)
         check_indices("head", self.heads, plan.num_heads)
         check_indices("block", self.blocks, len(plan.blocks))
         check_indices("denoising step", self.steps, plan.num_steps)
         check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
         check_sites(self.sites, plan)
-        again = self.passes == "clean" and not plan.keeps_clean_keys
-        refuse(
-            (again, "recompute_context computes the keys of clean passes again: take passes denoise or all"),
-            (not plan.calls(self), f"no call can be edited: {self}; no block has such frames and passes"),
-        )
+        is_lost = self.passes == "clean" and not plan.keeps_clean_keys
+        if is_lost or not plan.calls(self):
+            why = "no block has such frames and passes"
+            if is_lost:
+                why = "recompute_context computes the keys of clean passes again: take passes denoise or all"
+            raise ConfigError(f"no call can be edited: {self}; {why}")
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that are not at their defaults; one frame or index alone, several as a list."""
+        found = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.default is MISSING or value != each.default:
+                is_many = isinstance(value, tuple)
+                found[each.name] = value[0] if is_many and len(value) == 1 else [*value] if is_many else value
+        return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {"edit": type(self).__name__.lower(), **super().to_dict()}
+        """Return plain values for YAML and JSON, which edit_from_dict reads."""
+        values = {name: x.to_dict() if isinstance(x, Source) else x for name, x in self.given().items()}
+        return {"edit": type(self).__name__.lower(), **values}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in self.given().items())})"
 
 
 # --- The parts of a call that edits change
@@ -348,7 +340,7 @@ def heads_in(edit: Edit, call: Call) -> list[int]:
 def slots_in(call: Call, names: Frames) -> list[int]:
     """Return the slots of the keys that frames name: of earlier blocks, unless they are own.
 
-    InterventionError where a number or "first" meets a slot that holds another frame for each batch item.
+    ConfigError where a number or "first" meets a slot that holds another frame for each batch item.
     """
     layout, found = call.known_layout, []
     for n, slot in enumerate(layout.slots):
@@ -367,12 +359,10 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 
 
 def check_items(call: Call, slots: Iterable[int]) -> None:
-    """Raise InterventionError where one of the slots holds another frame for each batch item."""
+    """Raise ConfigError where one of the slots holds another frame for each batch item."""
     for index in slots:
         if len(set(call.known_layout.slots[index].by_item)) > 1:
-            raise InterventionError(
-                f"slot {index} holds another frame for each batch item: edit them one by one"
-            )
+            raise ConfigError(f"slot {index} holds another frame for each batch item: edit them one by one")
 
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
@@ -408,15 +398,6 @@ def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, ne
     return x
 
 
-def of_source(x: Any, where: ActivationSite, data: Any) -> Any:
-    """Return the source run's value at the place of x. InterventionError where shapes differ."""
-    source = data.value(where)
-    parts = [(each.q, each.k) if isinstance(each, Call) else (each,) for each in (source, x)]
-    theirs, mine = (tuple(part.shape for part in each) for each in parts)
-    refuse((theirs != mine, f"{where}: the source's call has another shape: {theirs}, not {mine}"))
-    return source
-
-
 def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
     """Radians per frame of each pair of the temporal share, float64 [heads or 1, pairs]; bases [heads]."""
     share = RotaryTable(head_dim).axes_dim[0]
@@ -434,9 +415,17 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
     return rotate(x.float(), *there)
 
 
-def positions_of(layout: KeyLayout, slots: Iterable[int]) -> list[int]:
-    """Return where the keys of slots stand; without RoPE they stand at 0."""
-    return [layout.slots[n].position if layout.slots[n].is_rotated else 0 for n in slots]
+def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
+    """Return where the keys of slots stand; without RoPE they stand at 0.
+
+    ConfigError where the keys of a slot, or of its batch items, stand at several positions.
+    """
+    check_items(call, slots)
+    chosen = [call.known_layout.slots[n] for n in slots]
+    if any(slot.position == MIXED for slot in chosen):
+        remedy = "move them by offset=, or take a policy that knows the position of every key"
+        raise ConfigError(f"these keys stand at several positions: {remedy}")
+    return [slot.position if slot.is_rotated else 0 for slot in chosen]
 
 
 # --- The edits
@@ -449,9 +438,17 @@ class KeySelection(Edit):
     tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.frames is not None:
+            self._set(frames=as_frames(self.frames))
+        if self.tokens is not None:
+            self._set(tokens=as_indices("tokens", self.tokens))
         super().__post_init__()
-        name, both = type(self).__name__, (self.frames is None) == (self.tokens is None)
-        refuse((both, f"{name} takes frames (of self-attention) or tokens (of the prompt)"))
+
+    def check(self, plan: RolloutPlan | None = None) -> None:
+        if (self.frames is None) == (self.tokens is None):
+            name = type(self).__name__
+            raise ConfigError(f"{name} takes frames (of self-attention) or tokens (of the prompt)")
+        super().check(plan)
 
     @property
     def kind(self) -> str:
@@ -468,9 +465,7 @@ class KeySelection(Edit):
             size = call.k.shape[1] if self.frames is None else len(call.known_layout.slots)
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
-        if blind := call.bias.blind_heads:
-            raise InterventionError(f"{where}: head {call.numbers[blind[0]]} would lose all its keys")
-        return call
+        return call  # attention() refuses heads that lose all their keys
 
 
 @dataclass(frozen=True, repr=False)
@@ -485,6 +480,10 @@ class Bias(KeySelection):
     """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
 
     b: Annotated[float, -MAX_BIAS, MAX_BIAS]  # type: ignore[misc]  # of all Knockouts, of each Bias
+
+    def __post_init__(self) -> None:
+        self._set(b=as_float(self.b))
+        super().__post_init__()
 
 
 @dataclass(frozen=True, repr=False)
@@ -502,14 +501,20 @@ class Ablate(Edit):
     site: str = "z"
 
     def __post_init__(self) -> None:
+        if self.how == "resample" or isinstance(self.source, Mapping):
+            self._set(source=as_source(self.source))
         super().__post_init__()
-        none = type(None)
-        kind: Any = {"resample": Source, "mean": (str, none)}.get(self.how, none)
-        has_tokens = "L" in SITES[self.sites[0]].split()
-        refuse(
-            (not isinstance(self.source, kind), f"{self.how} does not take source={self.source!r}"),
-            ("mean" in self.how and not has_tokens, f"{self.site} has no tokens: take zero or resample"),
+
+    def check(self, plan: RolloutPlan | None = None) -> None:
+        check_site(self.site)
+        super().check(plan)
+        fits = self.source is None or isinstance(
+            self.source, {"resample": Source, "mean": str}.get(self.how, ())
         )
+        if not fits:
+            raise ConfigError(f"{self.how} does not take source={self.source!r}")
+        if "mean" in self.how and "L" not in SITES[self.sites[0]].split():
+            raise ConfigError(f"{self.site} has no tokens: take zero or resample")
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -523,7 +528,7 @@ class Ablate(Edit):
         if self.how == "zero":
             return with_heads(x, where, self.heads, x.new_zeros(()))
         if self.how == "resample":
-            return with_heads(x, where, self.heads, of_source(x, where, data))
+            return with_heads(x, where, self.heads, data.value(where))
         means = data.of(where)  # [B or 1, Fq, ...]
         means = send((where.shard.of(means) if where.shard else means).to(x.dtype), x.device)
         return with_heads(x, where, self.heads, means.repeat_interleave(x.shape[1] // means.shape[1], 1))
@@ -539,13 +544,18 @@ class Patch(Edit):
     attention: Annotated[str, ("self", "cross")] = "self"
 
     def __post_init__(self) -> None:
+        self._set(source=as_source(self.source))
+        if self.frames is not None:
+            self._set(frames=as_frames(self.frames))
         super().__post_init__()
+
+    def check(self, plan: RolloutPlan | None = None) -> None:
+        if self.what not in ("qk", "kv"):
+            check_site(self.what)
         is_kv = self.what == "kv"
-        refuse(
-            (not isinstance(self.source, Source), "Patch takes a source: a prompt, seed or weights"),
-            (not is_kv and self.frames is not None, f"frames go with what='kv', not with {self.what!r}"),
-            (is_kv and self.attention == "cross", "what='kv' patches cached frames, of self-attention"),
-        )
+        if (self.frames is not None and not is_kv) or (self.attention == "cross" and is_kv):
+            raise ConfigError("frames go with what='kv', which patches cached frames of self-attention")
+        super().check(plan)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -559,15 +569,17 @@ class Patch(Edit):
 
     def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
         if self.what not in ("qk", "kv"):
-            return with_heads(x, where, self.heads, of_source(x, where, data))
+            return with_heads(x, where, self.heads, data.value(where))
+        # 1. The heads and keys that are taken over.
         heads, slots, tokens = heads_in(self, x), [], EVERY
         if self.key_frames is not None:
             slots = slots_in(x, self.key_frames)
             if not slots:
                 return None
             tokens = tokens_in(x, slots)
-        source = of_source(x, where, data)
-        if x.layout is not None:  # a map of other keys would be laid over these
+        # 2. Both runs must see the same keys there: a map of other keys would be laid over these.
+        source = data.value(where)
+        if x.layout is not None:
             mine, theirs = x.layout, source.layout or x.layout
             chosen = slots or range(len(mine.slots))
             others = [n for n in chosen if mine.slots[n].by_item != theirs.slots[n].by_item]
@@ -576,10 +588,11 @@ class Patch(Edit):
                 if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
                     others += mine.chosen.slots
             if others:
-                raise InterventionError(
+                raise ConfigError(
                     f"{where}: the source chose other keys for slot {others[0]}; patch z, or kv of frames "
                     "that are not chosen, or take a policy such as window"
                 )
+        # 3. q and k, or k and v.
         for name in self.what:
             replace_values(x, name, heads, select(getattr(source, name)[:, tokens], heads, 2), tokens)
         return x
@@ -594,9 +607,13 @@ class Move(Edit):
     position: int | None = None
 
     def __post_init__(self) -> None:
+        self._set(frames=as_frames(self.frames))
         super().__post_init__()
-        both = (self.offset is None) == (self.position is None)
-        refuse((both, "Move takes offset= or position=, in frames"))
+
+    def check(self, plan: RolloutPlan | None = None) -> None:
+        if (self.offset is None) == (self.position is None):
+            raise ConfigError("Move takes offset= or position=, in frames")
+        super().check(plan)
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         slots = slots_in(call, self.frames)
@@ -604,10 +621,7 @@ class Move(Edit):
             return None
         turns = [self.offset] * len(slots)
         if self.position is not None:
-            check_items(call, slots)
-            stands = positions_of(call.known_layout, slots)
-            refuse((MIXED in stands, "these keys stand at several positions: move them by offset="))
-            turns = [self.position - each for each in stands]
+            turns = [self.position - each for each in positions_of(call, slots)]
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
         angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(call.k.shape[3])
         replace_values(call, "k", heads, turn(select(call.k[:, tokens], heads, 2), angles), tokens)
@@ -626,6 +640,10 @@ class Jitter(Edit):
     seed: Annotated[int, 0, 2**63 - 1] = 0
     passes: Passes = field(default="all", kw_only=True)
 
+    def __post_init__(self) -> None:
+        self._set(scale=as_float(self.scale))
+        super().__post_init__()
+
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         return step < 0 or super().selects_pass(step, is_clean_pass)
 
@@ -637,13 +655,11 @@ class Jitter(Edit):
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
-        refuse((MIXED in layout.positions, "Jitter needs the position of every key; take another policy"))
-        every = range(len(layout.slots))
-        check_items(call, every)
+        stands = positions_of(call, range(len(layout.slots)))
         numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
         drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
-        for name, positions in (("q", layout.query_positions), ("k", positions_of(layout, every))):
+        for name, positions in (("q", layout.query_positions), ("k", stands)):
             angles = torch.tensor(positions).double()[:, None, None] * drift
             replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
         return call
@@ -660,6 +676,11 @@ class Band(Edit):
     bands: tuple[int, ...]
     phase: float = 0.0
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        bands = as_indices("bands", self.bands)
+        self._set(bands=bands, phase=as_float(self.phase), scale=as_float(self.scale))
+        super().__post_init__()
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
@@ -681,13 +702,24 @@ class Steer(Edit):
     direction: tuple[float, ...]
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        given: Any = self.direction
+        numbers = given.tolist() if isinstance(given, Tensor) else given
+        self._set(direction=tuple(map(float, numbers)), scale=as_float(self.scale))
+        super().__post_init__()
+
     @property
     def sites(self) -> tuple[str, ...]:
         return (self.site,)
 
+    def check(self, plan: RolloutPlan | None = None) -> None:
+        check_site(self.site)
+        super().check(plan)
+
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
         size, given = x.shape[-1], len(self.direction)
-        refuse((size != given, f"{where}: the direction has {given} numbers, not {size}"))
+        if size != given:
+            raise ConfigError(f"{where}: the direction has {given} numbers, not {size}")
         direction = send(torch.tensor(self.direction, dtype=x.dtype), x.device)
         return with_heads(x, where, self.heads, x + self.scale * direction)
 
@@ -706,6 +738,11 @@ class Custom(Edit):
     names: tuple[str, ...]
     function: Any = None
     passes: Passes = "all"
+    heads: tuple[int, ...] | None = field(default=None, init=False)  # the function has all of them
+
+    def __post_init__(self) -> None:
+        self._set(names=tuple(map(check_site, self.names)))
+        super().__post_init__()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -715,24 +752,19 @@ class Custom(Edit):
         """Return the edit of a function, or of a class or object with such a method apply."""
         return replace(self, function=function() if isinstance(function, type) else function)
 
-    def check(self, plan: RolloutPlan) -> None:
-        missing = self.function is None
-        refuse((missing, f"at({', '.join(self.sites)}) has no function: intervene(at(...), fn)"))
-        super().check(plan)
-
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
         function = self.function if callable(self.function) else self.function.apply
         new = function(x.clone(), where)
         if new is None:
             return None
-        problem = f"it returned a {type(new).__name__}"
+        # A tensor of another shape or dtype would broadcast, or run on, and fail layers later.
+        returned = f"a {type(new).__name__}"
         if isinstance(new, Tensor):
             theirs, mine = ((list(each.shape), each.dtype, each.device) for each in (new, x))
-            problem = "it returned NaN" if new.isnan().any() else ""
-            if theirs != mine:
-                problem = "it returned {} {} on {}, not {} {} on {}".format(*theirs, *mine)
-        refuse((problem, f"{self._code.__qualname__} at {where}: {problem}"))
-        return new
+            if theirs == mine and not new.isnan().any():
+                return new
+            returned = "NaN" if theirs == mine else "{} {} on {}, not {} {} on {}".format(*theirs, *mine)
+        raise ConfigError(f"{self._code.__qualname__} at {where}: it returned {returned}")
 
     @property
     def _code(self) -> Any:
@@ -745,8 +777,9 @@ class Custom(Edit):
         except (OSError, TypeError):  # typed into an interpreter
             code = getattr(self._code, "__code__", None)
             source = code.co_code + repr(code.co_consts).encode() if code else b""
-        said = {name: _plain(getattr(self, name)) for name in ("layers", "blocks", "steps", "branch")}
-        said = {name: value for name, value in said.items() if value is not None}
+        said = {
+            name: x for name, x in self.given().items() if name in ("layers", "blocks", "steps", "branch")
+        }
         name = f"{self._code.__module__}.{self._code.__qualname__}"
         said |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": name}
         return said | {"source_sha256": hashlib.sha256(source).hexdigest()[:16]}
@@ -762,9 +795,6 @@ def at(*sites: str, **where: Any) -> Custom:
     intervene(at("resid_post", layers=[5]), fn); or @at("resid_post", layers=[5]) above fn, which makes it an
     edit. passes are denoise, clean or all, the default.
     """
-    known = [each.name for each in fields(Custom) if each.name not in ("names", "function", "heads")]
-    for name in where:
-        refuse((name not in known, f"at() takes no {name}{did_you_mean(name, known)}"))
     return Custom(names=sites, **where)
 
 
@@ -777,22 +807,19 @@ KINDS: dict[str, type[Edit]] = {
 def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     """Return the edit that to_dict wrote: {"edit": "knockout", "frames": "first", "passes": "denoise"}.
 
-    Raises InterventionError for a name, a field or a value that is not one.
+    Raises ConfigError for a name, a field or a value that is not one.
     """
-    if not isinstance(values, Mapping):
-        raise InterventionError(f"{values!r} is not an edit; write {{edit: knockout, frames: first, ...}}")
-    given = {str(name): value for name, value in values.items()}
-    name = given.pop("edit", None)
-    if name not in list(KINDS):
-        raise InterventionError(f"edit {name!r} is not one of {', '.join(KINDS)}")
+    name = values.get("edit") if isinstance(values, Mapping) else values
+    if not isinstance(name, str) or name not in KINDS:
+        remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
+        raise ConfigError(f"edit {short_repr(name)} is not one of {', '.join(KINDS)}; {remedy}")
+    kind = KINDS[name]
     try:
-        return KINDS[name](**given)
-    except (InterventionError, TypeError) as error:  # TypeError: fields that are missing or unknown
-        known = ", ".join(each.name for each in fields(KINDS[name]))
+        return kind(**{str(key): value for key, value in values.items() if key != "edit"})
+    except (TypeError, ValueError) as error:  # TypeError: fields that are missing or unknown
+        known = ", ".join(each.name for each in fields(kind))
         said = str(error).replace("__init__() ", "")
-        raise InterventionError(
-            f"{name}: {said}; its fields: {known}; passes: denoise, clean or all"
-        ) from None
+        raise ConfigError(f"{name}: {said}; its fields: {known}; passes: denoise, clean or all") from None
 
 
 def fingerprint(edits: Iterable[Edit]) -> str:
@@ -806,8 +833,6 @@ def edits_of(values: Any, where: str) -> list[Edit]:
     """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise ConfigError(f"{where}: interventions are a list: - {{edit: knockout, frames: first, ...}}")
-    if len(values) > MAX_EDITS:
-        raise ConfigError(f"{where}: {len(values)} interventions, at most {MAX_EDITS} are read")
     edits = []
     for number, each in enumerate(values, 1):
         try:
@@ -820,9 +845,7 @@ def edits_of(values: Any, where: str) -> list[Edit]:
 def read_edits(path: str | Path) -> list[Edit]:
     """Read edits from a YAML file: a list of them, or a mapping with the key interventions."""
     values = load_yaml(path, "interventions", MAX_BYTES)
-    if isinstance(values, Mapping):
-        if set(values) != {"interventions"}:
-            raise ConfigError(f"{path}: it may hold the key interventions and nothing else")
+    if isinstance(values, Mapping) and [*values] == ["interventions"]:
         values = values["interventions"]
     if not (edits := edits_of(values, str(path))):
         raise ConfigError(f"{path} holds no intervention; write - {{edit: knockout, frames: first, ...}}")
@@ -836,12 +859,10 @@ def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes
         drops = np.loadtxt(lines, int, delimiter=",", quotechar='"', ndmin=2)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{path} is not a CSV of layers x heads: {reason_of(error)}") from None
-    if drops.shape != (num_layers, num_heads):
-        raise ConfigError(f"{path} is {drops.shape}; this model has {num_layers} layers x {num_heads} heads")
-    for layer, head in np.argwhere((drops != 0) & (drops != 1)).tolist():
-        raise ConfigError(f"{path}: layer {layer}, head {head}: {drops[layer, head]} is not 0 or 1")
-    if not drops.any():
-        raise ConfigError(f"{path} drops no head: every value is 0")
+    fits = drops.shape == (num_layers, num_heads) and np.isin(drops, (0, 1)).all()
+    if not fits or not drops.any():
+        said = f"{path} is {drops.shape} of {np.unique(drops)[:3].tolist()}; this model takes"
+        raise ConfigError(f"{said} {num_layers} layers x {num_heads} heads, 1 drops a head and 0 keeps it")
     heads = {layer: tuple(np.flatnonzero(row).tolist()) for layer, row in enumerate(drops)}
     return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
 
@@ -879,10 +900,11 @@ class Edits(Watcher):
         for number, edit in enumerate(self.edits):
             if not edit.selects(where.site, where.layer, where.at):
                 continue
-            data = self.data.get(edit)
-            refuse((edit.needs and data is None, f"{edit!r} needs data={{edit: ...}}: {edit.needs}"))
+            data: Any = self.data.get(edit)
+            if edit.needs and data is None:
+                raise ConfigError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
             if where.shard and "source" in edit.needs:  # all processes run a source together
-                of_source(x, where, data)
+                data.value(where)
             if isinstance(x, Call) and x.of_heads is not None and not heads_in(edit, x):
                 heads = range(x.shard.total) if edit.heads is None else edit.heads
                 self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
@@ -907,9 +929,11 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
         if isinstance(each, Custom) and each.function is None and given and not isinstance(given[0], Edit):
             each = each(given.pop(0))
         chosen.append(each)
-    if not chosen or not all(isinstance(edit, Edit) for edit in chosen):
-        known = ", ".join(KINDS)
-        raise InterventionError(f"intervene takes edits, at least one: {known}; or at(...) and a function")
+    is_edit = [isinstance(one, Edit) and getattr(one, "function", one) is not None for one in chosen]
+    if not chosen or not all(is_edit):
+        raise ConfigError(
+            f"intervene takes edits, at least one: {', '.join(KINDS)}; or at(...) and a function"
+        )
     session = Edits(tuple(chosen), dict(data or {}))
     with watched(session):
         yield session
@@ -949,13 +973,8 @@ class HeadOutputs(Watcher):
             self.norms[key_of(where), where.block] = frames.float().norm(dim=-1).mean(2).cpu()
 
     def of(self, where: ActivationSite) -> Tensor:
-        """[B, Fq, H, D] of the same call; InterventionError where it was not recorded."""
-        found = self.means.get((key_of(where), where.block))
-        if found is None:
-            raise InterventionError(
-                f"{where}: no output was recorded; record a run of the same blocks and steps"
-            )
-        return found
+        """[B, Fq, H, D] of the same call; KeyError where it was not recorded."""
+        return self.means[key_of(where), where.block]
 
 
 @contextmanager
@@ -993,10 +1012,10 @@ class ReferenceMeans:
         return cls({key: total / count for key, (total, count) in sums.items()})
 
     def of(self, where: ActivationSite) -> Tensor:
-        """[1, Fq, H, D] of a call; InterventionError where the set has no such layer, pass or place."""
+        """[1, Fq, H, D] of a call; ConfigError where the set has no such layer, pass or place."""
         means, count = self.values.get(key_of(where)), len(where.frames)
         if means is None or len(means) < count:
-            raise InterventionError(f"{where}: no means of {count} frames; record the same model and steps")
+            raise ConfigError(f"{where}: no means of {count} frames; record the same model and steps")
         return means[None, :count]
 
 
@@ -1029,7 +1048,7 @@ class RunInStep(Watcher):
         self._found = None
 
     def value(self, where: ActivationSite) -> Tensor | Call:
-        """Return what the source has in a place; InterventionError where it has none."""
+        """Return what the source has in a place; ConfigError where it has none."""
         if self._wanted != where and not isinstance(self._found, BaseException):
             self._wanted, self._found = where, None
             if self._thread is None:
@@ -1062,7 +1081,7 @@ class RunInStep(Watcher):
             with watched(self), observed():
                 self._rollout()
             where, remedy = self._wanted, "it must have the same frames, blocks and steps"
-            self._found = InterventionError(f"the source has no {where}: {remedy}")
+            self._found = ConfigError(f"the source has no {where}: {remedy}")
         except BaseException as error:
             self._found = error
         self._mine.release()

@@ -16,7 +16,7 @@ from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Patch
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import PromptSwitch, make_policy
-from wan.sites import ActivationSite, Pass, SiteCapture, watched, watchers
+from wan.sites import SiteCapture, watched, watchers
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each
@@ -195,8 +195,6 @@ def test_means_are_those_of_every_token_and_of_the_blocks_that_have_a_place():
         for values, expected in ((found, tokens.mean(2)), (outputs.norms[key], tokens.norm(dim=-1).mean(2))):
             torch.testing.assert_close(values.double(), expected, atol=1e-6, rtol=0)
     assert len(seen.kept) == len(outputs.means) == len(outputs.norms)
-    with pytest.raises(InterventionError, match="layer 2, block 5, step 0: no output was recorded"):
-        outputs.of(ActivationSite("z", 2, Pass(query_frames=range(3), block=5)))
     reference = interventions.ReferenceMeans.over([outputs, outputs])
     assert len(reference.values) == MODEL_LAYERS * 5 * len({key[0] for key in reference.values})
     for key, values in reference.values.items():

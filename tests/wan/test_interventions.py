@@ -59,14 +59,14 @@ REFUSED = {  # what is named -> the fields as a YAML has them
     "frames 'last'": {"edit": "knockout", "frames": "last", "passes": "all"},
     r"heads \[-1\]": {"edit": "ablate", "how": "zero", "heads": [-1], "passes": "all"},
     r"blocks \[1.0\]": {"edit": "ablate", "how": "zero", "blocks": [1.0], "passes": "all"},
-    "resample.*source=None": {"edit": "ablate", "how": "resample", "passes": "all"},
+    "source None is not another run": {"edit": "ablate", "how": "resample", "passes": "all"},
     "'residpost'.*resid_post": {"edit": "patch", "what": "residpost", "source": A_SOURCE, "passes": "all"},
-    "takes a source": {"edit": "patch", "what": "z", "source": "x", "passes": "all"},
+    "source 'x' is not another run": {"edit": "patch", "what": "z", "source": "x", "passes": "all"},
     "what='kv'": {"edit": "patch", "what": "z", "source": A_SOURCE, "frames": [0], "passes": "all"},
     "source {'sed'.*prompt": {"edit": "patch", "what": "z", "source": {"sed": 1}, "passes": "all"},
     "offset= or position=": {"edit": "move", "frames": "first", "passes": "all"},
     "edit None .*knockout, bias": {"frames": 0, "passes": "all"},
-    "bias: b 'x' is not a finite": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
+    "bias: b 'x' is not float in": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
     "frame'.*frames": {"edit": "knockout", "frame": 0, "passes": "all"},
 }
 
@@ -134,7 +134,7 @@ def test_keys_left_out_and_biased_against_float64(data):
         added[torch.tensor(heads)[:, None], torch.tensor(slots)] += b
     blind = added.isinf().all(1)
     if blind.any():
-        lost = r"layer 2, block 3, step 1: head \d would lose all its keys"
+        lost = r"head \d would see no key"
         with pytest.raises(InterventionError, match=lost):
             run(*edits)
         return
@@ -250,7 +250,7 @@ def test_keys_without_rope_stand_at_0_and_keys_at_several_positions_move_by_an_o
     assert torch.equal(unturned, at_0) and not torch.allclose(unturned, at_5, atol=1e-3)
     mixed, by = with_slot(Slot(5, MIXED)), Move(5, offset=2, passes="all")
     assert torch.equal(run(by, layout=mixed)[0], run(by)[0])
-    with pytest.raises(InterventionError, match=r"by offset=|needs the position of every key"):
+    with pytest.raises(InterventionError, match="stand at several positions"):
         run(edit, layout=mixed)
 
 
