@@ -19,7 +19,7 @@ from torch import Tensor
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, Place, joined, save_activations
 from experiments.caches.files import CacheError, RunError
-from experiments.caches.formats import AtlasCache
+from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import memory
 from experiments.extraction.cache_builders import Run, atlas_cache, atlas_requests
@@ -274,8 +274,7 @@ class Atlas(dict[str, Any]):
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """The names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
-        table = AtlasCache.table().items()
-        letters = {name.rstrip("?"): text for name, text in table if isinstance(text, str)}
+        letters = {name: declared.text for name, declared in declared_fields(AtlasCache).items()}
         lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
@@ -305,7 +304,7 @@ class Atlas(dict[str, Any]):
 
     def save(self, path: str | Path) -> Path:
         """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
-        save_cache(path, self.cache)
+        save_cache(path, self)
         return Path(path)
 
     def __repr__(self) -> str:

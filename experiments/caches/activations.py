@@ -1,4 +1,8 @@
-"""Activations that were captured at named sites: a table of calls, and its safetensors file."""
+"""Activations that were captured at named sites: a table of calls, and its safetensors file.
+
+table = load_activations("cache/activations.safetensors")["z"]
+table.at(layer=5, step=0).stack()       # a tensor, whose axes are table.axes
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from experiments.caches.files import CacheError, replacing
-from wan.errors import did_you_mean, reason_of
+from wan.errors import reason_of
 from wan.sites import SITES
 
 FORMAT = "activations"
@@ -50,8 +54,6 @@ class Activations(Sequence[Tensor]):
 
     def at(self, **where: Any) -> "Activations":
         """Return the calls of a layer, block, step, is_clean_pass or branch: at(layer=5, step=0)."""
-        if wrong := next((name for name in where if name not in Place.__dataclass_fields__), None):
-            raise CacheError(f"a call has no {wrong}{did_you_mean(wrong, Place.__dataclass_fields__)}")
         rows = [
             (place, value)
             for place, value in zip(self.places, self.values, strict=True)
@@ -122,11 +124,9 @@ def load_activations(path: str | Path) -> dict[str, Any]:
     """Read what save_activations wrote: format, facts about the run, and tables by site."""
     try:
         with safe_open(path, "pt") as file:
-            said = file.metadata() or {}
-            if said.get("format") != FORMAT:
-                raise ValueError("it holds none")
-            found: dict[str, Any] = {"format": FORMAT, **json.loads(said["about"])}
-            for site, table in json.loads(said["sites"]).items():
+            metadata = file.metadata() or {}
+            found: dict[str, Any] = {"format": FORMAT, **json.loads(metadata["about"])}
+            for site, table in json.loads(metadata["sites"]).items():
                 places = tuple(Place(**{**one, "frames": tuple(one["frames"])}) for one in table["places"])
                 values = tuple(file.get_tensor(f"{site}/{n:06d}") for n in range(len(places)))
                 found[site] = Activations(site, places, values, bool(table["is_reduced"]))

@@ -1,4 +1,8 @@
-"""Write whole files or none; compare fingerprints; errors of runs; encode mp4s."""
+"""Write whole files or none; compare fingerprints; errors of runs; encode mp4s.
+
+with replacing("cache/report.json") as file:      # the old file stays until the block has ended
+    file.write(content)
+"""
 
 import errno
 import os
@@ -45,19 +49,16 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except BaseException:  # Ctrl-C too
+    finally:  # after Ctrl-C too
         with suppress(OSError):
-            part.unlink()
-        raise
+            part.unlink()  # is gone where it has become path
 
 
 def target_of(path: str | Path) -> Path:
     """Follow links to the file that is written. OSError for a folder, device or pipe."""
     path = Path(os.path.realpath(path))
-    if path.is_dir():
-        raise OSError(errno.EISDIR, "Is a directory", str(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "Is a device or pipe", str(path))
+        raise OSError(errno.EINVAL, "Is a folder, device or pipe", str(path))
     return path
 
 

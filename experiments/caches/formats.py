@@ -2,28 +2,29 @@
 
 Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the query and key frames, N
 layers, P passes. Fields have the names that files have.
+
+    typed = as_cache(load_cache("cache/atlas.pt"))      # an AtlasCache
+    typed.frame_logits, typed.passes()                  # [N, P, H, F, F], P tags
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from math import inf
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from types import NoneType
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from experiments.caches.files import CacheError
-from wan.blocks import block_frames, later_block
-from wan.errors import ConfigError, require_text, short_repr
+from wan.blocks import later_block
+from wan.errors import require_text, short_repr
 from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_TEXT
 
 SCHEMA_VERSION = 2  # the newest that is read; caches carry the first that has all their fields
 READ_BY = "0.1.0"  # the first version of this project that reads this schema; caches carry it
-WEIGHTS = ("base", "checkpoint", "published", "unknown")  # unknown: older files, which did not record it
 QUANTITIES = ("mean_logit", "mass", "mean_prob")
 MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
 
@@ -31,8 +32,6 @@ MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key fr
 AVERAGE = -1  # of evicted frames
 NO_KEY = -9  # no key: others have more; between them -2 zeros, -3 tokens of several frames
 ANY = -1  # in queries of maps; frame: all queries of the block; row and column: all of the frame
-
-Table = dict[str, Any]  # name, with "?" where it may be absent -> declared text, or [Table]: a list of dicts
 
 
 class PassTag(NamedTuple):
@@ -45,9 +44,10 @@ class PassTag(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """A dict of a file with attributes. It keeps the order of its entries, and unknown ones."""
+    """A dict of a file with attributes; it keeps unknown ones."""
 
     nested: ClassVar[Mapping[str, type[Fields]]] = {}  # fields that are lists of dicts
+    one_of: ClassVar[tuple[str, ...]] = ()  # at least one of these fields is there
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -59,26 +59,31 @@ class Fields:
             wrapped.__dict__[name] = value
         return wrapped
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the dict that goes into a file."""
-        return {
-            name: [entry.to_dict() for entry in value] if name in self.nested else value
-            for name, value in vars(self).items()
-        }
 
-    @classmethod
-    @cache
-    def table(cls) -> Table:
-        """Return the declared type and lengths of every field; names end with "?" where one may be absent."""
-        table: Table = {}
-        for field in fields(cls):
-            text = str(field.type).replace("None", "none")
-            said = re.search("'(.*)'", text)
-            declared = said[1] if said else re.sub(r"\[.*\]", "", text)
-            declared += " | none" if said and "| none" in text else ""
-            name = field.name + "?" * (field.default is not MISSING)
-            table[name] = [cls.nested[field.name].table()] if field.name in cls.nested else declared
-        return table
+class Declared(NamedTuple):
+    """What a field may hold."""
+
+    text: str  # types and lengths: "int | none", "f16/f32 [H, F, F]"
+    is_required: bool
+    entries: type[Fields] | None  # of a list of dicts
+
+
+@cache
+def declared_fields(kind: type[Fields]) -> dict[str, Declared]:
+    """Return what a dataclass declares of each field, from its annotations."""
+    found, hints = {}, get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint = hints[field.name]
+        text, hint = (
+            ("", hint) if get_origin(hint) is not Annotated else (hint.__metadata__[0], hint.__origin__)
+        )
+        options = get_args(hint) if NoneType in get_args(hint) else (hint,)
+        names = [(get_origin(one) or one).__name__ for one in options if one is not NoneType]
+        text = " | ".join([text or " | ".join(names), *["none"] * (NoneType in options)])
+        entries = kind.nested.get(field.name)
+        text = "a list of dicts" if entries else text
+        found[field.name] = Declared(text, field.default is MISSING, entries)
+    return found
 
 
 # --- What the formats have in common
@@ -108,7 +113,7 @@ class Cache(Fields):
     num_heads: int
     head_dim: int | None = None
     model: str
-    weights: str  # one of WEIGHTS
+    weights: str  # base, checkpoint, published; unknown: older files, which did not record it
     weights_file: str | None
     weights_sha256: str | None
     files: list[WeightsFile] | None = None
@@ -144,9 +149,6 @@ class Cache(Fields):
         """List the passes that a cache holds of its last block, in its order; none where it has no pass."""
         return []
 
-    def check_own(self) -> None:
-        """Raise CacheError for what only this format can contradict."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OnePass(Fields):
@@ -181,6 +183,8 @@ class Sampling(Fields):
 class Tokens(Fields):
     """The token matrix of a call; since schema_version 2 key_* where keys are not those of key_frames."""
 
+    one_of: ClassVar = ("attn_logits", "attn_weights")
+
     key_frame: Annotated[Tensor | None, "i32 [keys]"] = None  # -1 an average, -2 zeros
     key_token: Annotated[Tensor | None, "i32 [keys]"] = None  # index in its frame, row by row
     key_position: Annotated[Tensor | None, "i32 [keys]"] = None  # temporal RoPE index
@@ -198,6 +202,8 @@ class Tokens(Fields):
 @dataclass(frozen=True, kw_only=True)
 class Figure4Layer(Tokens):
     """One layer of a figure4 cache. attn_weights of logits are attn_logits: older notebooks read either."""
+
+    one_of: ClassVar = (*Tokens.one_of, "key_curve", "frame_logits", "frame_mass")
 
     num_frames: int
     frame_seq_length: int
@@ -233,9 +239,6 @@ class Figure4Cache(OnePass, Cache):
     query_frames: Annotated[list[int], "int [Fq]"]
     key_frames: Annotated[list[int], "int [Fk]"]
 
-    def check_own(self) -> None:
-        _check_entries(self.attention_weights, self.layer_indices, "key_curve", "frame_logits", "frame_mass")
-
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceCall(OnePass, Tokens):
@@ -265,18 +268,6 @@ class InferenceCache(Cache):
 
     def passes(self) -> list[PassTag]:
         return list(dict.fromkeys(call.tag for call in self.last_calls()))
-
-    def check_own(self) -> None:
-        _check_entries(self.attention_weights, self.layer_indices)
-
-
-def _check_entries(entries: Sequence[Tokens], layers: list[int], *others: str) -> None:
-    """Every entry holds values, and the layers of the entries are those that are announced."""
-    for i, entry in enumerate(entries):
-        _check_any_of(entry, ("attn_logits", "attn_weights", *others), f"attention_weights[{i}].")
-    found = {entry.layer_idx for entry in entries}
-    if found != set(layers):
-        raise CacheError(f"layer_indices {layers} are not the layers of attention_weights, {sorted(found)}")
 
 
 # --- Frame pairs: one layer in one pass, and the atlas of all layers and passes
@@ -325,6 +316,8 @@ def build_layer_cache(
 class AtlasCache(Sampling, Cache):
     """A whole rollout at frame level."""
 
+    one_of: ClassVar = ("frame_logits", "frame_mass", "last_block_frame_logits")
+
     layers: Annotated[list[int], "int [N]"]
     pass_timesteps: Annotated[list[float] | Tensor, "float [P] | f32 [P]"]
     pass_steps: Annotated[list[int] | None, "int [P]"] = None  # all passes of the rollout where absent
@@ -360,14 +353,13 @@ class AtlasCache(Sampling, Cache):
         clean = self.pass_is_clean or [t == 0 for t in timesteps]
         return [PassTag(*tag) for tag in zip(steps, timesteps, clean, strict=True)]
 
-    def check_own(self) -> None:
-        _check_any_of(self, ("frame_logits", "frame_mass", "last_block_frame_logits"))
-
 
 # --- Maps over video frames: what chosen queries see of every key token, block by block
 @dataclass(frozen=True, kw_only=True)
 class BlockMaps(Fields):
     """The maps of one block. N layers, P passes, h heads, n queries, Lk keys."""
+
+    one_of: ClassVar = ("map_mass", "word_map")
 
     block: int
     query_frames: Annotated[list[int], "int [Fq]"]
@@ -400,23 +392,6 @@ class MapsCache(Cache):
     def passes(self) -> list[PassTag]:
         tags = zip(self.pass_steps, self.pass_timesteps, self.pass_is_clean, strict=True)
         return [PassTag(*tag) for tag in tags]
-
-    def check_own(self) -> None:
-        numbers = [entry.block for entry in self.blocks]
-        if not numbers or len(set(numbers)) < len(numbers) or max(numbers) >= self.done:
-            raise CacheError(f"blocks are the blocks {numbers}, not some of {self.done}, each once")
-        if self.rows * self.columns != self.frame_seq_length or max(self.heads) >= self.num_heads:
-            raise CacheError(
-                f"{self.rows} x {self.columns} tokens and heads {self.heads} are not of frames of "
-                f"{self.frame_seq_length} tokens and {self.num_heads} heads"
-            )
-        for i, entry in enumerate(self.blocks):
-            _check_any_of(entry, ("map_mass", "word_map"), f"blocks[{i}].")
-            of_keys = [entry.queries, entry.key_frame, entry.map_logits]
-            if entry.map_mass is not None and any(values is None for values in of_keys):
-                raise CacheError(f"blocks[{i}] has maps without their queries, keys or logits")
-            if entry.word_map is not None and self.words is None:
-                raise CacheError(f"blocks[{i}] has maps of words, and words is missing")
 
 
 # --- What interventions did: one edited run, and the same edit on every head, layer or frame
@@ -456,10 +431,6 @@ class CausalAtlasCache(Cache):
     head_control: Annotated[Tensor | None, "f32 [R, N, U, F]"] = None  # a random other head or site of it
     head_norms: Annotated[Tensor | None, "f32 [R, N, U]"] = None  # mean ‖z‖ in the base run
 
-    def check_own(self) -> None:
-        if self.each not in ("head", "layer", "frame", "site"):
-            raise CacheError(f"each is {self.each!r}, not one of head, layer, frame, site")
-
 
 class Format(NamedTuple):
     """A format's dataclass, the script that makes one, the notebook that shows one, where it goes."""
@@ -491,9 +462,10 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
     return FORMATS[kind].cache.from_dict(values)
 
 
-# --- The one check of a cache: version, texts, types and shapes, then values by the names of fields
+# --- The one check of a cache: types and shapes by its dataclass, then values that would be drawn in silence
 TYPES: dict[str, Any] = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32, "mask": torch.bool}
-TYPES |= {"str": str, "int": int, "float": (float, int), "bool": bool, "dict": dict, "none": type(None)}
+TYPES |= {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "dict": (dict,)}
+TYPES |= {"none": (NoneType,)}
 LENGTHS = {  # letter: an int field, or a list of this length
     "F": "num_frames",
     "S": "frame_seq_length",
@@ -505,10 +477,6 @@ LENGTHS = {  # letter: an int field, or a list of this length
     "h": "heads",
     "words": "words",
 }
-INDICES = (
-    *("layers", "heads", "pass_steps", "layer_indices", "units", "pass_timesteps", "timestep", "step"),
-    *("block", "layer_index", "layer_idx", "query_frames", "key_frames", "last_block_query_frames"),
-)
 PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
 FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot_mass", "map_mass", "effects")
 
@@ -516,32 +484,29 @@ FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot
 def check(values: Mapping[str, Any]) -> None:
     """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
     typed = as_cache(values)
+    # 1. A file of a later version, whose fields are not known here
     version, reader = values.get("schema_version"), values.get("read_by", "later")
     if type(version) is int and not 1 <= version <= SCHEMA_VERSION:
         raise CacheError(
             f"schema_version {version} is not one of 1..{SCHEMA_VERSION}, which this code reads; "
             f"version {reader} of this project reads it (git pull)"
         )
+    # 2. Types and shapes of every field
     check_counts(values)
-    _check_fields(values, typed.table())
-    try:
-        require_text(typed.prompt.replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
-    except ConfigError as error:
-        raise CacheError(str(error)) from None
-    blocks, done = typed.block_sizes, typed.done
-    if not 1 <= done <= len(blocks) or (typed.blocks_done is not None and not typed.partial):
-        raise CacheError(f"blocks_done is {done}, not in 1..{len(blocks)} of a partial cache")
-    if sum(blocks) != typed.num_frames or min(blocks) < 1:
-        raise CacheError(f"block_sizes {blocks} do not add up to num_frames {typed.num_frames}")
-    for name, allowed in (("weights", WEIGHTS), ("quantity", (None, *QUANTITIES))):
-        if getattr(typed, name) not in allowed:
-            known = ", ".join(filter(None, allowed))
-            raise CacheError(f"{name} is {short_repr(getattr(typed, name))}, not one of {known}")
+    _check_fields(values, type(typed))
+    require_text(typed.prompt.replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
+    # 3. Blocks, by which all frames are found
+    blocks, done, total = typed.block_sizes, typed.done, len(typed.block_sizes)
+    if sum(blocks) != typed.num_frames or min(blocks) < 1 or not 1 <= done <= total:
+        raise CacheError(
+            f"block_sizes {blocks} do not add up to num_frames {typed.num_frames}, or blocks_done {done} is "
+            f"not in 1..{total}"
+        )
+    # 4. Values of the cache, and of its entries
     _check_values(typed, typed, "")
     for name in typed.nested:
         for i, entry in enumerate(getattr(typed, name) or ()):
             _check_values(entry, typed, f"{name}[{i}].")
-    typed.check_own()
 
 
 def check_counts(values: Mapping[str, Any]) -> None:
@@ -553,7 +518,7 @@ def check_counts(values: Mapping[str, Any]) -> None:
 
 
 def _check_fields(
-    values: Mapping[str, Any], table: Table, where: str = "", outer: Mapping[str, int] = {}
+    values: Mapping[str, Any], kind: type[Fields], where: str = "", outer: Mapping[str, int] = {}
 ) -> None:
     """Raise CacheError for the first field that is missing, or of another type or length than is declared."""
     sizes = {letter: n for letter, n in outer.items() if letter in LENGTHS}
@@ -563,21 +528,17 @@ def _check_fields(
     for tokens, frames in (("L", "F"), ("Lq", "Fq"), ("Lk", "Fk")):
         if frames in sizes and "S" in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
-    for key, declared in table.items():
-        name, value = key.rstrip("?"), values.get(key.rstrip("?"))
-        if name not in values:
-            if key == name:
-                raise CacheError(f"{where}{name} is missing")
-        elif isinstance(declared, list):
-            if not isinstance(value, list) or not all(isinstance(v, Mapping) for v in value):
-                raise CacheError(f"{where}{name} is {_describe(value)}, not a list of dicts")
+    for name, declared in declared_fields(kind).items():
+        value = values.get(name, MISSING)
+        if value is MISSING and not declared.is_required:
+            continue
+        if declared.entries and isinstance(value, list) and all(isinstance(v, Mapping) for v in value):
             for i, entry in enumerate(value):
-                _check_fields(entry, declared[0], f"{where}{name}[{i}].", sizes)
-        elif not any(_fits(value, option, sizes) for option in declared.split(" | ")):
-            known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared)
-            raise CacheError(
-                f"{where}{name} is {_describe(value)}, not {declared}{f' ({known})' if known else ''}"
-            )
+                _check_fields(entry, declared.entries, f"{where}{name}[{i}].", sizes)
+        elif not any(_fits(value, option, sizes) for option in declared.text.split(" | ")):
+            known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared.text)
+            known = f" ({known})" * bool(known and "[" in declared.text)
+            raise CacheError(f"{where}{name} is {_describe(value)}, not {declared.text}{known}")
 
 
 def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
@@ -587,9 +548,10 @@ def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
     if isinstance(value, Tensor):
         shape, fits = list(value.shape), value.dtype in [TYPES[name] for name in kind.split("/")]
     else:
-        shape = [len(value)] if isinstance(value, list) else []
-        allowed = TYPES[kind] if isinstance(TYPES.get(kind), tuple) else (TYPES.get(kind),)
-        fits = all(type(item) in allowed for item in (value if shape else [value]))
+        shape, allowed = [len(value)] if isinstance(value, list) else [], TYPES.get(kind, ())
+        fits = isinstance(allowed, tuple) and all(
+            type(item) in allowed for item in (value if shape else [value])
+        )
     return (
         fits
         and len(shape) == len(letters)
@@ -601,44 +563,35 @@ def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
 
 
 def _check_values(values: Fields, cache: Cache, where: str) -> None:
-    """Raise CacheError for numbers of a cache, or of one of its entries, that cannot be."""
+    """Raise CacheError for values of a cache, or of one of its entries, that contradict each other."""
     there = {name: value for name, value in vars(values).items() if value is not None}
     F, S, blocks = cache.num_frames, cache.frame_seq_length, cache.block_sizes
+    if values.one_of and not there.keys() & set(values.one_of):
+        raise CacheError(f"{where}none of {', '.join(values.one_of)} is there")
 
     def require(fine: Any, name: str, rule: str) -> None:
         if not fine:
             raise CacheError(f"{where}{name} is {_describe(there[name])}; {rule}")
 
-    for name in there.keys() & set(INDICES):
-        numbers, end = torch.as_tensor(there[name]).flatten().tolist(), F if name.endswith("frames") else inf
-        require(numbers and all(0 <= n < end for n in numbers), name, f"must be of 0 to {end - 1}")
-        if name in ("layers", "heads", "pass_steps"):
-            require(len(set(numbers)) == len(numbers), name, "must not repeat")
-        if name.endswith("frames"):
-            require(numbers == sorted(set(numbers)), name, "must increase")
+    # 1. Frames are of the video, and no query sees a later block
+    for name in there.keys() & {"query_frames", "key_frames", "last_block_query_frames"}:
+        numbers = there[name]
+        fine = numbers and numbers == sorted(set(numbers)) and numbers[0] >= 0 and numbers[-1] < F
+        require(fine, name, f"must be increasing frames of 0 to {F - 1}")
     if "query_frames" in there and "key_frames" in there:
-        own = block_frames(blocks, there["block"]) if there.get("block") in range(len(blocks)) else None
-        rule = f"must be {own}, those of block {there.get('block')}"
-        require("block" not in there or there["query_frames"] == own, "query_frames", rule)
         later = later_block(blocks, cache.ahead)[there["query_frames"][-1], there["key_frames"]]
         require(not later.any(), "key_frames", "must not come after the queries' block")
-    named = [name for name in ("key_frame", "key_token", "key_position") if name in there]
-    if named:
-        require(len(named) == 3, named[0], "must have key_frame, key_token, key_position")
-        frame, token = there["key_frame"], there["key_token"]
-        require(((frame >= NO_KEY) & (frame < F)).all(), "key_frame", f"must be in {NO_KEY}..{F - 1}")
-        require(((token >= 0) & (token < S)).all(), "key_token", f"must be in 0..{S - 1}")
+    # 2. Keys are the tokens of key_frames, where key_frame does not say of what they are
     keys = len(there.get("key_frames", getattr(cache, "key_frames", range(F))))
     for name in there.keys() & {"key_curve", "attn_logits", "attn_weights"}:
-        require(
-            named or there[name].shape[-1] == keys * S, name, f"must be of {keys} key frames of {S} tokens"
-        )
-    # Values, but for those that stay on disk:
+        fits = "key_frame" in there or there[name].shape[-1] == keys * S
+        require(fits, name, f"must be of {keys} key frames of {S} tokens")
+    # 3. Numbers, but for those that stay on disk: finite, absent in later blocks, rows of mass that sum to 1
     small = {name for name in FINITE if name in there and there[name].nbytes <= MAPPED_BYTES}
     for name in small:
         require(not there[name].isinf().any(), name, "must be finite; absent is NaN")
     for name in small & set(PAIRS) if not where else ():
-        cells = there[name].movedim(-1, 0) if name == "frame_logits_by_band" else there[name]
+        cells = there[name].movedim(-1, 0) if name == "frame_logits_by_band" else there[name]  # [..., F, F]
         absent = later_block(blocks, cache.ahead)
         absent[sum(blocks[: cache.done]) :] = True
         require(cells[..., absent].isnan().all(), name, "must be NaN in later blocks, and in those not done")
@@ -648,15 +601,13 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
         off = (rows.nansum(-1) / unit - 1)[~rows.isnan().all(-1)].abs()
         fine = (off <= MASS_TOLERANCE).all() and not (rows < 0).any()
         require(fine, mass, f"must have rows that sum to {unit}")
-
-
-def _check_any_of(values: Fields, names: Sequence[str], where: str = "") -> None:
-    if all(getattr(values, name, None) is None for name in names):
-        raise CacheError(f"{where}none of {', '.join(names)} is there")
+    if isinstance(values, MapsCache):
+        fine = values.rows * values.columns == S
+        require(fine, "rows", f"must make {S} tokens of a frame with {values.columns} columns")
 
 
 def _describe(value: Any) -> str:
     """Return a value in a few words: "float32 [12, 21]", or the beginning of its text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return short_repr(value, 60)
+    return "missing" if value is MISSING else short_repr(value, 60)

@@ -64,10 +64,7 @@ def modernise(raw: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.ndim < 2 and "attention" not in name:
             raw[name] = value.tolist()
     raw = UNRECORDED | {"notes": []} | raw
-    try:
-        return raw | {"format": kind, "schema_version": 1} | convert(raw)
-    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"looks like an older {kind} cache, but {type(error).__name__}: {error}") from None
+    return raw | {"format": kind, "schema_version": 1} | convert(raw)
 
 
 def _figure4(raw: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 A cache is a dict of tensors and plain Python values; experiments/caches/formats.py has the fields of each
 format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/view.py.
+
+    cache = load_cache("cache/atlas.pt", expect=("atlas",))
+    save_cache("cache/layer20.pt", layer_from_atlas(cache, 20))
 """
 
 import re
@@ -22,26 +25,26 @@ from experiments.caches.formats import (
     Cache,
     PassTag,
     Sampling,
-    as_cache,
     build_layer_cache,
     check,
     check_counts,
+    declared_fields,
 )
-from experiments.caches.view import Profiles, open_profiles
-from wan.errors import reason_of, short_repr
+from experiments.caches.view import open_profiles
+from wan.errors import UserError, reason_of, short_repr
 from wan.files import UnreadableError, load_tensors
 
 
-def save_cache(path: str | Path, cache: Cache | Mapping[str, Any]) -> None:
+def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
     """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
 
     Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
     written from where they are: the only copies are of those not contiguous on the CPU.
     """
     try:
-        values = _plain(cache.to_dict() if isinstance(cache, Cache) else cache, "cache", {})
+        values = _plain(cache, "cache", {})
         check(values)
-    except CacheError as error:
+    except UserError as error:
         raise CacheError(f"{path} not written: {error}") from None
     try:
         with replacing(path) as file:
@@ -104,7 +107,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         check(raw)
     except Exception as error:  # fields of unheard-of types can fail in any way
         known = isinstance(error, ValueError)
-        reason = str(error) if known else f"{type(error).__name__} in its fields: {reason_of(error)}"
+        reason = str(error) if known else f"{type(error).__name__} in its fields: {error}"
         raise CacheError(f"{path}: {reason}; {again}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(
@@ -135,28 +138,12 @@ def _command(path: Path, expect: Sequence[str]) -> str:
     return f"{script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
 
 
-# --- Layers or passes taken out of an atlas
+# --- Layers taken out of an atlas
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """Return an atlas of one of an atlas's layers."""
     i = atlas["layers"].index(layer)
-    by_layer = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N" in declared]
+    by_layer = [name for name, declared in declared_fields(AtlasCache).items() if "[N" in declared.text]
     return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
-
-
-def select_passes(atlas: Mapping[str, Any], steps: Sequence[int]) -> dict[str, Any]:
-    """Return an atlas of some passes, given by their steps. Raises CacheError for an absent one."""
-    passes = as_cache(atlas).passes()
-    stored = [at.step for at in passes]
-    if absent := [step for step in steps if step not in stored]:
-        raise CacheError(f"pass {absent[0]} is not in this cache; it has {', '.join(map(str, stored))}")
-    rows = [stored.index(step) for step in steps]
-    by_pass = [name.rstrip("?") for name, declared in AtlasCache.table().items() if "[N, P" in declared]
-    return dict(atlas) | {
-        **{name: atlas[name][:, rows].clone() for name in by_pass if name in atlas},
-        "pass_timesteps": [passes[row].timestep for row in rows],
-        "pass_steps": list(steps),
-        "pass_is_clean": [bool(passes[row].is_clean_pass) for row in rows],
-    }
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
@@ -169,7 +156,7 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
         matrix = torch.full((view.num_heads, view.num_frames, view.num_frames), torch.nan)
     elif one_block:
         profile = matrix[:, last].mean(1)
-    names = [field.rstrip("?") for field in Cache.table() | Sampling.table()]
+    names = declared_fields(Cache) | declared_fields(Sampling)
     common = {name: atlas[name] for name in names if name in atlas}
     at = PassTag(view.step, view.timestep, view.is_clean_pass)
     return build_layer_cache(common, at, layer, matrix.float(), last, profile.float(), averages=averages)
@@ -183,21 +170,16 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         command = f"python experiments/run_extraction_each.py --output_dir {folder}"
         raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
     caches = {path: load_cache(path, expect=formats) for path in paths}
-    remedy = "a folder of layers belongs to one rollout, each layer once: move one of the files out"
-    expected, holders = _rollout_of(open_profiles(caches[paths[0]])), dict[int, Path]()
-    for path, cache in caches.items():
-        view = open_profiles(cache)
-        for mine, other in zip(_rollout_of(view), expected, strict=True):
-            if mine != other:
-                both = f"{path} has {short_repr(mine)}, {paths[0]} {short_repr(other)}"
-                raise CacheError(f"{both}; {remedy}")
-        for layer in view.layers:
-            if holders.setdefault(layer, path) != path:
-                raise CacheError(f"{holders[layer]} and {path} both hold layer {layer}; {remedy}")
+    views = [open_profiles(cache) for cache in caches.values()]
+    layers = [layer for view in views for layer in view.layers]
+    rollouts = {
+        (view.source, view.num_frames, view.num_heads, view.pass_label, view.edits): path
+        for path, view in zip(paths, views, strict=True)
+    }
+    if len(rollouts) > 1 or len(set(layers)) < len(layers):
+        said = [f"{path.name}: {short_repr(rollout, 400)}" for rollout, path in rollouts.items()][:2]
+        raise CacheError(
+            f"{folder} must hold one rollout, each layer once, and holds the layers {layers} of "
+            f"{len(rollouts)} rollouts; move some of the files out ({'; '.join(said)})"
+        )
     return caches
-
-
-def _rollout_of(view: Profiles) -> tuple[str, ...]:
-    """Return what all layers of a rollout have in common, in words."""
-    edited = f"a run edited by {view.edits}" if view.edits else "a run without edits"
-    return view.source, f"{view.num_frames} frames", f"{view.num_heads} heads", view.pass_label, edited

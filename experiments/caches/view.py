@@ -392,10 +392,9 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
         spread = None if curve is None else _at_frames(curve, entry, keys, S)
         if curve is not None and entry.frame_logits is None:
             return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
-        matrix = _in_quantity(entry, "frame", S, quantity)
-        of_slots = entry.slot_logits if quantity == "mean_logit" else entry.slot_mass
-        if entry.slot_frame is not None and of_slots is not None:
-            gone = averages_of_slots(_in_quantity(entry, "slot", S, quantity), entry.slot_frame, count)
+        matrix = _in_quantity(_stored(entry, "frame"), quantity, S)
+        if entry.slot_frame is not None and (slots := _stored(entry, "slot")):
+            gone = averages_of_slots(_in_quantity(slots, quantity, S), entry.slot_frame, count)
         return LayerValues(matrix.mean(1), matrix, spread, gone)
 
     return _Pass(list(entries), queries, keys, queries, count, read)
@@ -416,7 +415,8 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
     S, stored = cache.frame_seq_length, cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
     found = cache.last_block_frame_attention, cache.full_frame_attention, cache.average_attention
-    profile, matrix, gone = (None if x is None else _convert(x.float(), stored, quantity, S) for x in found)
+    wanted = [None if x is None else _in_quantity({stored: x.float()}, quantity, S) for x in found]
+    profile, matrix, gone = wanted
     assert profile is not None
     values, count = LayerValues(profile, matrix, None, gone), 0 if gone is None else gone.shape[-1]
     queries, rows = cache.last_block_query_frames, cache.query_frames
@@ -429,7 +429,7 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     exact = cache.last_block_frame_logits if by_means else None  # where the matrix is quantised
     matrices = slots = None  # [layers, H, F, F], [layers, H, F, slots]
     if exact is None or cache.frame_logits is not None:
-        matrices = _in_quantity(cache, "frame", S, quantity, p)
+        matrices = _in_quantity(_stored(cache, "frame", p), quantity, S)
     if exact is not None:
         profiles = exact[:, p]
     else:
@@ -441,9 +441,8 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
         profiles = matrices[..., last, :].float().mean(-2)
     keys, count = _seen(profiles), 0
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
-    stored = cache.slot_logits if by_means else cache.slot_mass
-    if stored is not None and matrices is not None and cache.slot_frame is not None:
-        slots, count = _in_quantity(cache, "slot", S, quantity, p), most_averages(cache.slot_frame)
+    if matrices is not None and cache.slot_frame is not None and (of_slots := _stored(cache, "slot", p)):
+        slots, count = _in_quantity(of_slots, quantity, S), most_averages(cache.slot_frame)
 
     def read(layer: int) -> LayerValues:
         i, curve, gone = cache.layers.index(layer), None, None
@@ -474,12 +473,14 @@ READERS: Mapping[type[Cache], Callable[[Any, PassTag, str], _Pass]] = {
 
 def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str) -> LayerValues:
     """Reduce a token matrix [1, H, Lq, Lk], logits or probabilities, in one reading."""
-    S, mean, logits = cache.frame_seq_length, quantity != "mass", entry.attn_logits is not None
-    if quantity == "mean_logit" and not logits:
+    S, mean, wants_logits = cache.frame_seq_length, quantity != "mass", quantity == "mean_logit"
+    tokens, reduce = entry.attn_logits, frames.query_frame_curves
+    if tokens is None and not wants_logits:
+        tokens = entry.attn_weights
+    elif not wants_logits:
+        reduce = frames.softmax_curves
+    if tokens is None:
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
-    tokens = entry.attn_logits if entry.attn_logits is not None else entry.attn_weights
-    assert tokens is not None
-    reduce = frames.softmax_curves if logits and quantity != "mean_logit" else frames.query_frame_curves
     curves = reduce(tokens[0], S)
     matrix, gone = _by_frame(curves, entry, keys, cache, mean), None
     if _num_averages(entry):
@@ -514,21 +515,20 @@ def _num_averages(entry: Tokens) -> int:
     return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())
 
 
-def _in_quantity(values: Fields, of: str, S: int, quantity: str, p: int | None = None) -> Tensor:
-    """Return OF_logits or OF_mass, of pass p [:, p], as the wanted quantity."""
-    stored = {"mean_logit": getattr(values, f"{of}_logits"), "mass": getattr(values, f"{of}_mass")}
-    kind = "mean_logit" if quantity == "mean_logit" else "mass"
-    if (found := stored[kind]) is None:
-        has = next((name for name, there in stored.items() if there is not None), "a key curve alone")
-        raise CacheError(f"this cache holds no {quantity}; it has {has}")
-    return _convert(found if p is None else found[:, p], kind, quantity, S)
+def _stored(values: Fields, of: str, p: int | None = None) -> dict[str, Tensor]:
+    """Return OF_logits and OF_mass by what they are, those that are there, of pass p [:, p]."""
+    found = {"mean_logit": getattr(values, f"{of}_logits"), "mass": getattr(values, f"{of}_mass")}
+    return {name: x if p is None else x[:, p] for name, x in found.items() if x is not None}
 
 
-def _convert(values: Tensor, stored: str, wanted: str, S: int) -> Tensor:
-    factors: Mapping[tuple[str, str], float] = {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
-    if stored != wanted and (stored, wanted) not in factors:
-        raise CacheError(f"this cache holds no {wanted}; it has {stored}")
-    return values * factors.get((stored, wanted), 1)
+def _in_quantity(stored: Mapping[str, Tensor], wanted: str, S: int) -> Tensor:
+    """Return the stored values that give a quantity, converted to it; mass is S times mean_prob."""
+    factors = {(name, name): 1.0 for name in QUANTITIES}
+    factors |= {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
+    for name, values in stored.items():
+        if (name, wanted) in factors:
+            return values * factors[name, wanted] if name != wanted else values
+    raise CacheError(f"this cache holds no {wanted}; it has {', '.join(stored) or 'a key curve alone'}")
 
 
 def _seen(profiles: Tensor) -> list[int]:

@@ -188,9 +188,8 @@ def test_activations_come_back_from_files_and_folders(pipe, tmp_path):
     for path in ("bad.safetensors", "none.safetensors"):
         with pytest.raises(CacheError, match=r"\.safetensors"):
             load_cache(tmp_path / path)
-    for wrong, message in (({"layer": 7}, "no call of"), ({"layers": 1}, "did you mean layer")):
-        with pytest.raises(CacheError, match=message):
-            whole["z"].at(**wrong)
+    with pytest.raises(CacheError, match="no call of"):
+        whole["z"].at(layer=7)
     table = whole["z"].at(step=0)
     with pytest.raises(CacheError, match="3 of 4 calls"):
         Activations("z", table.places[:3], table.values[:3]).stack()
