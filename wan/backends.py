@@ -27,7 +27,7 @@ HALF = (torch.bfloat16, torch.float16)
 LAUNCHED = "4.0.0b36"  # the version whose kernel kernels/fa4.py launches; others go by their own function
 # On an H200 FlashAttention-4 and cuDNN are within a tenth of each other at 512 keys, the text's, and at 1024;
 # beyond, the former wins. Its own function is slower up to 2048 keys, for its 0.07 ms on the host
-# (docs/benchmarks/attention_h200.json).
+# (docs/benchmarks/attention_h200.json at 01e1ad6).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
 LARGEST_HEAD = 128
 TILE = 128  # queries, and keys, that kernels/fa4.py takes at once: one may hold one frame's beginning

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from experiments.benchmarks.harness import Part, Rows
+from experiments.benchmarks.rollouts import Part, Rows
 from experiments.extraction.rollout import RunObserver
 from experiments.running.engine import Results, crew_of, work_through
 from experiments.running.progress import Progress

@@ -5,16 +5,18 @@ with replacing("cache/report.json") as file:      # the old file stays until the
 """
 
 import errno
+import json
 import os
 import platform
+import re
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from wan.errors import UserError, one_line, short_repr
 
@@ -52,6 +54,15 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     finally:  # after Ctrl-C too
         with suppress(OSError):
             part.unlink()  # is gone where it has become path
+
+
+def save_report(report: Mapping[str, Any], path: str | Path) -> None:
+    """Write a report as JSON, a list of numbers in a line."""
+    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    lists = r"\[\n\s+([^][{}]+)\n\s+\]"
+    text = re.sub(lists, lambda one: "[" + re.sub(r"\n\s+", " ", one[1]) + "]", text)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def target_of(path: str | Path) -> Path:

@@ -12,8 +12,8 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
 # Keys that a program takes, in whole frames: 3 of the 1.3B. On an H200 that is fastest at 21 key frames, and
-# even with 1 frame at 12 (docs/benchmarks/mass_h200.json). More programs leave fewer multiprocessors idle at
-# the end, fewer programs read the queries less often.
+# even with 1 frame at 12 (docs/benchmarks/mass_h200.json at 01e1ad6). More programs leave fewer
+# multiprocessors idle at the end, fewer programs read the queries less often.
 KEYS_EACH = 4800
 
 

@@ -20,7 +20,8 @@ from experiments.analysis import published
 from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
 from experiments.analysis.first_frame import matrices
 from experiments.analysis.rope_waves import fitted_frequencies, temporal_frequencies
-from experiments.benchmarks.harness import fill_, finding_parser, save_finding
+from experiments.benchmarks.reproduce.common import finding_parser, save_finding
+from experiments.benchmarks.rollouts import fill_
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.running.cli import main

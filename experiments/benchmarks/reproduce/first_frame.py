@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.analysis import measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
-from experiments.benchmarks.harness import finding_parser, save_finding
+from experiments.benchmarks.reproduce.common import finding_parser, save_finding
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.figures.atlas import contrasts_by_frame

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 
 from experiments.analysis.effects import ALL, CEILINGS, EACH, budget_panels
 from experiments.analysis.stats import nested_bootstrap, partial_spearman, rounded, spearman
-from experiments.benchmarks.harness import finding_parser, miniature_config, save_report
+from experiments.benchmarks.reproduce.common import finding_parser, miniature_config
+from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import budget_curves
 from experiments.figures.style import save_svg

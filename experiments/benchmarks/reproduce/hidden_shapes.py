@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.analysis.effects import BACK, ORDERS, curves_of, first_frame_report, knockouts_of
 from experiments.analysis.stats import bootstrap, rounded
-from experiments.benchmarks.harness import finding_parser, miniature_config, save_finding
+from experiments.benchmarks.reproduce.common import finding_parser, miniature_config, save_finding
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import effect_against, knockout_curves
 from experiments.miniature import SHIPPED

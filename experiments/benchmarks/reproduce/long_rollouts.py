@@ -22,8 +22,8 @@ from experiments.analysis.drift import FPS
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.long_rollouts import read_strips
 from experiments.analysis.stats import bootstrap, rounded
-from experiments.benchmarks.harness import finding_parser, save_finding, save_report
-from experiments.caches.files import require_ffmpeg
+from experiments.benchmarks.reproduce.common import finding_parser, save_finding
+from experiments.caches.files import require_ffmpeg, save_report
 from experiments.captured import capture
 from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg

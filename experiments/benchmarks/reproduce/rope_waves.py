@@ -12,7 +12,7 @@ import experiments.analysis.rope_waves as rw
 from experiments.analysis import published
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.stats import pearson, rounded, spearman
-from experiments.benchmarks.harness import finding_parser, save_finding
+from experiments.benchmarks.reproduce.common import finding_parser, save_finding
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.figures.heads import curves_in_parts

@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from experiments.benchmarks import public, rows
-from experiments.benchmarks.harness import in_turn
+from experiments.benchmarks import peers, rollouts
+from experiments.benchmarks.rollouts import in_turn
 from experiments.running import cli
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
@@ -19,14 +19,13 @@ MINI = ["--config_path", "configs/wan_mini.yaml"]
 ON_CPU = [*MINI, "--device", "cpu"]
 FOLDER = ROOT / "experiments/benchmarks"
 CASES: dict[str, list[list[str]]] = {  # bad input of scripts, beside an unknown flag
-    "rows": [
+    "rollouts": [
         [*ON_CPU, "--graphs"],
         [*MINI, "--random_weights"],
+        [*MINI, "--write_random_weights", "{}/weights"],
         ["--what", "models", "--models", "wan_mini", "--device", "cpu"],
-        ["--what", "kernels", "--device", "cpu"],
-        ["--what", "start", "--device", "cpu"],
-        ["--what", "public", "--checkout", "{}/none", *MINI],
     ],
+    "peers": [["--checkout", "{}/none", *MINI]],
     "reproduce.hidden_shapes": [["--config_path", "configs/wan_14b.yaml"]],
     "reproduce.long_rollouts": [[], ["{}/none.json"], ["{}/text.json"], ["--first_frame", "--lengths", "22"]],
 }
@@ -57,7 +56,7 @@ def test_rows_of_the_miniature(tmp_path, monkeypatch):
     output = tmp_path / "rows.json"
     groups = ["mass", "interventions"]
     flags = ["--num_frames", "6", "--repeats", "1", "--output_path", str(output)]
-    rows.run([*ON_CPU, *flags, "--what", *groups])
+    rollouts.run([*ON_CPU, *flags, "--what", *groups])
     found = json.loads(output.read_text())["rows"]
     assert found["mass"]["same_bits"] and found["mass"]["sha256"] != found["plain"]["sha256"]
     assert not found["interventions: knockout of frame 0, all heads"]["same_bits"]
@@ -95,7 +94,7 @@ MODEL = "from .attention import flash_attention\n"
 CAUSAL = """
 from wan.modules.attention import attention
 from wan.modules.model import flash_attention
-from test_rows import StandIn as CausalWanModel
+from test_rollouts import StandIn as CausalWanModel
 """
 
 
@@ -103,7 +102,7 @@ class StandIn(CausalWanModel):
     """Our transformer behind the public one's constructor and call."""
 
     def __init__(self, *, eps, **sizes):
-        assert sizes.keys() == set(public.SIZES)
+        assert sizes.keys() == set(peers.SIZES)
         super().__init__(eps=eps, **sizes)
 
     def forward(self, x, *, t, context, seq_len, kv_cache, crossattn_cache, current_start):
@@ -133,7 +132,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "flash_attn", ModuleType("flash_attn")
     )  # as flash-attn-4 alone leaves it
-    monkeypatch.setitem(sys.modules, "test_rows", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "test_rollouts", sys.modules[__name__])
     monkeypatch.chdir(ROOT)
     return folder
 
@@ -144,7 +143,7 @@ def test_its_fallback_keeps_the_dtype_of_the_weights():
         FLASH_ATTN_3_AVAILABLE=False,
         attention=lambda q, k, v, k_lens=None, dtype=torch.bfloat16: q.to(dtype),  # as the public one
     )
-    public.choose_attention(attention, model, causal_model)
+    peers.choose_attention(attention, model, causal_model)
     q = torch.ones(2)
     assert causal_model.attention(q, q, q).dtype == torch.float32
     assert model.flash_attention(q, q, q, k_lens=None).dtype == torch.float32
@@ -152,10 +151,10 @@ def test_its_fallback_keeps_the_dtype_of_the_weights():
 
 @pytest.mark.slow
 def test_the_same_weights_noise_and_passes(checkout, tmp_path):
-    output = tmp_path / "public.json"
+    output = tmp_path / "peers.json"
     flags = ["--num_frames", "6", "--repeats", "1", "--output_path", str(output)]
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "wan"}
-    rows.run(["--what", "public", "--checkout", str(checkout), *ON_CPU, *flags])
+    peers.run(["--checkout", str(checkout), *ON_CPU, *flags])
     assert before.items() <= sys.modules.items()  # our own package is there again
     report = json.loads(output.read_text())
     found = report["rows"]
@@ -166,6 +165,6 @@ def test_the_same_weights_noise_and_passes(checkout, tmp_path):
 
 def test_what_the_public_code_cannot_do_is_refused(checkout):
     with pytest.raises(ConfigError, match="run: git clone"):
-        public.import_public(checkout / "wan")
+        peers.import_public(checkout / "wan")
     with pytest.raises(ConfigError, match="equal blocks that see the whole past"):
-        rows.run(["--what", "public", *ON_CPU, "--cache_policy", "self_forcing_window"])
+        peers.run([*ON_CPU, "--cache_policy", "self_forcing_window"])

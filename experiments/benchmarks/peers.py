@@ -1,4 +1,8 @@
-"""Rows of Self-Forcing's public transformer beside ours: the same weights, noise and passes.
+"""Time Self-Forcing's public transformer beside ours: the same weights, noise and passes.
+
+    git clone https://github.com/guandeh17/Self-Forcing ../Self-Forcing
+    python experiments/benchmarks/peers.py --config_path configs/wan_mini.yaml --checkout ../Self-Forcing
+    python experiments/benchmarks/peers.py --random_weights --device cuda --checkout ../Self-Forcing
 
 The public transformer is imported from a checkout (git clone URL ../Self-Forcing) and called as its own
 pipeline calls it; prompt states are random, nothing is decoded. Beyond 21 frames of 480 x 832 the public code
@@ -17,7 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import experiments.benchmarks.harness as bench
+from experiments.benchmarks.rollouts import (
+    Part,
+    Rollout,
+    Timed,
+    capture_requests,
+    capturing,
+    seconds_of,
+    time_rows,
+    warmed_up,
+)
+from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.ranks import on_own_device, this_rank
 from wan.blocks import block_ranges, block_sizes
 from wan.config import RunConfig
 from wan.errors import ConfigError, reason_of
@@ -28,12 +43,24 @@ SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_di
 PUBLIC = "public code"
 
 
-def rows(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
+def run(argv=None):
+    parser = run_parser(__doc__, None)
+    flag = parser.add_argument
+    flag("--checkout", type=Path, default=Path("../Self-Forcing"), help="of Self-Forcing's repository")
+    flag("--random_weights", action="store_true", help="the shapes of the config's model, without any file")
+    flag("--repeats", type=count, default=5, help="timed rounds, of all rows in turn")
+    parser.set_defaults(graphs=False)
+    args = parser.parse_args(argv)
+    config = on_own_device(config_from(args), this_rank())
+    time_rows(args, config, public_and_ours(args, config))
+
+
+def public_and_ours(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     """Yield the public rollout and ours, each with its latents' difference to ours in float32."""
     if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
         raise ConfigError("the public code has equal blocks that see the whole past: leave the rest out")
-    model_class, attention = import_public(args.checkout or Path("../Self-Forcing"))
-    rollout = bench.Rollout(config, args.random_weights)
+    model_class, attention = import_public(args.checkout)
+    rollout = Rollout(config, args.random_weights)
     sizes = {name: getattr(rollout.sizes, name) for name in (*SIZES, "eps")}
     with torch.device(rollout.device):
         public = model_class(**sizes)
@@ -51,11 +78,11 @@ def rows(args: argparse.Namespace, config: RunConfig) -> Iterator[bench.Part]:
         latents.append(rollout.latents.double())
         return {"public_attention": attention}
 
-    requests = bench.capture_requests(config, rollout.sizes.num_layers)
-    timed: bench.Timed = {PUBLIC: partial(bench.seconds_of, roll_out)}
+    requests = capture_requests(config, rollout.sizes.num_layers)
+    timed: Timed = {PUBLIC: partial(seconds_of, roll_out)}
     for name in ("plain", "logits", "mass"):
-        timed[f"ours, {name}"] = partial(rollout.seconds, bench.capturing(requests[name]))
-    about = bench.warmed_up(timed, more)
+        timed[f"ours, {name}"] = partial(rollout.seconds, capturing(requests[name]))
+    about = warmed_up(timed, more)
     given = rollout.noise, rollout.renoise, rollout.text
     rollout.model.float()  # the same weights and inputs, exactly
     rollout.noise, rollout.renoise, rollout.text = (x.float() for x in given)
@@ -118,7 +145,7 @@ def choose_attention(attention: ModuleType, model: ModuleType, causal_model: Mod
     return "PyTorch's scaled_dot_product_attention"
 
 
-def roll_out_public(model: Any, rollout: bench.Rollout) -> Tensor:
+def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
     """Return latents [B, F, C, h, w] of the public transformer, by the passes, noise and formulas of ours."""
     pipeline, noise, sizes = rollout.pipeline, rollout.noise, rollout.sizes
     batch, num_frames, _, height, width = noise.shape
@@ -159,3 +186,7 @@ def roll_out_public(model: Any, rollout: bench.Rollout) -> Tensor:
         predict_flow(x0, frames, len(pipeline.timesteps))
         finished.append(x0)
     return torch.cat(finished, 1)
+
+
+if __name__ == "__main__":
+    main(run)
