@@ -19,7 +19,7 @@ from torch import Tensor
 
 FPS = 16
 SIDE, FRAMES = 64, 81  # pixels and video frames of a clip
-HELD_OUT_SEED = 1_000_003  # far from those of trainings, though the split alone keeps scenes apart
+HELD_OUT_SEED = 1_000_003  # no training's; the split of combinations keeps scenes apart anyway
 COLORS = {
     "red": (0.90, 0.12, 0.12),
     "green": (0.10, 0.75, 0.20),

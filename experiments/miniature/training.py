@@ -86,7 +86,7 @@ class Stage:
 
     name: str
     steps: int
-    lr: float  # at its peak; chosen on losses after a tenth of the steps
+    lr: float  # at its peak
     batch: int  # clips of 81 frames per step
     clips: int = 40960  # different clips
     needs: tuple[str, ...] = ()  # files and folders of earlier stages
@@ -531,7 +531,7 @@ def save_base(native: dict[str, Tensor], folder: Path) -> None:
             shutil.copy(SHIPPED / name, folder / name)
 
 
-# --- Stage 3: the causal model, by teacher forcing (CausVid, arXiv 2412.07772)
+# --- Stage 3: the causal model, by teacher forcing
 SAMPLER_STEPS = (1000, 750, 500, 250)  # of the few-step sampler, before warping
 OWN_PAST_AFTER = 1 / 3  # of a causal stage; from then on every other past is the model's own
 
