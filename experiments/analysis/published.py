@@ -1,4 +1,4 @@
-"""Published facts about the real model, reports in docs/, and how well heads agree with published curves."""
+"""Published facts of the real model, results of findings, and how heads agree with published curves."""
 
 import csv
 import io
@@ -27,12 +27,12 @@ HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
 
 
-def read_report(path: str | Path, script: str) -> dict[str, Any]:
-    """Read a JSON report of a script in benchmarks/reproduce. CacheError where there is none."""
+def read_report(path: str | Path, finding: str) -> dict[str, Any]:
+    """Read the results of a finding in experiments/findings. CacheError where there are none."""
     try:
         return read_json(path, CacheError)
     except CacheError as error:
-        raise CacheError(f"{error}; run: python experiments/benchmarks/reproduce/{script}.py") from None
+        raise CacheError(f"{error}; run: python experiments/findings/{finding}/run.py") from None
 
 
 class Curve(NamedTuple):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, deterministic, observed
 from experiments.running.ranks import workers_of
 from experiments.session import Session, load, pipeline_of
-from experiments.studies.policy_findings import FULL, NAMED
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
@@ -52,6 +51,48 @@ PROMPT_BYTES = 180  # of a prompt that names a file
 TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
 NO_WINDOW: dict[str, Any] = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
+
+# --- Lists of policies that --policies names
+FULL = "full"
+DEEP_SINK = "deep_sink,window=21,sink=10"  # Deep Forcing's, and the same with compression
+PARTICIPATIVE = "participative,window=21,sink=10,budget=16,recent=4"
+FAMILY = (  # compared with full: published settings, and the plain window they came from
+    "window,window=9",
+    "window,window=9,sink=3",
+    "window,window=12,sink=3",
+    "relative,window=6,sink=1",
+    "relative,window=12,sink=3",
+    DEEP_SINK,
+    PARTICIPATIVE,
+    "ema_sink,window=9,sink=3",
+    "two_memories,window=12,sink=3",
+    "rolling_sink,window=21",
+    "memory_bank,window=12,sink=3,bank=3,interval=3",
+)
+
+
+def spec(policy: str, window: int, sink: int) -> str:
+    """Write a policy of a window and a sink as --policies does."""
+    return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
+
+
+GRID = list(product((6, 9, 12, 21), (0, 3, 6, 9, 12, 15)))  # windows and sinks in frames; a block has three
+SINK_MAP = [  # every window and sink that leave room for a block
+    spec(policy, window, sink)
+    for policy in ("window", "deep_sink")
+    for window, sink in GRID
+    if sink + 3 <= window and (sink or policy == "window")
+]
+HEADS = (
+    *("dummy_forcing", "dummy_forcing_far", "forcing_kv", "forcing_kv_wide"),
+    *("triattention", "triattention_small", "mass_heads", "pyramid_heads"),
+)
+EQUAL = (spec("window", 6, 3), spec("window", 9, 3))  # beside head-wise policies of as many bytes
+NAMED = {
+    "family": (FULL, *FAMILY),
+    "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP))),
+    "heads": (FULL, *EQUAL, spec("window", 6, 1), *(f"mini_{name}" for name in HEADS)),
+}
 
 
 def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:

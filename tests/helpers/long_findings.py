@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments.studies.policy_findings import OF_SECONDS, OF_WHOLE
+from experiments.findings.long_rollouts.run import OF_SECONDS, OF_WHOLE
 
 COST = {"seconds": 1.0, "last_block_seconds": 0.1, "batch": 2, "cache_bytes": 10**6}
 KINDS = ["single", "crossing", "wall"] * 6

@@ -46,9 +46,9 @@ from experiments.caches.store import layer_from_atlas
 from experiments.captured import policy_atlas
 from experiments.figures import style
 from experiments.figures.folder import save_contact_sheet
+from experiments.findings.long_rollouts import run as policy_findings
 from experiments.running import cli
 from experiments.running.notebooks import LayerCaches, NotebookRuns
-from experiments.studies import policy_findings
 from wan.blocks import later_block
 
 PUBLISHED = ROOT / "cache/published"

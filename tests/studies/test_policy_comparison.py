@@ -13,9 +13,9 @@ from helpers.long_findings import KINDS, comparison
 from experiments.analysis.long_rollouts import LongRollouts
 from experiments.caches.files import CacheError
 from experiments.extraction.long_rollout import read_blocks
+from experiments.findings.long_rollouts.run import findings
 from experiments.studies import policy_comparison
 from experiments.studies.policy_comparison import Comparison, held_out
-from experiments.studies.policy_findings import findings
 from wan.errors import ConfigError
 
 POLICIES = ["full", "window,window=3"]

@@ -1,4 +1,14 @@
-"""Summarise a comparison of policies, with intervals over prompts.
+"""Summarise long rollouts under cache policies, with intervals over prompts (docs/long_rollouts.md).
+
+    python experiments/findings/long_rollouts/run.py                       # draw the figures again
+    python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --videos 18
+    python experiments/findings/long_rollouts/run.py outputs/policies/comparison.json
+    python experiments/findings/long_rollouts/run.py --first_frame --output_path effect_by_length.json
+
+Results need the comparison.json of compare_policies.py, hours of a GPU. Where its mp4s of each policy's
+median video are kept, strips.json beside the results is made of them, a PNG of few colours a policy.
+--first_frame rolls the miniature out instead and measures the first-frame effect by length: mean logits of
+pass 0, fitted to the first frames of each length; placebos are the same fit for frames 1 to 14.
 
 Fixed before anything was run: the primary measure is the share of the seconds 5 to 60 in which the tracker
 finds colour and shape right; all others are secondary. Seeds of a prompt are averaged first, the unit is the
@@ -7,61 +17,43 @@ prompts, Holm over the family; a user's own policies likewise, outside Holm. Int
 bootstrap over prompts.
 """
 
+import argparse
+import base64
+import io
 from collections.abc import Mapping, Sequence
-from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.analysis.drift import FPS
-from experiments.analysis.long_rollouts import CONTROLS
+from experiments.analysis.first_frame import first_frame_effect, placebo_effects
+from experiments.analysis.long_rollouts import CONTROLS, PRIMARY, TITLES, LongRollouts, read_strips
 from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
+from experiments.caches.files import require_ffmpeg, save_report
+from experiments.captured import capture
+from experiments.figures.long_rollouts import long_strips, policy_dots
+from experiments.figures.style import save_svg
+from experiments.findings.report import finding_parser, save_finding
+from experiments.running.cli import count, main
+from experiments.session import load
+from experiments.studies.policy_comparison import (
+    DEEP_SINK,
+    EQUAL,
+    FAMILY,
+    FULL,
+    GRID,
+    NAMED,
+    PARTICIPATIVE,
+    read_policies,
+    spec,
+)
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.errors import ConfigError
+from wan.files import read_json
 
-FULL = "full"
-DEEP_SINK = "deep_sink,window=21,sink=10"  # Deep Forcing's, and the same with compression
-PARTICIPATIVE = "participative,window=21,sink=10,budget=16,recent=4"
-FAMILY = (  # compared with full: published settings, and the plain window they came from
-    "window,window=9",
-    "window,window=9,sink=3",
-    "window,window=12,sink=3",
-    "relative,window=6,sink=1",
-    "relative,window=12,sink=3",
-    DEEP_SINK,
-    PARTICIPATIVE,
-    "ema_sink,window=9,sink=3",
-    "two_memories,window=12,sink=3",
-    "rolling_sink,window=21",
-    "memory_bank,window=12,sink=3,bank=3,interval=3",
-)
-
-
-def spec(policy: str, window: int, sink: int) -> str:
-    """Write a policy of a window and a sink as --policies does."""
-    return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
-
-
-GRID = list(product((6, 9, 12, 21), (0, 3, 6, 9, 12, 15)))  # windows and sinks in frames; a block has three
-SINK_MAP = [  # every window and sink that leave room for a block
-    spec(policy, window, sink)
-    for policy in ("window", "deep_sink")
-    for window, sink in GRID
-    if sink + 3 <= window and (sink or policy == "window")
-]
-HEADS = (
-    *("dummy_forcing", "dummy_forcing_far", "forcing_kv", "forcing_kv_wide"),
-    *("triattention", "triattention_small", "mass_heads", "pyramid_heads"),
-)
-EQUAL = (spec("window", 6, 3), spec("window", 9, 3))  # beside head-wise policies of as many bytes
-NAMED = {
-    "family": (FULL, *FAMILY),
-    "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP))),
-    "heads": (FULL, *EQUAL, spec("window", 6, 1), *(f"mini_{name}" for name in HEADS)),
-}
-
+HERE = Path("experiments/findings/long_rollouts")
 FROM, TO = 5, 60  # seconds that count: before, every policy sees all there is
-PRIMARY = "right"
 OF_TRACKER = (PRIMARY, "color", "shape", "visible", "background")
 OF_SECONDS = ("hue_kept", "motion", "flicker", "distance", "sharpness")
 OF_WHOLE = ("sharpness_change", "clipped_change", "flicker_change", "largest_drop", "non_repetition")
@@ -80,10 +72,61 @@ QUESTIONS = {  # differences between the policies of each pair
     "participative compression against the same deep sink": [(PARTICIPATIVE, DEEP_SINK)],
 }
 
+SECONDS = (0, 2, 5, 10, 15, 20, 30, 40, 50, 59)  # of the strips
+ROWS = {  # label -> what the figure calls it
+    "full": "full",
+    "window,window=9": "window 9, no sink",
+    "window,window=9,sink=3": "window 9, sink 3",
+    "deep_sink,window=21,sink=10": "deep sink 21/10",
+    "participative,window=21,sink=10,budget=16,recent=4": "participative 21/10",
+    "vae": "rendered, through the VAE",
+}
+UNRANKED = ("deep sink 21/10",)  # the README does not rank it
+COLOURS, SIDE = 32, 64  # of a strip: colours, pixels of a frame's side
+POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")  # of effects by length
+PLACEBOS = range(1, 15)
+KINDS = ("landmark", "wall", "crossing")  # of scenes, drawn apart for head-wise policies
+
 Video = Mapping[str, Any]
 Values = Mapping[str, np.ndarray]  # of a policy: measure -> [prompts]
 
 
+def run(argv=None):
+    parser = finding_parser(__doc__, "long_rollouts")
+    flag = parser.add_argument
+    flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
+    flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
+    flag("--lengths", type=count, nargs="+", default=[21, 45, 93, 141, 240], help="latent frames")
+    flag("--prompts", type=count, default=4, help="reference prompts that are rolled out together")
+    args = parser.parse_args(argv)
+    if args.first_frame:
+        save_finding(args, by_length(args), {})
+    elif args.comparison:
+        comparison = read_json(args.comparison)
+        save_report(findings(comparison), args.output_path)
+        print(args.output_path)
+        make_strips(comparison, args.comparison.parent / "videos", args.output_path.with_name("strips.json"))
+    else:
+        draw(args)
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Draw the README's strips, and the head-wise policies by kind of scene, from the results."""
+    strips, seconds, about = read_strips(HERE / "strips.json")
+    ranked = {name: row for name, row in strips.items() if not name.startswith(UNRANKED)}
+    found, heads = (LongRollouts.open(HERE / name) for name in ("results.json", "results_heads.json"))
+    panels = heads.by_kind(*KINDS)
+    for kind, values in found.by_kind(*KINDS).items():
+        panels[kind] |= {name: values[name] for name in found.controls}
+    figures = {
+        "long_rollouts": long_strips(ranked, seconds, about),
+        "long_rollouts_heads": policy_dots(panels, found.controls, TITLES[PRIMARY], heads.subtitle),
+    }
+    for name, figure in figures.items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
+
+
+# --- Policies, with intervals over prompts
 def short_label(label: str) -> str:
     """Return the name of a policy in figures: deep_sink 21/10."""
     name, *pairs = label.split(",")
@@ -238,3 +281,81 @@ def _interval(values: np.ndarray) -> list[float | None]:
     """Return estimate, low and high of the values that are not NaN; None where there is none."""
     known = values[~np.isnan(values)]
     return [*rounded(bootstrap(known), 4)] if len(known) else [None] * 3
+
+
+# --- Frames of long videos side by side, a row a policy, small enough to be kept beside the results
+def median_video(comparison: Mapping[str, Any], label: str) -> tuple[int, float]:
+    """Return the number of the prompt of a policy's median video, of the first seed, and its share right.
+
+    Of two in the middle it is the lower one, of equals the first prompt's.
+    """
+    first: dict[str, float] = {}
+    for video in (video for video in comparison["videos"] if video["label"] == label):
+        first.setdefault(video["prompt"], float(np.mean(video["tracker"][PRIMARY][FROM:TO])))
+    prompt = sorted(comparison["prompts"], key=first.__getitem__)[(len(first) - 1) // 2]
+    return comparison["prompts"].index(prompt), first[prompt]
+
+
+def make_strips(comparison: Mapping[str, Any], folder: Path, output: Path) -> None:
+    """Write the strips of each policy's median video, where its mp4s lie in a folder."""
+    made = {video["label"] for video in comparison["videos"]}
+    medians = {label: median_video(comparison, label) for label in ROWS if label in made}
+    videos = {label: folder / f"{label}_{number}.mp4" for label, (number, _) in medians.items()}
+    if not videos or not all(path.is_file() for path in videos.values()):
+        print(f"{folder} lacks median videos (compare with --videos 18): {output.name} is as before")
+        return
+    import imageio.v3 as iio
+    from PIL import Image
+
+    require_ffmpeg()
+    rows, prompts = {}, {}
+    for label, (number, right) in medians.items():
+        video = iio.imread(videos[label])  # uint8 [T, H, W, 3]
+        scale = video.shape[1] // SIDE
+        frames = [video[min(second * FPS, len(video) - 1), ::scale, ::scale] for second in SECONDS]
+        content = io.BytesIO()
+        Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
+        name = f"{ROWS[label]}: {right:.0%} ({comparison['kinds'][number]})"
+        rows[name] = base64.b64encode(content.getvalue()).decode()
+        prompts[name] = comparison["prompts"][number]
+    about = {name: comparison[name] for name in ("model", "weights_sha256", "made")}
+    about |= {"seed": comparison["videos"][0]["seed"], "prompts": prompts}
+    about["rule"] = f"each policy's median video; %: seconds {FROM} to {TO} with colour and shape right"
+    save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
+
+
+# --- The first-frame effect by length
+def by_length(args: argparse.Namespace) -> dict[str, Any]:
+    """Roll out the reference prompts, each with a seed of its own, under three policies; fit every length."""
+    rows = []
+    for label, settings in read_policies(POLICIES).items():
+        given = {"num_frames": max(args.lengths), "cache_policy": settings, "device": args.device}
+        pipe = load(args.config_path, **given)
+        with capture(pipe, mass=False) as seen:
+            for number, prompt in enumerate(pipe.config.reference_prompts[: args.prompts]):
+                pipe.generate(prompt, seed=pipe.config.seed + number)
+        matrices = [seen.atlas(run).view(step=0).frame_matrices() for run in seen.runs]
+        every_head = np.stack([m.reshape(-1, *m.shape[-2:]) for m in matrices if m is not None])
+        for length in sorted(args.lengths):
+            cut, sizes = every_head[:, :, :length, :length], [3] * (length // 3)
+            effect = first_frame_effect(cut, sizes).effect  # [prompts, heads]
+            placebos = placebo_effects(cut, sizes, PLACEBOS)  # [prompts, heads, placebos]
+            known = placebos[..., ~np.isnan(placebos).any((0, 1))]
+            largest = np.abs(known.mean((0, 1))).max(initial=0)
+            exceeds = (effect[..., None] > np.abs(known)).all(-1).mean()
+            rows.append(
+                {
+                    "policy": short_label(label),
+                    "num_frames": length,
+                    "effect": rounded(bootstrap(effect.mean(1)), 4),
+                    "largest_placebo": round(float(largest), 4) if known.size else None,
+                    "heads_above_placebos": round(float(exceeds), 3) if known.size else None,
+                }
+            )
+            print(rows[-1])
+    sha256 = seen.runs[0].common["weights_sha256"]
+    return {"prompts": args.prompts, "weights_sha256": sha256, "rows": rows}
+
+
+if __name__ == "__main__":
+    main(run)
