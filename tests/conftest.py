@@ -25,7 +25,7 @@ torch.set_num_threads(1)  # the tensors are small: threads that wait for each ot
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
 SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW = "memory figures own_code tracking training evaluation long_rollout parallel "
-SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison hidden_shapes "
+SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison head_memory "
 SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")

@@ -18,6 +18,7 @@ ROOMS = [
     "studies",
     "",
     "benchmarks",
+    "findings",
 ]
 LEVELS = {f"experiments.{room}": n for n, rooms in enumerate(ROOMS) for room in rooms.split()}
 LEVELS |= {"wan": -1, "experiments": ROOMS.index("")}  # the scripts, captured.py

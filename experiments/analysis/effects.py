@@ -1,6 +1,6 @@
 """Numbers of interventions: knockout curves, effects of edits, a causal atlas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from experiments.analysis.first_frame import context_sign_rate, first_frame_effect
 from experiments.analysis.measures import first_frame_mass
 from experiments.analysis.panels import HeadMap
-from experiments.analysis.stats import DRAWS, Interval, bootstrap, head_correlation, rounded
+from experiments.analysis.stats import Interval, head_correlation
 from experiments.analysis.taxonomy import ABSENT, KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.view import edits_in_words, open_profiles
@@ -20,61 +20,6 @@ from experiments.caches.view import edits_in_words, open_profiles
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
 ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
-
-
-def random_curve(draws: np.ndarray) -> list[list[float]]:
-    """Share, interval over orders and captions, lowest, highest, of draws [draws, counts, captions]."""
-    generator = np.random.default_rng(0)
-    (orders, _, captions), drawn = draws.shape, []
-    for _ in range(DRAWS):
-        of_orders = draws[generator.integers(orders, size=orders)].mean(0)
-        drawn.append(of_orders[:, generator.integers(captions, size=captions)].mean(1))
-    of_draws = draws.mean(2)  # [draws, counts]
-    ends = np.percentile(drawn, [2.5, 97.5], axis=0)
-    columns = np.stack([of_draws.mean(0), *ends, of_draws.min(0), of_draws.max(0)], 1)
-    return [rounded(row) for row in columns]
-
-
-def heads_for_half(shares: Sequence[float], counts: Sequence[int], whole: float, none: float) -> int | None:
-    """Return the fewest heads after which half of what the past gives is lost, or None."""
-    half = (whole + none) / 2 + 1e-9  # shares are multiples of 1 / (captions x seeds): no rounding decides
-    return next((count for count, share in zip(counts, shares, strict=True) if share <= half), None)
-
-
-def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Compute every order's curve from the seeds that come back in each condition.
-
-    Of captions that do not name the shape's colour, whose answer the text cannot give; the ends and the
-    effect's curve of the others beside them.
-    """
-    named = np.array([digit == "1" for digit in found["names_color"]])
-
-    def answers(name: str, of: np.ndarray = ~named) -> np.ndarray:
-        return np.array([int(digit) for digit in found["seeds_that_come_back"][name]])[of] / found["seeds"]
-
-    def by_count(name: str, of: np.ndarray = ~named) -> np.ndarray:
-        return np.stack([answers(f"{name}: {count}", of) for count in found["counts"]])
-
-    def curve(shares: np.ndarray) -> list[list[float]]:
-        return [rounded(bootstrap(row)) for row in shares]
-
-    orders = {name: by_count(name) for name in ORDERS}
-    random = np.stack([by_count(f"random {draw}") for draw in range(found["draws"])])
-    means = {name: values.mean(1) for name, values in orders.items()} | {"random": random.mean((0, 2))}
-    ends = {name: curve(answers(name)[None])[0] for name in ("base", "all")}
-    paired = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
-    of_named = {name: curve(answers(name, named)[None])[0] for name in ends}
-    return {
-        "captions without colour": int((~named).sum()),
-        "ends": ends,
-        "curves": {name: curve(values) for name, values in orders.items()} | {"random": random_curve(random)},
-        "more_than_by_effect": paired,
-        "heads_for_half": {
-            name: heads_for_half(each.tolist(), found["counts"], ends["base"][0], ends["all"][0])
-            for name, each in means.items()
-        },
-        "colour named": {"ends": of_named, "effect": curve(by_count("effect", named))},
-    }
 
 
 def knockouts_of(report: Mapping[str, Any]) -> tuple:
@@ -113,41 +58,6 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
 def _of_models(report: Mapping[str, Any]) -> str:
     count = len(report["miniatures"])
     return f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"
-
-
-def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, Any]:
-    """Report how attention predicts the effect of removing frame 0; found [prompts, layers, H] each."""
-    effect, beyond = found["effect"], found["effect"] - found["control"]
-    shape = effect.shape[1:]
-    given = [np.broadcast_to(np.asarray(layers, float)[:, None], shape), found["norm"].mean(0)]
-    measured = [name for name in found if name.endswith(("pass", "passes"))]
-    labels = kinds(found["share of positive logits, first pass"].mean(0), Thresholds())
-    by_kind, correlations = {}, {}
-    for kind, name in KINDS.items():
-        if count := int((labels == kind).sum()):
-            mean = rounded(bootstrap(effect[:, labels == kind].mean(1)), 4)
-            by_kind[name] = {"heads": count, "effect": mean}
-    for name in measured:
-        correlations[name] = {
-            f"{partial}rho{suffix}": rounded(head_correlation(values, found[name], others))
-            for suffix, values in (("", effect), ("_beyond_control", beyond))
-            for partial, others in (("", ()), ("partial_", given))
-        }
-    above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
-    return {
-        "prompts": len(effect),
-        "layers": list(layers),
-        "mean_effect": rounded(bootstrap(effect.mean((1, 2))), 4),
-        "mean_control": rounded(bootstrap(found["control"].mean((1, 2))), 4),
-        "floor": float(f"{found['floor'].mean():.2g}"),
-        "heads_above_control": int(sum(above)),
-        "kinds": by_kind,
-        "correlations": correlations,
-        "heads": {
-            name: [[float(f"{value:.3g}") for value in row] for row in found[name].mean(0)]
-            for name in ("effect", "control", "norm", *measured)
-        },
-    }
 
 
 QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker

@@ -8,8 +8,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.caches.files import save_report
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
 from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count
 from wan.config import RunConfig, load_config
@@ -36,9 +34,8 @@ def miniature_config(args: argparse.Namespace, ckpt_dir: str | None = None) -> R
 
 
 def save_finding(args: argparse.Namespace, report: Mapping[str, Any], figures: Mapping[str, Figure]) -> None:
-    """Write a report and its figures, and print their paths. A report keeps the environment that it has."""
-    made = {} if "environment" in report else {"environment": environment(choose_device(args.device))}
-    save_report(made | dict(report), args.output_path)
+    """Write a report and its figures, and print their paths."""
+    save_report(report, args.output_path)
     print(args.output_path)
     for name, figure in figures.items():
         print(save_svg(figure, args.figures / f"{name}.svg"))

@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from experiments.running.engine import Crew, Results, called, crew_of, kept, wor
 from experiments.running.locks import claimed
 from experiments.running.progress import Progress, check_outputs, observed
 from experiments.session import MeanRuns, Session, load, reference_means
-from experiments.studies.runs import FLOOR_BIAS, FLOOR_NOISE, SEED_STEP, Runs, distance, measures_of_pass
+from experiments.studies.runs import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -35,7 +34,6 @@ from wan.interventions import (
     Bias,
     Edit,
     KeySelection,
-    Knockout,
     Move,
     Patch,
     intervene,
@@ -342,34 +340,3 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
         save_cache(folder / ATLAS, atlas_cache(study))
         seconds = time.monotonic() - start
         watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")
-
-
-# --- Frame 0 removed from a head's view, beside what that head attends to
-def first_frame_study(
-    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: Session, folder: Path
-) -> Study:
-    """Return the causal atlas of frame 0: runs of all captions with their first seed, then with the next."""
-    configs = [
-        replace(config, prompt=caption, seed=first + SEED_STEP * n)
-        for n in range(seeds)
-        for caption, first in prompts.items()
-    ]
-    return Study(folder, Knockout(frames=("first",), passes="denoise"), "head", configs, session)
-
-
-def first_frame_numbers(study: Study, seeds: int) -> dict[str, np.ndarray]:
-    """Return means over frames and seeds of a study that is done, [prompts, layers, H] each.
-
-    effect and control (the same on a random earlier frame) in units of the distance between seeds, norm of z,
-    and s and masses, of the first pass and as the mean over the denoising passes.
-    """
-    atlas = {name: values.numpy() for name, values in merged(study).items()}
-    names = {"effect": "effects", "control": "frame_control", "floor": "floor"}
-    found = {name: np.nanmean(atlas[field], -1) for name, field in names.items()}
-    found["norm"] = atlas["head_norms"]
-    runs = Runs(study.session.here(kept), study.configs)
-    passes = [measures_of_pass(runs, step) for step in range(len(study.configs[0].denoising_step_list))]
-    for name in passes[0]:
-        of_layers = np.stack([one[name] for one in passes])[:, :, [layer or 0 for layer in study.layers]]
-        found |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
-    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in found.items()}

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.analysis.first_frame import context_cells, first_frame_effect, sign_rate
-from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.devices import threads_for
 from experiments.session import Session
 from wan.blocks import block_ranges
@@ -86,14 +84,6 @@ def distance(one: Tensor, other: Tensor) -> Tensor:
 
 
 # --- Heads that lose a part of their past: a window is made by knockouts of what it would drop
-PAST: dict[str, Dropped] = {
-    "past": lambda own: range(own.start),
-    "older past": lambda own: range(max(0, own.start - len(own))),
-    "last block": lambda own: range(max(0, own.start - len(own)), own.start),
-    "frame 0": lambda own: range(min(1, own.start)),
-}
-
-
 def outside(window: int, sink: int = 0) -> Dropped:
     """Return the frames that a window, of which the first `sink` frames are a sink, does not hold."""
     return lambda own: range(sink, max(sink, own.stop - (window - sink)))
@@ -138,40 +128,3 @@ def frame_matrices(runs: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
         for matrix, name in ((logits, "frame_logits"), (mass, "frame_mass")):
             matrix[:, call.site.layer][:, :, rows, columns] = call.values[name].double().numpy()
     return logits, mass
-
-
-def measures_of_pass(runs: Runs, step: int) -> dict[str, np.ndarray]:
-    """Measure what heads attend to in a pass of unedited runs -> means over frames, [R, layers, H]."""
-    sizes = runs.configs[0].block_sizes
-    past = context_cells(sizes)  # [F, F]
-    logits, mass = frame_matrices(runs, step)
-    of_past = np.where(past, mass, 0)[..., past.any(1), :]
-    return {
-        S: first_frame_effect(logits, sizes).effect,
-        RATE: sign_rate(logits[..., past]),
-        MASS_0: of_past[..., 0].mean(-1),
-        MASS_PAST: of_past.sum(-1).mean(-1),
-    }
-
-
-def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
-    """Return scores [R, layers, H] of unedited runs: of the first pass, and of the clean pass of block 1.
-
-    Those of published rules are high for heads to which the rule would give more of the past.
-    """
-    sizes, clean = runs.configs[0].block_sizes, len(runs.configs[0].denoising_step_list)
-    frames, own, found = range(sum(sizes)), runs.ranges[1], measures_of_pass(runs, 0)
-    older = np.array([[key in PAST["older past"](b) for key in frames] for b in runs.ranges for _ in b])
-    mass, clean_mass = (np.nan_to_num(frame_matrices(runs, step)[1]) for step in (0, clean))
-    first, middle = (
-        clean_mass[..., own.start : own.stop, keys].sum(-1).mean(-1)
-        for keys in (slice(1), slice(1, own.start))
-    )
-    shares = (x / x.sum((1, 2), keepdims=True) for x in (first, middle))  # of what all heads read
-    near = local_mass_share(mass[..., -sizes[-1] :, :].mean(-2), Thresholds())
-    return found | {
-        "mass on the older past": np.where(older, mass, 0)[..., own.start :, :].sum(-1).mean(-1),
-        "Pyramid Forcing": found[RATE],
-        "Forcing-KV": 1 - near,
-        "Dummy Forcing": np.maximum(*shares),
-    }

@@ -26,8 +26,6 @@ CASES: dict[str, list[list[str]]] = {  # bad input of scripts, beside an unknown
         ["--what", "models", "--models", "wan_mini", "--device", "cpu"],
     ],
     "peers": [["--checkout", "{}/none", *MINI]],
-    "reproduce.hidden_shapes": [["--config_path", "configs/wan_14b.yaml"]],
-    "reproduce.long_rollouts": [[], ["{}/none.json"], ["{}/text.json"], ["--first_frame", "--lengths", "22"]],
 }
 
 

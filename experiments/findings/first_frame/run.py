@@ -20,6 +20,8 @@ from experiments.analysis.panels import choose_heads
 from experiments.analysis.stats import pearson, rounded, spearman
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
+from experiments.extraction.devices import choose_device
+from experiments.extraction.provenance import environment
 from experiments.figures import atlas, heads
 from experiments.findings.report import finding_parser, save_finding
 from experiments.running.cli import main
@@ -45,7 +47,8 @@ def run(argv=None):
         for prompt in PROMPTS
         for length in LENGTHS
     }
-    save_finding(args, report_of(views), figures_of(views))
+    made = {"environment": environment(choose_device(args.device))}
+    save_finding(args, made | report_of(views), figures_of(views))
 
 
 def report_of(views: Views) -> dict[str, Any]:

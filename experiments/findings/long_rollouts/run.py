@@ -32,6 +32,8 @@ from experiments.analysis.long_rollouts import CONTROLS, PRIMARY, TITLES, LongRo
 from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
 from experiments.caches.files import require_ffmpeg, save_report
 from experiments.captured import capture
+from experiments.extraction.devices import choose_device
+from experiments.extraction.provenance import environment
 from experiments.figures.long_rollouts import long_strips, policy_dots
 from experiments.figures.style import save_svg
 from experiments.findings.report import finding_parser, save_finding
@@ -354,7 +356,8 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
             )
             print(rows[-1])
     sha256 = seen.runs[0].common["weights_sha256"]
-    return {"prompts": args.prompts, "weights_sha256": sha256, "rows": rows}
+    made = environment(choose_device(args.device))
+    return {"environment": made, "prompts": args.prompts, "weights_sha256": sha256, "rows": rows}
 
 
 if __name__ == "__main__":

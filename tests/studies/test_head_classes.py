@@ -1,0 +1,30 @@
+"""Classes of heads by published rules, and the mean queries that a policy takes."""
+
+import numpy as np
+import pytest
+
+from experiments.caches.files import CacheError
+from experiments.captured import policy_atlas
+from experiments.studies import head_classes
+from wan.policies import make_policy
+
+RULES = {"dummy": {0, 1, 2}, "pyramid": {1, -1, 2}, "mass": {0, 1}, "forcing_kv": {0, 1}}
+
+
+def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past():
+    atlas = policy_atlas("configs/wan_mini.yaml", {"name": "full"}, 12)
+    for rule, labels in RULES.items():
+        found = head_classes.classes_of(rule, atlas, num=40)
+        assert found.shape == (8, 12) and set(found.flat) <= labels
+        if rule in ("dummy", "mass"):  # 40 dummy heads, or 40 of the most mass
+            assert (found == max(labels)).sum() == 40
+    mass = np.array([[[0.5, 0.1, 0.4], [0.1, 0.5, 0.4], [0.01, 0.02, 0.97]]])
+    assert head_classes.dummy(mass, [2], 1).tolist() == [[0, 1, 2]]
+    with pytest.raises(CacheError, match="needs an atlas"):
+        head_classes.classes_of("dummy", atlas, block=0)
+
+
+def test_mean_queries_are_those_that_a_policy_takes(tiny):
+    policy = make_policy("triattention", statistics=head_classes.query_means(tiny.config))
+    assert policy.q_mean.shape == (2, 2, 8)
+    assert (policy.q_mean.abs() <= policy.q_abs_mean + 1e-5).all() and policy.q_mean.abs().max() > 0.1
