@@ -352,7 +352,7 @@ def test_long_rollouts(tmp_path, findings):
     windows, sinks, values = long_rollouts.LongRollouts(findings).sink_map("window")
     assert windows == [9, 12] and sinks == [0, 3]
     assert np.isnan(values[1, 0]) and values[0, 1] > values[0, 0]
-    with pytest.raises(CacheError, match="run: python experiments/benchmarks/reproduce"):
+    with pytest.raises(CacheError, match="run: python experiments/findings"):
         long_rollouts.LongRollouts.open(tmp_path / "x.json")
 
 
