@@ -55,6 +55,7 @@ from wan.sites import (
     SITES,
     ActivationSite,
     Pass,
+    RolloutPlan,
     Watcher,
     check_indices,
     check_site,
@@ -131,89 +132,6 @@ def as_source(value: Any) -> Source:
     if not isinstance(value, Source):
         raise ConfigError(f"source {short_repr(value)} is not another run: give its prompt, seed or weights")
     return value
-
-
-# --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
-@dataclass(frozen=True)
-class BlockKeys:
-    """The passes of a block, and the frames whose keys it sees, as far as they have a number."""
-
-    own: tuple[int, ...]
-    steps: tuple[int, ...]  # -1 where keys of its past are computed again; a clean pass is the last
-    past: tuple[int, ...] = ()  # of earlier blocks
-    sink: tuple[int, ...] = ()
-    sees_more: bool = False  # keys of its past may have no frame number
-
-    def has(self, name: int | str) -> bool:
-        """Return whether the frame of any key has this name."""
-        if name in ("past", "sink"):
-            return bool(self.sink) if name == "sink" else bool(self.past) or self.sees_more
-        if isinstance(name, int) or name == "first":
-            return (0 if name == "first" else name) in self.past
-        return name == "own" or int(name[4:]) in self.own
-
-
-@dataclass(frozen=True)
-class RolloutPlan:
-    """Layers, heads, passes and blocks of a rollout. Denoising steps come first, the clean pass is last."""
-
-    num_layers: int
-    num_heads: int
-    num_steps: int
-    blocks: tuple[BlockKeys, ...]
-    text_len: int
-    has_clean_pass: bool = True
-    branches: tuple[str, ...] = ("cond",)
-    keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
-    splits_tokens: bool = False  # over several GPUs
-
-    @property
-    def num_passes(self) -> int:
-        """The clean pass too, where there is one."""
-        return self.num_steps + self.has_clean_pass
-
-    def passes(self, edit: "Edit", block: int) -> list[int]:
-        """Return the steps of a block that an edit selects."""
-        is_clean = (-1, self.num_steps)
-        return [step for step in self.blocks[block].steps if edit.selects_pass(step, step in is_clean)]
-
-    def calls(self, edit: "Edit") -> list[tuple[int, int]]:
-        """Return (block, step) of the calls of one layer and branch that an edit changes."""
-        chosen, names = range(len(self.blocks)) if edit.blocks is None else edit.blocks, edit.key_frames
-        if edit.branch not in (None, *self.branches):
-            return []
-        return [
-            (block, step)
-            for block in chosen
-            if names is None or any(map(self.blocks[block].has, names))
-            for step in self.passes(edit, block)
-        ]
-
-    def layers(self, edit: "Edit", site: str) -> int:
-        """Count the layers in which the edit applies to one of its sites."""
-        return 1 if site in OF_FORWARD else len(edit.layers or range(self.num_layers))
-
-    def count(self, edit: "Edit") -> int:
-        """Return how many activations, or attention calls, an edit changes."""
-        branches = [edit.branch] if edit.branch else self.branches
-        return len(self.calls(edit)) * sum(self.layers(edit, site) for site in edit.sites) * len(branches)
-
-    def in_words(self, edit: "Edit") -> str:
-        """Say what an edit is going to do, and how often."""
-        what = f"{len(edit.heads or range(self.num_heads))} of {self.num_heads} heads"
-        parts = {
-            "layers": max(self.layers(edit, site) for site in edit.sites),
-            "passes": len({step for _, step in self.calls(edit)}),
-            "blocks": len({block for block, _ in self.calls(edit)}),
-            "calls": self.count(edit),
-        }
-        counted = ", ".join(f"{name}: {count}" for name, count in parts.items())
-        return f"edits {what if edit.has_heads else ', '.join(edit.sites)}; {counted}"
-
-    def check(self, edits: Iterable["Edit"]) -> None:
-        """Raise ConfigError for an edit that this rollout cannot make, or that would change nothing."""
-        for edit in edits:
-            edit.check(self)
 
 
 # --- What every edit has: which calls it selects, and how it is written down

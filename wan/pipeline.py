@@ -11,11 +11,10 @@ from wan.blocks import block_ranges, block_sizes, steps_of_blocks
 from wan.cache import CachePolicy, CacheSizes, KVCache
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
-from wan.interventions import BlockKeys, RolloutPlan
 from wan.model import CausalWanModel, check_batch
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
-from wan.sites import Pass, check_watchers, during, hook_point
+from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
 RECACHE = -1  # the step of a forward that computes the cache again

@@ -10,7 +10,7 @@ something of attention calls that are done, and disturbs nothing. Both belong to
 that opened them, so threads do not see each other's.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -238,6 +238,89 @@ def check_indices(name: str, chosen: Collection[int] | None, count: int | None) 
     for index in chosen or ():
         if count is not None and not 0 <= index < count:
             raise ConfigError(f"{name} {index} is not in 0..{count - 1}")
+
+
+# --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
+@dataclass(frozen=True)
+class BlockKeys:
+    """The passes of a block, and the frames whose keys it sees, as far as they have a number."""
+
+    own: tuple[int, ...]
+    steps: tuple[int, ...]  # -1 where keys of its past are computed again; a clean pass is the last
+    past: tuple[int, ...] = ()  # of earlier blocks
+    sink: tuple[int, ...] = ()
+    sees_more: bool = False  # keys of its past may have no frame number
+
+    def has(self, name: int | str) -> bool:
+        """Return whether the frame of any key has this name."""
+        if name in ("past", "sink"):
+            return bool(self.sink) if name == "sink" else bool(self.past) or self.sees_more
+        if isinstance(name, int) or name == "first":
+            return (0 if name == "first" else name) in self.past
+        return name == "own" or int(name[4:]) in self.own
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """Layers, heads, passes and blocks of a rollout. Denoising steps come first, the clean pass is last."""
+
+    num_layers: int
+    num_heads: int
+    num_steps: int
+    blocks: tuple[BlockKeys, ...]
+    text_len: int
+    has_clean_pass: bool = True
+    branches: tuple[str, ...] = ("cond",)
+    keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
+    splits_tokens: bool = False  # over several GPUs
+
+    @property
+    def num_passes(self) -> int:
+        """The clean pass too, where there is one."""
+        return self.num_steps + self.has_clean_pass
+
+    def passes(self, edit: Any, block: int) -> list[int]:
+        """Return the steps of a block that an edit selects."""
+        is_clean = (-1, self.num_steps)
+        return [step for step in self.blocks[block].steps if edit.selects_pass(step, step in is_clean)]
+
+    def calls(self, edit: Any) -> list[tuple[int, int]]:
+        """Return (block, step) of the calls of one layer and branch that an edit changes."""
+        chosen, names = range(len(self.blocks)) if edit.blocks is None else edit.blocks, edit.key_frames
+        if edit.branch not in (None, *self.branches):
+            return []
+        return [
+            (block, step)
+            for block in chosen
+            if names is None or any(map(self.blocks[block].has, names))
+            for step in self.passes(edit, block)
+        ]
+
+    def layers(self, edit: Any, site: str) -> int:
+        """Count the layers in which the edit applies to one of its sites."""
+        return 1 if site in OF_FORWARD else len(edit.layers or range(self.num_layers))
+
+    def count(self, edit: Any) -> int:
+        """Return how many activations, or attention calls, an edit changes."""
+        branches = [edit.branch] if edit.branch else self.branches
+        return len(self.calls(edit)) * sum(self.layers(edit, site) for site in edit.sites) * len(branches)
+
+    def in_words(self, edit: Any) -> str:
+        """Say what an edit is going to do, and how often."""
+        what = f"{len(edit.heads or range(self.num_heads))} of {self.num_heads} heads"
+        parts = {
+            "layers": max(self.layers(edit, site) for site in edit.sites),
+            "passes": len({step for _, step in self.calls(edit)}),
+            "blocks": len({block for block, _ in self.calls(edit)}),
+            "calls": self.count(edit),
+        }
+        counted = ", ".join(f"{name}: {count}" for name, count in parts.items())
+        return f"edits {what if edit.has_heads else ', '.join(edit.sites)}; {counted}"
+
+    def check(self, edits: Iterable[Any]) -> None:
+        """Raise ConfigError for an edit that this rollout cannot make, or that would change nothing."""
+        for edit in edits:
+            edit.check(self)
 
 
 # --- Capture of any site

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from wan.config import BaseSampling
 from wan.errors import ConfigError
-from wan.interventions import BlockKeys, RolloutPlan
 from wan.model import TextKeysValues, WanModel
-from wan.sites import Pass, check_watchers, during
+from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during
 
 if TYPE_CHECKING:
     from diffusers import UniPCMultistepScheduler
