@@ -1,8 +1,10 @@
 """The KV caches of a rollout, and the face of the policies that fill and empty them.
 
 A KVCache holds slots of one frame each. A PerHeadCache has a KVCache for each class of heads. In a
-HeadwiseCache heads keep single tokens. What stays, a CachePolicy says (wan/policies/). Letters: B batch,
-S tokens per frame, H heads, h heads of a kind, D head dim, n keys.
+HeadwiseCache heads keep single tokens. A CachePolicy (wan/policies/) decides what stays. The model calls
+write() in every attention layer; the rollout calls advance() before a block, begin_pass() before a pass, and
+flush() or recache() where the prompt changes. Letters: B batch, L tokens of a block, S tokens per frame,
+H heads, h heads of a kind, D head dim, n keys.
 """
 
 import math
@@ -11,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +28,11 @@ NEEDS_ROTATION = -97  # Slot.position of keys that were moved and are about to b
 
 How = Literal["keep", "recache", "flush", "cut"]  # what a change of prompts does to the cache
 Text = Sequence[tuple[Tensor, Tensor]]  # the prompt's cross-attention keys and values of every layer
-Seen = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
+Keys = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D], or those of groups of heads
 
 
 def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """target[...] = rotate(x, cos, sin), [B, L, H, D], in one kernel where both lie as a KV cache does."""
+    """Write rotate(x, cos, sin), [B, L, H, D], into target; one kernel where both have a cache's strides."""
     rows = (x.shape[2] * x.shape[3], x.shape[3], 1)
     if x.numel() and x.stride()[1:] == target.stride()[1:] == rows and (kernels := fused_kernels(x)):
         kernels.rotate_into(target, x, cos, sin)
@@ -59,13 +61,14 @@ class CacheSizes:
 
 
 class AnyCache:
-    """Interface of caches to the model; rollouts also call advance(), flush(), recache(), begin_pass()."""
+    """Hold the past of one video for all layers: the base of caches, as the model sees them."""
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy names heads of another model."""
         self.policy: Any = copy(policy)  # its state belongs to one video
+        # A file of head classes for another model would give every head a wrong class.
         model = len(sizes.num_heads), sizes.shard.total
-        named = getattr(policy, "of_model", model)  # of a policy whose file names heads
+        named = getattr(policy, "of_model", model)
         policy.require(named == model, f"its file has {named} layers and heads, the model {model}")
         self.sizes, self.shard, self.rope = sizes, sizes.shard, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
@@ -76,10 +79,11 @@ class AnyCache:
         self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
         self.has_switches = False  # whether the video's prompt changes
 
-    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Seen:
-        """Store the block's keys and values [B, L, H, D], over those of earlier passes -> what the call sees.
+    def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Keys:
+        """Store the block's keys and values [B, L, H, D]; return what its queries attend to.
 
-        q [B, L, H, D] are its queries, for policies that choose by them.
+        They take the place of those of earlier passes. q [B, L, H, D] are the queries, for policies that
+        choose by them.
         """
         return k, v
 
@@ -136,7 +140,10 @@ class KVCache(AnyCache):
         self.text = text
         self.sink = self.sink if lasts else self.policy.lasting_sink
         self._drop_empty()
-        self.policy.recache(self, frames)
+        kept = min(self.policy.lasting_sink, len(self.slots))
+        self.policy.start(self)
+        del self.slots[kept:]
+        self.append(frames, own=len(frames) - kept)
         self._publish(cut=False)
 
     def begin_pass(self, is_clean: bool) -> None:
@@ -148,13 +155,16 @@ class KVCache(AnyCache):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         own, S = self.policy.own_slots(self), self.tokens_per_frame
-        first = k.shape[1] - len(own) * S  # the first frames may have no slot
+        # 1. Keys and values go into the block's slots; its first frames may have none.
+        first = k.shape[1] - len(own) * S
         self.keys[layer][:, self.tokens(own)] = k[:, first:]
         self.values[layer][:, self.tokens(own)] = v[:, first:]
+        # 2. Clean passes bring keys without RoPE too, for slots whose keys will move.
         if raw_k is not None:
             rows = self._raw_rows(own)
             rows = range(rows.start, min(rows.stop, self.raw_slots))
             self.raw_keys[layer][:, self.tokens(rows)] = raw_k[:, first : first + len(rows) * S]
+        # 3. The policy says what the call sees.
         return self.policy.written(self, layer, q)
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -181,8 +191,6 @@ class KVCache(AnyCache):
     def append(self, block: range, own: int | None = None) -> None:
         """Give the frames of the next block, or the last own of them, the slots after the present ones."""
         frames = block if own is None else block[len(block) - own :]
-        if len(self.slots) + len(frames) > self.capacity:
-            raise ValueError(f"frame {block.stop - 1} is beyond the frames that the KV cache was made for")
         self.own = range(len(self.slots), len(self.slots) + len(frames))
         self.slots.extend(Slot(frame, frame) for frame in frames)
         self.newest = block
@@ -204,26 +212,30 @@ class KVCache(AnyCache):
         moved = [index for index, slot in enumerate(slots) if index != slot]
         kept = [self.slots[slot] for slot in slots]
         if moved:
+            # 1. Values move, and keys: rotated ones, or those without RoPE if they will be rotated anew.
             buffers = self.values + (self.raw_keys if self.raw_slots == self.capacity else [])
             if not self.policy.positions_follow_slots:
                 buffers = buffers + self.keys
             else:
-                for index in moved:  # their keys will be rotated anew
+                for index in moved:
                     kept[index] = Slot(kept[index].frame, NEEDS_ROTATION)
+            # 2. One gather per buffer, from the first slot that changes on.
             target = self.tokens(range(moved[0], len(slots)))
             source = send(torch.tensor(slots[moved[0] :]), self.keys[0].device)
             for buffer in buffers:
                 frames = buffer.unflatten(1, (self.capacity, -1))  # [B, slots, S, H, D]
                 buffer[:, target] = frames[:, source].flatten(1, 2)
-        self.slots = kept
+        self.slots = kept  # what lies behind them in the buffers is overwritten by the next block
 
     def set_positions(self, positions: Sequence[int]) -> None:
         """Put the keys of the first slots on to temporal positions; rotate past ones that stood elsewhere."""
+        # 1. Which slots stand elsewhere. The block's own keys come rotated with its passes.
         moved = [index for index, position in enumerate(positions) if self.slots[index].position != position]
         for index in moved:
             self.slots[index] = Slot(self.slots[index].frame, positions[index])
         moved = [index for index in moved if index not in self.own]
-        for _, run in groupby(enumerate(moved), lambda pair: pair[1] - pair[0]):  # consecutive slots together
+        # 2. Rotate consecutive slots together, [B, n·S, H, D].
+        for _, run in groupby(enumerate(moved), lambda pair: pair[1] - pair[0]):
             indices = [index for _, index in run]
             slots = range(indices[0], indices[-1] + 1)
             cos, sin = self.rope(positions[slots.start : slots.stop])
@@ -238,14 +250,17 @@ class KVCache(AnyCache):
 
     def _publish(self, cut: bool) -> None:
         """Put keys on to their positions, and make the layouts of the calls to come."""
+        # 1. Where the keys of all slots and the queries of the block stand.
         self.set_positions(self.policy.positions(self, cut))
         self.key_positions = self.newest  # of a recomputed cache, where some frames get no slot
         if len(self.own) == len(self.newest):
             first = self.slots[self.own.start].position
             self.key_positions = range(first, first + len(self.own))
         self.query_positions = self.policy.query_positions(self)
+        # 2. Until a pass is announced, one that computes the cache again counts as clean.
         self.begin_pass(is_clean=True)
         self.passes = 0
+        # 3. What captures and edits are told about the slots.
         asks, sink = tuple(self.query_positions), range(min(self.sink, self.own.start))
         shared = KeyLayout(tuple(self.slots), self.tokens_per_frame, self.own, asks, sink=sink)
         self.layouts = [self.policy.layout(self, layer, shared) for layer in range(self.num_layers)]
@@ -256,7 +271,7 @@ class PerHeadCache(AnyCache):
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         super().__init__(sizes, policy)
-        # A cache for each class, and per layer: has it heads at all, those that are here, their index.
+        # For each class its cache and, per layer: if it has heads at all, those that are here, their index.
         self.classes: list[tuple[KVCache, list[bool], list[tuple[int, ...]], list[Tensor]]] = []
         for label, of_class in self.policy.policies.items():
             heads = [[head for head, other in enumerate(row) if other == label] for row in self.policy.labels]
@@ -363,18 +378,20 @@ class HeadwiseCache(AnyCache):
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> list[HeadGroup]:
-        """Store the newest frames' keys and values [B, L, H, D] -> what each kind of heads sees.
+        """Store the newest frames' keys and values [B, L, H, D]; return what each kind of heads sees.
 
         The clean pass's last layer ends the block: from then on heads hold what the policy lets them keep.
         """
         if self.items > 1:
             q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # [1, L, items·H, D]
         groups = []
+        # 1. Each kind stores its heads of the newest frames behind its past.
         for kind in self.kinds[layer]:
             kind.keys[:, kind.past :] = kind.of(k[:, -self.own :])
             kind.values[:, kind.past :] = kind.of(v[:, -self.own :])
             seen = kind.of(q), kind.keys, kind.values
             groups.append(HeadGroup(kind.heads, kind.here, *seen, partial(self.parts, kind, self.sink)))
+        # 2. A clean pass is the last over its frames: the policy chooses once all layers have come.
         if self.is_clean:
             self.policy.observe(self, layer, q)
             if layer + 1 == self.num_layers:
@@ -387,7 +404,7 @@ class HeadwiseCache(AnyCache):
             problem = f"videos of a batch of {self.items} keep other frames"
             self.policy.require(False, f"{problem}; capture and edit them one by one")
         stop = self.newest.stop * self.tokens_per_frame
-        past = kind.ids.cpu()  # [B or 1, past, h or 1]
+        past = kind.ids.cpu()  # [B or 1, past, h or 1]; one wait for the device
         alike: dict[bytes, tuple[Tensor, list[int]]] = {}
         own = torch.arange(stop - self.own, stop).expand(len(past), -1)
         for head in range(len(kind.heads)):
@@ -401,6 +418,7 @@ class HeadwiseCache(AnyCache):
         Slots are of whole frames where they can be, else of as many tokens as divide all. A slot whose tokens
         are of several frames, or of other ones for each batch item, is CHOSEN.
         """
+        # 1. Cut the keys into slots, and find those that hold tokens 0..S-1 of one frame.
         S, size = self.tokens_per_frame, math.gcd(self.tokens_per_frame, ids.shape[1])
         seen = torch.stack([ids // S, ids % S])
         frames, tokens = seen.unflatten(2, (-1, size))  # [B or 1, slots, size]
@@ -410,11 +428,13 @@ class HeadwiseCache(AnyCache):
             Slot(frame, frame) if is_one else Slot(CHOSEN, MIXED)
             for frame, is_one in zip(frames[0, :, 0].tolist(), one_frame.tolist(), strict=True)
         )
+        # 2. From the first to the last slot that is none of these, every token is named.
         chosen, mixed = None, (~whole).nonzero().flatten().tolist()
         if mixed:
             at = range(mixed[0], mixed[-1] + 1)
             of, place = seen[:, :, at.start * size : at.stop * size]
             chosen = ChosenTokens(at, of, place, of)
+        # 3. The block's own slots, which come last, and those of the sink, which come first.
         own = range(len(slots) - self.own // size, len(slots))
         deep = next((n for n in range(own.start) if slots[n].frame not in sink), own.start)
         return KeyLayout(slots, size, own, tuple(self.newest), chosen, sink=range(deep))
@@ -439,12 +459,14 @@ class HeadwiseCache(AnyCache):
         for heads, index in kept:
             if not len(heads):
                 continue
+            # 1. The kind that these heads were of, and their columns in it.
             old = next(kind for kind in before if heads[0] in kind.heads)
             here, found = old.here, [old.keys, old.values, self.seen(old)]
             if len(heads) < len(old.heads):
                 here = send(torch.tensor(heads), self.device)
                 columns = send(torch.tensor([old.heads.index(head) for head in heads]), self.device)
                 found = [x if x.shape[2] == 1 else x.index_select(2, columns) for x in found]
+            # 2. The tokens that stay, with room for the next block behind them.
             keys, values = (taken(x, index, self.own) for x in found[:2])
             ids = found[2].take_along_dim(index, 1)
             self.kinds[layer].append(Kind(tuple(heads), here, keys, values, ids))
@@ -477,7 +499,7 @@ class HeadwiseCache(AnyCache):
 
 
 def taken(x: Tensor, index: Tensor, room: int) -> Tensor:
-    """Take tokens [B or 1, n, h or 1] of x [B, N, h, D], with room behind them -> [B, n + room, h, D]."""
+    """Return tokens [B or 1, n, h or 1] of x [B, N, h, D], with room behind them, [B, n + room, h, D]."""
     n = index.shape[1]
     out = x.new_empty(x.shape[0], n + room, *x.shape[2:])
     if index.shape[0] == index.shape[2] == 1:
@@ -499,9 +521,9 @@ class Capacity(NamedTuple):
 class CachePolicy:
     """Decide what a block may look at: which slots stay, and at which temporal positions their keys stand.
 
-    A policy is a subclass with its settings as fields. Every KV cache works with a copy, so state set in
-    start() lives as long as one video. `released` asks for the numbers of a public release, quirks included:
-    by its name, or True for the first of `releases`.
+    A policy is a subclass with its settings as fields (CONTRIBUTING.md has an example). Every KV cache works
+    with a copy, so state set in start() lives as long as one video. `released` asks for the numbers of a
+    public release, quirks included: by its name, or True for the first of `releases`.
     """
 
     released: bool | str = False
@@ -571,19 +593,12 @@ class CachePolicy:
         can = {"recache": self.can_recache, "cut": self.positions_follow_slots}
         return 0 if can.get(how, True) else None
 
-    def check_switch(self, how: How, frame: int) -> None:
-        """Raise ConfigError where a prompt that changes at a frame cannot change the cache in this way."""
-        known = {one: self.switch_from(one) for one in get_args(How)}
-        said = ", ".join(f"{one} from frame {at} on" for one, at in known.items() if at is not None)
-        first = known[how]
-        self.require(first is not None and frame >= first, f"cannot {how} at frame {frame}; it can {said}")
-
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory for a video of num_frames frames in blocks of at most block_size."""
         slots = min(num_frames, self.num_frames or num_frames)
         return Capacity(slots, slots if self.positions_follow_slots else 0)
 
-    # -- called by a KVCache ---------------------------------------------------------------------------------
+    # -- called by a KVCache: what a policy overrides --------------------------------------------------------
 
     def start(self, cache: Any) -> None:
         """Begin a video, or go on after the cache was computed again: set the policy's state."""
@@ -622,10 +637,3 @@ class CachePolicy:
         kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
         cache.own = range(len(cache.slots) - kept, len(cache.slots))
         cache.newest = range(cache.newest.stop - kept, cache.newest.stop)
-
-    def recache(self, cache: KVCache, frames: range) -> None:
-        """Make the slots of frames, whose keys one forward is about to compute, the whole cache."""
-        kept = min(self.lasting_sink, len(cache.slots))
-        self.start(cache)
-        del cache.slots[kept:]
-        cache.append(frames, own=len(frames) - kept)

@@ -9,7 +9,7 @@ of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from torch import Tensor
 
@@ -41,8 +41,7 @@ from wan.policies.headwise import (
     HeadwisePolicy as HeadwisePolicy,
 )
 
-# --- By name, and from settings
-
+# --- Policies by name, and from settings
 POLICIES: dict[str, type[CachePolicy]] = {
     policy.name: policy
     for policy in (
@@ -64,30 +63,30 @@ POLICIES: dict[str, type[CachePolicy]] = {
 }
 
 
-def make_policy(name: str, **chosen: Any) -> CachePolicy:
-    """Return a policy by its name in configs, with its fields.
-
-    Raises ConfigError for a field that it does not have, or a value that it cannot have.
-    """
-    if name not in POLICIES:
-        raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
-    known = [f.name for f in fields(POLICIES[name]) if f.init]
-    if unknown := [key for key in chosen if key not in known]:
-        said = f"{short_repr(unknown[0])}; it has {', '.join(known)}"
-        raise ConfigError(f"cache_policy {name} has no field {said}")
-    if "policies" in chosen:  # of classes of heads
-        with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
-            chosen["policies"] = {str(label): read_policy(one) for label, one in chosen["policies"].items()}
-    return POLICIES[name](**chosen)
-
-
 def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
-    """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}."""
+    """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}.
+
+    Raises ConfigError for a name that is none, a field that the policy does not have, or a wrong value.
+    """
     if isinstance(settings, CachePolicy):
         return settings
-    if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
-        raise ConfigError(f"cache_policy needs settings with a name, one of {', '.join(POLICIES)}")
-    return make_policy(**{str(key): value for key, value in settings.items()})
+    given = {str(key): value for key, value in settings.items()} if isinstance(settings, Mapping) else {}
+    name = given.pop("name", settings)
+    if not isinstance(name, str) or name not in POLICIES:
+        raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
+    known = [each.name for each in fields(POLICIES[name]) if each.init]
+    if unknown := [key for key in given if key not in known]:
+        message = f"has no field {short_repr(unknown[0])}; it has {', '.join(known)}"
+        raise ConfigError(f"cache_policy {name} {message}")
+    if "policies" in given:  # of classes of heads
+        with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
+            given["policies"] = {str(label): read_policy(one) for label, one in given["policies"].items()}
+    return POLICIES[name](**given)
+
+
+def make_policy(name: str, **chosen: Any) -> CachePolicy:
+    """Return a policy by its name in configs, with its fields: make_policy("window", window=9, sink=3)."""
+    return read_policy({"name": name, **chosen})
 
 
 def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
@@ -96,15 +95,13 @@ def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
 
 
 # --- Prompts that change, and keys that are computed again
-
-
 @dataclass(frozen=True, eq=False)
 class PromptSwitch:
-    """From frame on, which must begin a block, another prompt: a text, or its states [B, n, text_dim].
+    """Change the prompt from a frame on, which must begin a block: a text, or its states [B, n, text_dim].
 
-    keep: the cache stays as it is. recache (LongLive): the newest frames are computed again under the new
-    prompt. flush (Infinity-RoPE): only the sink and the last two frames stay. cut: flush, and the next block
-    stands far away.
+    how: keep leaves the cache. recache (KV-recache of LongLive, arXiv 2509.22622) computes the newest frames
+    again under the new prompt. flush (KV flush of Infinity-RoPE, arXiv 2511.20649) keeps the sink and the
+    last two frames. cut (its RoPE cut) flushes and puts the next block at a far position.
     """
 
     frame: int
@@ -120,15 +117,13 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
     has = {*settings}
     if not {"frame", "prompt"} <= has <= {"frame", "prompt", "how"} or settings["prompt"] is None:
-        said = short_repr(dict(settings))
-        raise ConfigError(f"prompt_schedule: a switch has a frame, a prompt and perhaps how, not {said}")
+        given = short_repr(dict(settings))
+        raise ConfigError(f"prompt_schedule: a switch has a frame, a prompt and perhaps how, not {given}")
     return PromptSwitch(**settings)
 
 
 def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
-    """Raise ConfigError for a switch that does not begin a later block, a second one there, or one that the
-    policy cannot make.
-    """
+    """Raise ConfigError where a switch begins no later block, is a second one there, or the policy cannot."""
     starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
     for switch in schedule:
         if switch.frame not in starts or frames.count(switch.frame) > 1:
@@ -137,14 +132,19 @@ def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], po
                 f"prompt_schedule: frame {switch.frame} does not begin a block after the first, or has two "
                 f"prompts; blocks begin at {there}"
             )
-        policy.check_switch(switch.how, switch.frame)
+        known = {how: policy.switch_from(how) for how in get_args(How)}
+        can = ", ".join(f"{how} from frame {first} on" for how, first in known.items() if first is not None)
+        first = known[switch.how]
+        fits = first is not None and switch.frame >= first
+        policy.require(fits, f"cannot {switch.how} at frame {switch.frame}; it can {can}")
 
 
 def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
-    """Let a cache forget what a switch wants before a block, of past frames whose latents are remembered.
+    """Flush the cache where a switch of prompts says so; return two counts of past frames.
 
-    context is recompute_context. Returns how many of them are remembered still, and how many, the newest, are
-    now to be computed again.
+    past is the number of frames before the block whose latents are remembered, context is recompute_context.
+    The first count is how many of them are remembered still, the second how many, the newest, are to be
+    computed again now.
     """
     if how in ("flush", "cut"):
         cache.flush()

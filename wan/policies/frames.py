@@ -18,7 +18,7 @@ from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, KeyLayout, Slot, send
 
 @dataclass
 class Full(CachePolicy):
-    """Keep everything. Self-Forcing, arXiv 2506.08009."""
+    """Keep the whole past, each key at its own position. Self-Forcing, arXiv 2506.08009."""
 
     name = "full"
     keeps_whole_frames = True
@@ -26,12 +26,23 @@ class Full(CachePolicy):
 
 @dataclass
 class WindowedPolicy(CachePolicy):
-    """A window of W frames, the first S of them a sink: the oldest after the sink leave."""
+    """Keep a window of W frames, the first S of them a sink: the oldest behind the sink leave.
+
+    The base of most policies. One of your own says in evict() what happens to the frames that leave:
+
+        @dataclass
+        class Earliest(WindowedPolicy):  # keeps the first frames instead of the newest
+            name = "earliest"
+
+            def evict(self, cache, count):
+                cache.drop(len(cache.slots) - count, count)
+    """
 
     window: Count = 21
     sink: Frames = 0
 
-    zero_sink: ClassVar[tuple[str, ...]] = ()  # releases whose block 0 sees a whole sink, the rest zeros
+    # Releases that allocate the whole sink at once: block 0 sees zeros where no frame has come yet.
+    zero_sink: ClassVar[tuple[str, ...]] = ()
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         return super().capacity(max(num_frames, self.sink * (self.source in self.zero_sink)), block_size)
@@ -45,19 +56,20 @@ class WindowedPolicy(CachePolicy):
             cache.append_empty(self.sink - len(cache.slots))
 
     def evict(self, cache: KVCache, count: int) -> None:
-        """Let count frames leave."""
+        """Drop as many frames as have no room beside the next block."""
         cache.drop(self.sink, count)
 
 
 @dataclass
 class LongLiveSink(WindowedPolicy):
-    """As LongLive releases it, only the first pass of a block writes sink slots.
+    """Write sink slots in the first pass of a block alone, as LongLive's code does.
 
-    Later passes leave frames of later blocks in the sink as pass 0 wrote them, at t = 1000.
+    So a sink deeper than block 0 keeps frames of later blocks as pass 0 wrote them, at t = 1000.
     """
 
     def own_slots(self, cache: KVCache) -> range:
         own = cache.own
+        # The releases with this quirk are those with the zeros; the clean rule writes in every pass.
         if cache.passes < 2 or self.source not in self.zero_sink or cache.newest.start == 0:
             return own
         return range(max(own.start, min(self.sink, own.stop)), own.stop)
@@ -67,8 +79,9 @@ class LongLiveSink(WindowedPolicy):
 class Window(LongLiveSink):
     """Keep the first S and the newest W - S frames, at their own positions.
 
-    Self-Forcing; LongLive, arXiv 2509.22622. With global_sink the sink outlives a recache. With a stride only
-    every stride-th frame of the past stays.
+    The rolling KV cache of Self-Forcing (arXiv 2506.08009), with S = 0, and the frame sink of LongLive (arXiv
+    2509.22622). With global_sink the sink outlives a recache. With a stride only every stride-th frame of the
+    past stays (wave heads in configs/policies/pyramid_heads.yaml).
     """
 
     global_sink: bool = False
@@ -81,7 +94,7 @@ class Window(LongLiveSink):
 
     def admit(self, cache: KVCache, block: range) -> None:
         if self.stride > 1:
-            for index in reversed(cache.own):  # the slots of the block before
+            for index in reversed(cache.own):  # of the block before; from behind, so that indices hold
                 if index >= self.sink and cache.slots[index].frame % self.stride:
                     cache.drop(index, 1)
         super().admit(cache, block)
@@ -91,9 +104,11 @@ class Window(LongLiveSink):
 class Relative(LongLiveSink):
     """Keep the frames of a window, their keys at 0..n-1 and the queries at the last of them.
 
-    Infinity-RoPE, LongLive. As Infinity-RoPE releases it, queries stand at their frames until those reach W,
-    and slot 0 is never rotated: frame 0's key was stored rotated, and without a sink another one stands there
-    without RoPE.
+    Block-Relativistic RoPE of Infinity-RoPE (arXiv 2511.20649), whose KV flush and RoPE cut are `flush` and
+    `cut` of a prompt schedule; LongLive's infinite attention.
+
+    As Infinity-RoPE releases it, queries stand at their frames until those reach W, and slot 0 is never
+    rotated: frame 0's key was stored rotated, and without a sink another one stands there without RoPE.
     """
 
     name = "relative"
@@ -103,17 +118,19 @@ class Relative(LongLiveSink):
     positions_follow_slots = True
 
     def switch_from(self, how: How) -> int | None:
-        late = how == "cut" and self.source == "longlive_infinity"  # before, the sink has no raw keys
-        return self.sink if late else super().switch_from(how)
+        # Before frame S the sink of that release has no un-rotated keys, which a cut needs.
+        is_late = how == "cut" and self.source == "longlive_infinity"
+        return self.sink if is_late else super().switch_from(how)
 
     def query_positions(self, cache: KVCache) -> Sequence[int]:
-        at = cache.key_positions
-        is_cut, is_late = at[0] > len(cache.slots), cache.newest.start >= self.window
-        return at if self.source != "infinity_rope" or is_late or is_cut else cache.newest
+        own = cache.key_positions
+        is_cut, is_late = own[0] > len(cache.slots), cache.newest.start >= self.window
+        return own if self.source != "infinity_rope" or is_late or is_cut else cache.newest
 
     def admit(self, cache: KVCache, block: range) -> None:
         super().admit(cache, block)
         first = cache.slots[0]
+        # As released slot 0 is never rotated: the frame that moved there stands without RoPE.
         if self.source == "infinity_rope" and self.sink == 0 and first.frame != 0 and 0 not in cache.own:
             cache.slots[0] = Slot(first.frame, 0, is_rotated=False)
             tokens = cache.tokens(0)
@@ -123,7 +140,7 @@ class Relative(LongLiveSink):
 
 @dataclass
 class DeepSink(WindowedPolicy):
-    """Put the sink of a window right before its tail. Deep Forcing, arXiv 2512.05081.
+    """Put the sink of a window right before its tail: Deep Sink of Deep Forcing, arXiv 2512.05081.
 
     As released, the first roll does not rotate the sink and later ones turn it by as much as the window moves
     on, so that it trails at the distance of the first eviction.
@@ -147,13 +164,13 @@ class DeepSink(WindowedPolicy):
         super().admit(cache, block)
 
     def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
-        now, sink = super().positions(cache, cut), self.sink
-        if len(now) <= sink or (self.source and not self._rolls):
-            return now
-        first = cache.slots[sink].frame - sink
+        plain, sink = super().positions(cache, cut), self.sink
+        if len(plain) <= sink or (self.source and not self._rolls):
+            return plain
+        first = cache.slots[sink].frame - sink  # so that the sink ends where the tail begins
         if self.source:
             first = cache.newest.start - (self._first_roll or 0)
-        return [*range(first, first + sink), *now[sink:]]
+        return [*range(first, first + sink), *plain[sink:]]
 
 
 @dataclass
@@ -175,10 +192,10 @@ class RollingSink(WindowedPolicy):
     raw_by_frame = True  # of the first frames, which keep their places where a flush moves slots
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        self._kept = self.window - block_size
+        self._first = self.window - block_size  # how many frames of the beginning are shown again
         slots = min(self.window, num_frames)
-        kept = min(self._kept, slots)
-        return Capacity(slots, kept, -(-kept // 2))  # of the first frames the values alone
+        first = min(self._first, slots)
+        return Capacity(slots, first, -(-first // 2))  # beside the cache the values alone
 
     def start(self, cache: KVCache) -> None:
         self._values = [torch.empty_like(raw) for raw in cache.raw_keys]  # of the first frames, in order
@@ -193,21 +210,23 @@ class RollingSink(WindowedPolicy):
 
     def _finish(self, cache: KVCache) -> None:
         """After the clean pass of a block, remember the first frames, or replace the block before it."""
+        # 1. Remember values of the first frames; their un-rotated keys lie in cache.raw_keys already.
         for index, frame in zip(cache.own, cache.newest, strict=True):
-            if frame < self._kept:
-                for kept, values in zip(self._values, cache.values, strict=True):
-                    kept[:, cache.tokens(frame)] = values[:, cache.tokens(index)]
+            if frame < self._first:
+                for first, values in zip(self._values, cache.values, strict=True):
+                    first[:, cache.tokens(frame)] = values[:, cache.tokens(index)]
         if cache.newest.start < self.window:
             return
+        # 2. The block before gives way: position p shows frame p mod (W - n), backwards in odd rounds.
         for index in range(max(0, cache.own.start - len(cache.own)), cache.own.start):
             position = cache.slots[index].position
-            turn, place = divmod(position, self._kept)
-            frame = self._kept - 1 - place if turn % 2 else place
+            turn, place = divmod(position, self._first)
+            frame = self._first - 1 - place if turn % 2 else place
             source, target = cache.tokens(frame), cache.tokens(index)
             tables = cache.rope(range(position, position + 1))
-            for layer, kept in enumerate(self._values):
+            for layer, values in enumerate(self._values):
                 rotate_into(cache.keys[layer][:, target], cache.raw_keys[layer][:, source], *tables)
-                cache.values[layer][:, target] = kept[:, source]
+                cache.values[layer][:, target] = values[:, source]
             cache.slots[index] = Slot(frame, position)
 
 
@@ -218,10 +237,11 @@ def blend(old: Tensor, new: Tensor, weight: float) -> None:
 
 @dataclass
 class EmaSink(WindowedPolicy):
-    """Let the sink take in what leaves: sink = alpha sink + (1 - alpha) evicted. Reward Forcing.
+    """Let the sink take in what leaves: sink = alpha sink + (1 - alpha) evicted.
 
-    The i-th frame that leaves goes to sink slot i modulo S. As released, the first slots are overwritten
-    where the frames that leave are not as many as the sink, and block 0 sees unwritten sink slots as zeros.
+    EMA-Sink of Reward Forcing, arXiv 2512.04678. The i-th frame that leaves goes to sink slot i modulo S. As
+    released, the first slots are overwritten where the frames that leave are not as many as the sink, and
+    block 0 sees unwritten sink slots as zeros.
     """
 
     window: Count = 9
@@ -256,10 +276,11 @@ class EmaSink(WindowedPolicy):
 
 @dataclass
 class TwoMemories(WindowedPolicy):
-    """Put a long and a short running mean of the frames that left behind the sink. MemRoPE.
+    """Put a long and a short running mean of the frames that left behind the sink.
 
-    A mean is of all tokens, the same one all over its frame. The first roll puts the mean of what leaves into
-    both, and the frames that stood there are lost.
+    MemRoPE, https://github.com/YoungRaeKimm/MemRoPE: keys are averaged without RoPE, and rotated to where the
+    mean stands. A mean is of all tokens, the same one all over its frame. The first roll puts the mean of
+    what leaves into both, and the frames that stood there are lost.
     """
 
     window: Count = 12
@@ -283,6 +304,7 @@ class TwoMemories(WindowedPolicy):
 
     def evict(self, cache: KVCache, count: int) -> None:
         first, buffers = self.sink + 2, [*cache.raw_keys, *cache.values]
+        # 1. The mean of what leaves goes into both memories.
         leaving = cache.tokens(range(first, first + count))
         means = [buffer[:, leaving].float().mean(1, keepdim=True) for buffer in buffers]
         if not self._memories:
@@ -291,6 +313,7 @@ class TwoMemories(WindowedPolicy):
             for (long, short), mean in zip(self._memories, means, strict=True):
                 blend(long, mean, 1 - self.alpha_long)
                 blend(short, mean, 1 - self.alpha_short)
+        # 2. They fill the two slots behind the sink.
         for buffer, memories in zip(buffers, self._memories, strict=True):
             for index, memory in enumerate(memories, self.sink):
                 buffer[:, cache.tokens(index)] = memory.to(buffer.dtype)
@@ -302,11 +325,11 @@ class TwoMemories(WindowedPolicy):
 class MemoryBank(WindowedPolicy):
     """Keep [sink, bank, local], at their frames' positions. W counts sink and local, the bank comes on top.
 
-    MemFlow. Before block b the first frame of block b - 1 is the candidate. The bank grows by one slot every
-    interval blocks, and the candidate overwrites its newest. Once it is full the best of its frames stay,
-    best first, then the candidate. The score is the mean over heads, text tokens and the frame's tokens of
-    cross-attention key · key. A frame of the bank that is in the window too counts twice, so that even a
-    window as large as the video is not the whole past.
+    Narrative adaptive memory of MemFlow, arXiv 2512.14699, Sec. 3.2. Before block b the first frame of block
+    b - 1 is the candidate. The bank grows by one slot every interval blocks, and the candidate overwrites its
+    newest. Once it is full the best of its frames stay, best first, then the candidate. The score is the mean
+    over heads, text tokens and the frame's tokens of cross-attention key · key. A frame of the bank that is
+    in the window too counts twice, so that even a window as large as the video is not the whole past.
     """
 
     window: Count = 12
@@ -337,12 +360,14 @@ class MemoryBank(WindowedPolicy):
         return len(self._frames[0][0]) if self._frames[0] else 0
 
     def admit(self, cache: KVCache, block: range) -> None:
+        # 1. The slots of whole frames, of which the oldest behind the sink leave.
         bank = range(self._at, self._at + self.banked)
         frames = [index for index in range(len(cache.slots)) if index not in bank]  # in order of time
         excess = max(0, len(frames) + len(block) - self.window)
         self._at = min(self.sink, len(frames))
+        # 2. The first frame of the block before comes into the bank.
         banked: list[int] = []
-        if self._blocks:  # the first frame of the block before comes into the bank
+        if self._blocks:
             wanted = (self._blocks - 1) // self.interval + 1
             if wanted > self.bank:
                 self._sort_bank(cache, bank)
@@ -352,6 +377,7 @@ class MemoryBank(WindowedPolicy):
                 of_items = of_items or [[]] * len(cache.keys[layer])
                 self._frames[layer] = [[*of_item[:kept], cache.newest.start] for of_item in of_items]
         self._blocks += 1
+        # 3. Sink, bank, local frames, block.
         cache.keep([*frames[: self._at], *banked, *frames[self._at + excess :]])
         cache.append(block)
 
@@ -389,13 +415,14 @@ class MemoryBank(WindowedPolicy):
 class Participative(WindowedPolicy):
     """Compress to N frames when a block would make more than W, in its first pass, in every layer on its own.
 
-    The sink (S) and the last R frames stay. Of the tokens between them those with the highest score stay, in
-    order of time: the sum over the queries of the last R frames and all heads of q·k, where they stand,
-    without softmax. The sink then stands right before the positions of the chosen tokens, and those right
-    before the recent frames. A token that was chosen reuse_limit times comes after all others.
+    Participative Compression of Deep Forcing, arXiv 2512.05081. The sink (S) and the last R frames stay. Of
+    the tokens between them those with the highest score stay, in order of time: the sum over the queries of
+    the last R frames and all heads of q·k, where they stand, without softmax. The sink then stands right
+    before the positions of the chosen tokens, and those right before the recent frames. A token that was
+    chosen reuse_limit times comes after all others.
 
-    As released (arXiv 2512.05081), chosen tokens keep their positions, reuse_limit is 7, and the sink is
-    turned first by first_turn - N frames, later by as much as the window moved on.
+    As released, chosen tokens keep their positions, reuse_limit is 7, and the sink is turned first by
+    first_turn - N frames, later by as much as the window moved on.
     """
 
     sink: Frames = 10
@@ -450,20 +477,23 @@ class Participative(WindowedPolicy):
             self._turned_at = block.start
 
     def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
-        now = super().positions(cache, cut)
-        return [*range(self._sink_at, self._sink_at + self.sink), *now[self.sink :]] if self._wide else now
+        plain = super().positions(cache, cut)
+        sink = range(self._sink_at, self._sink_at + self.sink)
+        return [*sink, *plain[self.sink :]] if self._wide else plain
 
     def own_slots(self, cache: KVCache) -> range:
-        wide = len(self._wide)
+        wide = len(self._wide)  # the first pass writes behind all that is there, and closes up afterwards
         return range(wide - len(cache.own), wide) if wide and cache.passes < 2 else cache.own
 
     def written(self, cache: KVCache, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         n, past = len(cache.newest), self._queries[layer]
+        # 1. Sum the queries of the recent frames over tokens: a sum of scores is the score of a sum.
         sums = q.unflatten(1, (n, -1)).sum(2, dtype=torch.float32)  # [B, n, H, D]
         if past is not None:  # a later pass takes the place of the one before; the release counts every pass
             past = past if cache.passes < 2 or self.source else past[:, :-n]
             sums = torch.cat([past, sums], 1)[:, -self.recent :]
         self._queries[layer] = sums
+        # 2. The first pass of a block chooses; later ones see what it chose.
         if self._wide and cache.passes < 2:
             self._compress(cache, layer, sums.sum(1))
         return cache.view(layer)
@@ -485,6 +515,7 @@ class Participative(WindowedPolicy):
         scores = cache.shard.sum(torch.einsum("bhd,bnhd->bn", queries, keys[:, between].float()))
         first = self.sink + (0 if before is None else self.num_chosen)
         frames = [slot.frame for slot in self._wide[first:stop]]
+        # Whole frames stand at their own positions, and were never chosen. [4, B, n] as in self._chosen.
         each = send(torch.tensor(frames, dtype=torch.long), keys.device).repeat_interleave(S)
         indices = torch.arange(S, device=keys.device).repeat(len(frames))
         whole = torch.stack([each, indices, each, torch.zeros_like(each)])[:, None].expand(-1, len(keys), -1)

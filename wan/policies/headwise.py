@@ -26,10 +26,14 @@ from wan.policies.frames import Window
 
 @dataclass
 class PerHead(CachePolicy):
-    """Give each class of heads a policy and a cache of its own. Pyramid Forcing, Forcing-KV, Dummy Forcing.
+    """Give each class of heads a policy and a cache of its own.
 
+    For labels as those of Pyramid Forcing (https://github.com/IF-LAB-PKU/Pyramid-Forcing) and Forcing-KV.
     file: a CSV of classes, layers x heads. policies: a policy for each class. All classes have the same query
     positions.
+
+        make_policy("per_head", file="labels.csv",
+                    policies={"near": {"name": "window", "window": 6}, "far": {"name": "full"}})
     """
 
     file: str = ""
@@ -62,6 +66,7 @@ class PerHead(CachePolicy):
             fits = not policy.source and not policy.by_heads
             self.require(fits, f"class {short_repr(label)} has no clean rule; leave released out")
             policy.check(block_sizes)
+        # The model rotates the queries of a block once for all heads.
         by_slot = {label: one for label, one in self.policies.items() if one.positions_follow_slots}
         windows = {one.num_frames for one in by_slot.values()}
         fits = not by_slot or (len(by_slot) == len(self.policies) and len(windows) == 1)
@@ -69,7 +74,7 @@ class PerHead(CachePolicy):
         self.require(fits, f"{problem} ({', '.join(by_slot)}) go together only, with one window")
 
     def switch_from(self, how: How) -> int | None:
-        """Return None after a flush, too, where queries behind sinks of several sizes would stand apart."""
+        """Return None for a flush, too, where queries behind sinks of several sizes would stand apart."""
         sinks = {one.sink for one in self.policies.values() if one.positions_follow_slots}
         return None if how in ("flush", "cut") and len(sinks) > 1 else super().switch_from(how)
 
@@ -117,7 +122,7 @@ class HeadBudget(PerHead):
 
 @dataclass
 class HeadwisePolicy(CachePolicy):
-    """Decide which of the tokens that a head saw it keeps, after the clean pass of a block.
+    """Choose after the clean pass of a block which of the tokens that a head saw it keeps.
 
     A change of prompts keeps the cache, or computes it again over the last recomputed_frames.
     """
@@ -134,7 +139,7 @@ class HeadwisePolicy(CachePolicy):
         """Make room for the frames of a block, if finish() has not done so."""
 
     def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
-        """Look at the queries [B, L, H, D] of a clean pass, whose keys lie in the cache."""
+        """Read the queries [B, L, H, D] of a clean pass, whose keys lie in the cache."""
 
     def finish(self, cache: HeadwiseCache) -> None:
         """Choose after a block's clean pass which of the keys that they saw heads keep; by default all."""
@@ -161,7 +166,7 @@ SINK, NEIGHBOUR, DUMMY = range(3)
 
 @dataclass
 class DummyForcing(HeadwisePolicy):
-    """Half of the heads see hardly any past: Dummy Forcing, arXiv 2601.20499.
+    """Let half of the heads see hardly any past: Dummy Forcing, arXiv 2601.20499.
 
     Until the clean pass of block ar_start all heads see frame 0 and local_context_length blocks. Attention of
     rows of that pass, drawn by row_seed (None: by torch's own generator, as released), then makes three
@@ -209,12 +214,14 @@ class DummyForcing(HeadwisePolicy):
     def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
         if cache.is_recache or cache.block != self.ar_start:
             return
+        # Drawn rows of the block's queries; where videos of a batch stand apart, q[0] has heads of all.
         own = q.shape[1]
         first = cache.tokens_per_frame if self.ar_start == 1 else own
         rows = torch.randint(0, own, (first // 3,), generator=self._generator)
         [kind] = cache.kinds[layer]
         asking = q[0, send(rows, q.device)].float().transpose(0, 1)  # [H, rows, D]
         logits = asking @ kind.keys[0].float().permute(1, 2, 0) * cache.head_dim**-0.5
+        # Mass on the first frame (or block), on those between, and on the block itself.
         weights, shares = logits.softmax(-1), (slice(first), slice(first, -own), slice(-own, None))
         mass = torch.stack([weights[:, :, keys].sum(-1).mean(-1) for keys in shares], -1)  # [H, 3]
         self.head_mass.append(cache.shard.gather(mass.unflatten(0, (cache.items, -1)), 1).cpu())
@@ -223,9 +230,11 @@ class DummyForcing(HeadwisePolicy):
         S, L = cache.tokens_per_frame, self.local_context_length
         number = cache.newest.start // cache.block_size if cache.is_recache else cache.block
         is_whole = self.head_class is None or cache.is_recache  # all heads have seen the same
+        # 1. The clean pass of block ar_start divides the heads.
         if cache.block == self.ar_start and not cache.is_recache:
             self.head_class = torch.stack([*map(self._classes, torch.stack(self.head_mass, 1))])
         here = slice(cache.shard.heads.start, cache.shard.heads.stop)
+        # 2. Until then all keep frame 0 and the last blocks; later each class what it sees.
         for layer, kinds in enumerate(cache.kinds):
             kept: list[tuple[Sequence[int], Tensor]] = []
             for kind in kinds:
@@ -258,7 +267,7 @@ class DummyForcing(HeadwisePolicy):
 
 @dataclass
 class ForcingKV(HeadwisePolicy):
-    """Static heads keep few recent frames, dynamic heads what changes: Forcing-KV, arXiv 2605.09681.
+    """Keep few recent frames in static heads, and what changes in dynamic ones: Forcing-KV, arXiv 2605.09681.
 
     Until the clean pass of block ar_start all heads see a sink and the last max(spatial_context_length,
     temporal_context_length) frames; layer 0 goes on so. Then static heads keep the last
@@ -381,12 +390,14 @@ class ForcingKV(HeadwisePolicy):
 
     def _divide(self, cache: HeadwiseCache) -> None:
         """Divide static from dynamic heads: each kind keeps its own part of the frames that all saw."""
+        # 1. What recent frames there are, and as released the rings that hold them.
         S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
         sink, own = min(self.sink * S, n), cache.block_size * S
         self.is_divided, self._chosen = True, 0
         self._recent = min(self.temporal_context_length * S, n - sink)
         rings = {one: self.lengths[one] * S for one in (True, False) if self.source}
         self._rings = {one: Ring(size, n - sink) for one, size in rings.items() if size > own}
+        # 2. Two kinds of heads in every layer but the first.
         for layer in range(cache.num_layers):
             here = self.is_static[layer, cache.shard.heads.start : cache.shard.heads.stop]
             classes: dict[bool | None, Any] = {True: here, False: ~here} if layer else {None: here | ~here}
@@ -403,26 +414,32 @@ class ForcingKV(HeadwisePolicy):
         """Return the tokens of the chunks to keep, ascending from the first recent one on, [B or 1, n]."""
         if not self.chunks_kept or cache.num_layers < 2:
             return None
+        # 1. Products and squares of frames i and i + 1 in layer 1's dynamic heads, summed over heads.
         S, P = cache.tokens_per_frame, self.num_frame_patch
         first = self.sink * S + self._chosen
-        parts = torch.zeros(3, 1, 3, S, device=cache.device)  # products and squares of frame i and i + 1
+        parts = torch.zeros(3, 1, 3, S, device=cache.device)  # stays where a process has none of them
         for kind in cache.kinds[1]:
             if not self._class(cache, 1, kind):
                 frames = kind.keys[:, first : first + 4 * S].float().unflatten(1, (4, S))  # [B, 4, S, h, D]
                 one, other = frames[:, :3], frames[:, 1:]
                 pairs = ((one, other), (one, one), (other, other))
                 parts = torch.stack([(x * y).sum((-1, -2)) for x, y in pairs])  # [3, B, 3, S]
+        # 2. The cosine of each token and the same one a frame later, and its mean over a chunk.
         dot, *squares = cache.shard.sum(parts)
         cosine = dot / (squares[0].sqrt().clamp_min(1e-8) * squares[1].sqrt().clamp_min(1e-8))
         score = cosine.unflatten(2, (P, -1)).mean(3)  # [B, 3, P]
         score = score[:1] if self.source else score
+        # 3. The chunks that are least alike, as tokens.
         chosen = score.flatten(1).topk(self.chunks_kept, largest=False).indices.sort().values
         size = S // P
         return (chosen[:, :, None] * size + torch.arange(size, device=cache.device)).flatten(1)
 
 
 class Ring:
-    """A ring of recent tokens as Forcing-KV releases it: values are written where the next keys belong."""
+    """Hold recent tokens as Forcing-KV releases it: values are written where the next keys belong.
+
+    _ring_append_ of the release moves the pointer before it writes the values.
+    """
 
     def __init__(self, size: int, held: int):
         self.size, self.valid = size, min(size, held)
@@ -456,7 +473,7 @@ class Ring:
 
 @dataclass
 class TriAttention(HeadwisePolicy):
-    """A window's tokens compressed to budget_tokens by a score of each head: TriAttention, arXiv 2604.04921.
+    """Compress a window's tokens to budget_tokens by a score of each head: TriAttention, arXiv 2604.04921.
 
     After a block's clean pass, compress_every_n_frames or more after the last time, the sink, the last
     keep_last_frames and the tokens of highest score stay. The score of a key is what the calibrated mean
@@ -538,14 +555,17 @@ class TriAttention(HeadwisePolicy):
         self._compress(cache, is_due=cache.newest.stop - last >= self.compress_every_n_frames)
 
     def _compress(self, cache: HeadwiseCache, is_due: bool) -> None:
+        # 1. Without need all tokens stay.
         S, n, done = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1], cache.newest.stop
         if not is_due or n <= self.budget_tokens:
             super().finish(cache)
             return
+        # 2. The sink and the last frames stay; the rest of the budget is for tokens between them.
         sink = min(self.sink * S, n) if self.protect_sink else 0  # even where it exceeds the budget
         last = min(self.keep_last_frames * S, max(0, self.budget_tokens - sink))
         between, count = range(sink, n - last), max(0, self.budget_tokens - sink - last)
         first, newest = cache.rows(range(sink)), cache.rows(range(n - last, n))
+        # 3. Each head keeps those of the highest score, in order of time.
         scores = self._scores(cache, between, done) if count else None
         for layer, [kind] in enumerate(cache.kinds):
             index = torch.cat([first, newest], 1)
@@ -554,6 +574,7 @@ class TriAttention(HeadwisePolicy):
                 ends = (each.expand(len(chosen), -1, chosen.shape[2]) for each in (first, newest))
                 index = torch.cat([next(ends), chosen, next(ends)], 1)
             cache.keep(layer, [(kind.heads, index)])
+        # 4. As released, the next video of this policy goes on from here.
         self._last = done
         if self.source:
             self._before |= {"frame": done, "noise": self._noise.get_state()}
