@@ -176,7 +176,7 @@ def tried(config: RunConfig, session: Session, pair: Pair, path: str) -> dict[st
     for name, settings in {"without": None, "with budget": {"name": "head_budget", "file": path}}.items():
         pipeline = pipeline_of(session.pipeline.model, replace(config, cache_policy=settings))
         start = time.monotonic()
-        latents.append(PairedRuns(config, replace(session, pipeline=pipeline), [pair]).rollout(0).cpu())
+        latents.append(PairedRuns(config, session.replaced(pipeline=pipeline), [pair]).rollout(0).cpu())
         found[f"seconds {name}"] = round(time.monotonic() - start, 2)
     apart = (latents[0] - latents[1]).float().square().mean().sqrt() / latents[0].float().std()
     return found | {"distance / standard deviation": round(apart.item(), 4)}

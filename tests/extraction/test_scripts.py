@@ -27,6 +27,7 @@ from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
 from experiments.extraction import project_files, rollout
 from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE
+from wan import checkpoint
 from wan.blocks import later_block
 from wan.capture import CapturedCall, CaptureRequest, Pass, Site
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
@@ -195,8 +196,8 @@ def test_a_layer_cache_and_the_atlases_of_both_branches(tmp_path, capsys):
 
 
 def test_a_directory_chooses_its_settings(monkeypatch):
-    sizes, mini = dict(MODELS), project_files.read_model_config
-    monkeypatch.setattr(project_files, "read_model_config", lambda path: sizes.get(str(path)) or mini(path))
+    sizes, mini = dict(MODELS), checkpoint.read_model_config
+    monkeypatch.setattr(checkpoint, "read_model_config", lambda path: sizes.get(str(path)) or mini(path))
     for name, shift, guidance in (("Wan2.1-T2V-1.3B", 8, 6), ("Wan2.1-T2V-14B", 5, 5)):
         config = load_config(project_files.config_for(name))
         assert (config.model, config.base.shift, config.base.guidance_scale) == (name, shift, guidance)
