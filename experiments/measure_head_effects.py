@@ -45,16 +45,16 @@ def run(argv=None):
 
     from experiments.caches.files import replacing, require_writable
     from experiments.extraction.provenance import environment
-    from experiments.running.engine import called, crew_of, work_through
+    from experiments.running.engine import called, dask_client, work_through
     from experiments.running.progress import observed
     from experiments.session import load
     from experiments.studies.paired_prompts import HeadEffects, budget_rows, read_pairs, tried
 
     pairs = read_pairs(args.pairs)
     require_writable(out)
-    with observed(args, "pair") as watch, crew_of(args, config.device) as crew:
+    with observed(args, "pair") as watch, dask_client(args, config.device) as client:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
-        session = called(crew, load(config).prepare, (), texts)
+        session = called(client, load(config).prepare, (), texts)
         every = session.model_config.num_layers
         layers = sorted({*(args.layers or range(every))})
         if not {*layers} <= {*range(every)}:
@@ -63,14 +63,14 @@ def run(argv=None):
             out = out.with_stem(f"{out.stem}_rehearsal")
         work = HeadEffects(config, session, args.folder, args.window, args.sink, args.measure, layers)
         items = {work.name(pair): pair for pair in pairs}
-        work_through(work, items, args.folder, watch, crew)
+        work_through(work, items, args.folder, watch, client)
         found = [work.results.read(name) or {} for name in items]
         effects = np.array([one["effects"] for one in found])
         rows = budget_rows(effects.mean(0), args.budget, args.window, args.sink, frames)
         with replacing(out) as file:
             np.savetxt(file, rows, "%d", ",", header="layer,head,window,sink", comments="")
         report = {
-            "environment": called(crew, environment, session.device),
+            "environment": called(client, environment, session.device),
             "pairs": [[*pair.texts, pair.seed] for pair in pairs],
             "effects": effects.mean(0).round(5).tolist(),
             "effects of pairs": effects.tolist(),
@@ -78,7 +78,7 @@ def run(argv=None):
             "seconds of pairs": [one["seconds"] for one in found],
             "seconds of heads": [one["seconds of heads"] for one in found],
         }
-        report |= called(crew, tried, config, session, pairs[0], str(out))
+        report |= called(client, tried, config, session, pairs[0], str(out))
         with replacing(out.with_suffix(".json")) as file:
             file.write(json.dumps(report, ensure_ascii=False).encode() + b"\n")
         print(f"{out}: {report['seconds with budget']} s a rollout, {report['seconds without']} s without")

@@ -397,9 +397,11 @@ class Session:
         """Return the same with the weights, and the settings of the rollout, of another config."""
         return self.replaced(pipeline=self._load_pipeline(config), config=config)
 
-    def here(self, kept: Callable[..., Self]) -> Self:
-        """Return itself, or where it came from another process, one that is loaded and kept (engine.kept)."""
-        return self if self.pipeline else kept("model", fingerprint(self.identity(self.config)), self.prepare)
+    def here(self, cached: Callable[..., Self]) -> Self:
+        """Return itself, or in another process the one that is cached there (engine.cached)."""
+        return (
+            self if self.pipeline else cached("model", fingerprint(self.identity(self.config)), self.prepare)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is session."""

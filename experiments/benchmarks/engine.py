@@ -18,7 +18,7 @@ import psutil
 
 from experiments.benchmarks.rollouts import Part, Rows
 from experiments.extraction.rollout import RunObserver
-from experiments.running.engine import Results, crew_of, work_through
+from experiments.running.engine import Results, dask_client, work_through
 from experiments.running.progress import Progress
 
 SHORTEST, LONGEST = 0.005, 2.0  # seconds of an item
@@ -75,13 +75,13 @@ def rows(args: Namespace, config: Any) -> Iterator[Part]:
 def made(work: Sleeping, items: dict[str, float], **flags: Any) -> dict[str, Any]:
     """Make items by the workers that flags ask for -> what happened, and what an item cost beside itself."""
     given = {"workers": None, "scheduler": None, "slurm": None, "quiet": True} | flags
-    with crew_of(Namespace(**given), "cpu") as crew, Progress(quiet=True) as watch:
-        if crew and crew.own:
-            crew.client.run(items_of, 1)  # imports are no part of an item
+    with dask_client(Namespace(**given), "cpu") as client, Progress(quiet=True) as watch:
+        if given["workers"]:
+            client.run(items_of, 1)  # imports are no part of an item
         start, cpu = time.monotonic(), time.process_time()
-        work_through(work, items, work.folder, watch, crew)
+        work_through(work, items, work.folder, watch, client)
         seconds, cpu = time.monotonic() - start, time.process_time() - cpu
-        there = len(crew.client.nthreads()) if crew else 1
+        there = len(client.nthreads()) if client else 1
     workers = given["workers"] or there  # one may be killed just now
     found = [Results(work.folder / "items").read(name) for name in items]
     done = [row["seconds"] for row in found if row]

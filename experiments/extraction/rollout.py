@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE
@@ -25,7 +26,7 @@ REMEDY = "try --device cpu or another dtype in the config"
 
 
 class RunObserver:
-    """Is told how a rollout goes on, prints it unless quiet, and may ask to stop after the block or step."""
+    """Is told how a rollout goes on, shows a bar unless quiet, and may stop it after a block or step."""
 
     stopping = False
     generating = False  # from the first rollout on: before, nothing is lost by stopping at once
@@ -34,6 +35,7 @@ class RunObserver:
     def __init__(self, quiet: bool = True):
         self.quiet, self.start = quiet, time.monotonic()
         self.rollout_start = self.start
+        self._bar: tqdm | None = None
 
     def log(self, event: str, **values: Any) -> None:
         """Something worth a line in the log: "rollout" begins one, "block" or "step" ends a part of it."""
@@ -44,7 +46,7 @@ class RunObserver:
         """Something worth a line on the screen."""
         if not self.quiet:
             with suppress(OSError, ValueError):  # a terminal that is gone must not end a rollout
-                print(line, file=sys.stderr, flush=True)
+                tqdm.write(line, file=sys.stderr)  # above a bar
 
     def block(self, block: int, frames: range, num_blocks: int) -> None:
         """A block is finished."""
@@ -52,14 +54,31 @@ class RunObserver:
 
     def step(self, step: int, timestep: float, num_steps: int) -> None:
         """A step of the base model's sampler is finished."""
-        self._advance("step", step, num_steps, f"t = {timestep:g}", every=-(-num_steps // 10))
+        self._advance("step", step, num_steps, f"t = {timestep:g}")
 
-    def _advance(self, unit: str, index: int, count: int, what: str, every: int = 1) -> None:
+    def _advance(self, unit: str, index: int, count: int, what: str) -> None:
         passed = time.monotonic() - self.rollout_start
         left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
-        if (index + 1) % every == 0 or index + 1 == count:
-            self.print(f"{unit} {index + 1}/{count} ({what}): {passed:.1f} s, {left:.1f} s left, {memory()}")
         self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
+        if self.quiet:
+            return
+        with suppress(OSError, ValueError):  # a full disk must not end it either
+            if self._bar is None or index < self._bar.n:  # of another rollout
+                self.close_bar()
+                # delay: it is first shown when its first unit is done, which began `passed` ago
+                self._bar = tqdm(desc=f"{unit}s", unit=unit, total=count, initial=index, delay=1e-3)
+                self._bar.start_t = self._bar.last_print_t = self._bar.start_t - passed
+            self._bar.set_postfix_str(f"{what}, {memory()}", refresh=False)
+            self._bar.update()
+            if index + 1 == count:
+                self.close_bar()
+
+    def close_bar(self) -> None:
+        """Leave the bar of a rollout that has ended, or was stopped, on the screen."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with suppress(OSError, ValueError):
+                bar.close()
 
 
 def memory_bytes() -> dict[str, int]:

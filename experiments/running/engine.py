@@ -1,11 +1,11 @@
-"""Work through a list of items: in this process, or by Dask's workers on this machine or a cluster.
+"""Work through a list of items: one after the other here, or by Dask's workers on this machine or a cluster.
 
-    with crew_of(args) as crew:            # of --workers, --scheduler or --slurm; without them None
-        work_through(work, items, folder, watch, crew)
+    with dask_client(args) as client:  # of --workers, --scheduler or --slurm; None without them
+        work_through(work, items, folder, watch, client)
 
-The results of an item are files, written whole. `is_done` looks at them, so the same
-command goes on after anything. Dask gives a lost worker's item to another one. An item that fails TRIES times
-is recorded in FOLDER/failed, and the others go on. FOLDER/logs has a log of every item.
+The results of an item are files, written whole, and `is_done` looks at them: the same command goes on after a
+kill, a full disk or a lost node, and makes nothing twice. An item that fails TRIES times is recorded in
+FOLDER/failed, and the others go on.
 """
 
 import argparse
@@ -16,26 +16,28 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from experiments.caches.files import RunError, StoppedError, replacing
-from experiments.extraction.rollout import memory_bytes
 from experiments.running.progress import Progress
 from experiments.running.ranks import cores, this_rank
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml
 
+if TYPE_CHECKING:
+    from distributed import Client
+
 TRIES = 3
-REPORT_SECONDS = 5.0  # between two lines about how many are done
-LOST_SECONDS = 600.0  # to wait for a scheduler that is gone
+POLL_SECONDS = 0.05  # between two questions to Dask: meanwhile Ctrl-C is noticed
 Loaded = TypeVar("Loaded")
 
 
@@ -71,26 +73,26 @@ class Results:
             file.write(json.dumps({**result, "name": name}, ensure_ascii=False).encode() + b"\n")
 
 
-# --- Where an item is made
-_kept: dict[str, tuple[str, Any]] = {}  # of this process: what the last items have loaded, by kind
-_stopped: set[str] = set()  # the runs of work_through whose items end after their block, or step
+# --- One item, in this process or at a worker
+_cached: dict[str, tuple[str, Any]] = {}  # kind -> fingerprint and object; a process holds one model
+_stopped: set[str] = set()  # runs of work_through that were asked to stop; workers may outlive a run
 
 
-def kept(what: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
-    """Return what load() returned for this fingerprint. One of a kind is kept: the one before leaves."""
-    if _kept.get(what, ("",))[0] != fingerprint:
-        _kept.pop(what, None)
-        _kept[what] = fingerprint, load()
-    return _kept[what][1]
+def cached(kind: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
+    """Return the object of a kind; loading one with another fingerprint evicts the one before."""
+    if _cached.get(kind, ("",))[0] != fingerprint:
+        _cached.pop(kind, None)  # first: two models may not fit into memory
+        _cached[kind] = fingerprint, load()
+    return _cached[kind][1]
 
 
-def stop_items(run: str) -> None:
-    """Let the items of a run that this worker makes, or will be given, end early."""
+def _stop(run: str) -> None:
+    """End the items of a run that this worker makes after their block, and start no more of them."""
     _stopped.add(run)
 
 
-class _ItemLog(Progress):
-    """The log of an item, and at a worker its progress."""
+class _AtWorker(Progress):
+    """The progress of an item at a worker, which nobody watches there."""
 
     run = ""
 
@@ -99,113 +101,63 @@ class _ItemLog(Progress):
         return self.run in _stopped
 
 
-def attempt(work: Work, folder: Path, run: str, name: str, item: Any, watch: Progress | None = None) -> None:
-    """Make an item that is not done, here, in at most TRIES tries, and keep its log.
-
-    Raises StoppedError where it was stopped, ConfigError for bad input, and what the last try raised.
-    """
-    for left in reversed(range(TRIES)):
-        if run in _stopped:
+def _make_at_worker(work: Work, run: str, name: str, item: Any) -> Exception | None:
+    """Make an item unless it is done; return what another try would not change, raise what it may."""
+    watch = _AtWorker(quiet=True)
+    watch.run = run
+    try:
+        if watch.stopping:
             raise StoppedError("stopped")
-        try:
-            with _ItemLog(quiet=True, log_file=folder / "logs" / f"{name}.jsonl") as log:
-                log.run = run
-                if watch:
-                    watch.item = log
-                if not work.is_done(name, item):
-                    work.make(name, item, watch or log)
-            return
-        except Exception as error:
-            if not left or isinstance(error, (StoppedError, ConfigError)):
-                raise
-        finally:
-            if watch:
-                watch.item = None
+        if not work.is_done(name, item):  # by a worker that was lost just after
+            work.make(name, item, watch)
+    except (StoppedError, ConfigError) as error:
+        return error
+    return None
 
 
-Makes = Iterator[tuple[str, Exception | None]]  # names of items as they end, and what went wrong
+# --- Many items
+Ends = Iterator[tuple[str, Exception | None]]  # names of items as they end, and what went wrong
 
 
-def make_here(work: Work, items: Mapping[str, Any], folder: Path, watch: Progress) -> Makes:
-    """Make items one by one in this process."""
+def _make_here(work: Work, items: Mapping[str, Any], watch: Progress) -> Ends:
     for number, (name, item) in enumerate(items.items(), 1):
-        watch.print(f"item {number} of {len(items)}: {item}")
-        try:
-            attempt(work, folder, "", name, item, watch)
-            yield name, None
-        except Exception as error:
-            yield name, error
         if watch.stopping:
             return
+        watch.print(f"item {number} of {len(items)}: {item}")
+        error: Exception | None = None
+        for _ in range(TRIES):
+            try:
+                work.make(name, item, watch)
+                error = None
+            except Exception as failure:
+                error = failure
+            if error is None or isinstance(error, (StoppedError, ConfigError)):
+                break
+        yield name, error
 
 
-# --- Who makes them
-class Crew:
-    """Workers of a Dask cluster: processes of one thread, which have the GPUs that an item needs."""
+def _make_by_workers(work: Work, items: Mapping[str, Any], watch: Progress, client: "Client") -> Ends:
+    from distributed import as_completed
 
-    def __init__(self, connect: Callable[[], Any], gpus: int = 1):
-        self.connect, self.client = connect, connect()
-        self.resources = {"GPU": gpus} if gpus > 1 else None
-        self.own: Any = None  # the cluster of this machine, where there is one
-
-    def make(self, work: Work, items: Mapping[str, Any], folder: Path, watch: Progress) -> Makes:
-        """Give items to the workers; Dask gives those of lost workers away again."""
-        from distributed import as_completed
-
-        run, told = f"{os.getpid()} {time.monotonic()}", False
-        make, keys = partial(attempt, work, folder, run), [(run, name) for name in items]
-        more = {"key": keys, "pure": False, "resources": self.resources}  # pure: Dask hashes all it is given
-        futures = self.client.map(make, list(items), list(items.values()), **more)
-        ending = as_completed(futures, loop=self.client.loop)
-        del futures  # Dask forgets results whose future is gone
-        while ending.count():
-            if watch.stopping and not told:
-                told = True
-                with suppress(Exception):  # workers that are gone have stopped
-                    self.client.run(stop_items, run)
-            for future in (batch := ending.next_batch(block=False)):
-                error: Exception | None = None  # a result is not asked for: that takes a message
-                if future.status == "error":
-                    error = future.exception().with_traceback(future.traceback())
-                elif future.status != "finished":
-                    error = CancelledError("its scheduler is gone")
-                yield future.key[1], error
-            if not batch:
-                time.sleep(0.02)
-            self._revive()
-
-    def _revive(self) -> None:
-        """Start workers of this machine anew whose process died while Dask started it again."""
-        if (cluster := self.own) is not None:
-            for name in [n for n, one in cluster.workers.items() if one.status.name in ("closed", "failed")]:
-                del cluster.workers[name]
-            if len(cluster.workers) < len(cluster.worker_spec):
-                cluster.sync(cluster._correct_state)
-
-    def come_back(self) -> None:
-        """Wait for a scheduler that was gone. RunError where it does not come back."""
-        end = time.monotonic() + LOST_SECONDS
-        while self.client.status != "running":
-            if time.monotonic() > end:
-                raise RunError("the scheduler does not answer; run the same command")
-            time.sleep(0.5)
-            if self.client.status == "closed":
-                with suppress(OSError):
-                    self.client = self.connect()
-
-    def said(self) -> str:
-        """Return how many workers there are, with their memory, in words."""
-        found = []
-        with suppress(Exception):  # it is for people
-            for worker in self.client.scheduler_info(n_workers=-1)["workers"].values():
-                host, gpu = (worker["metrics"].get(name, 0) / 2**30 for name in ("memory", "gpu_bytes"))
-                found.append(f"{host:.1f}" + (f"+{gpu:.1f} GPU" if gpu else ""))
-        return f"{len(found)} workers, GiB of each: {', '.join(found[:8])}"
-
-
-def called(crew: Crew | None, function: Callable[..., Any], *given: Any) -> Any:
-    """Return function(*given), of a worker where there are workers: its device and its files count."""
-    return crew.client.submit(function, *given, pure=False).result() if crew else function(*given)
+    run, told = uuid.uuid4().hex, False
+    make, names = partial(_make_at_worker, work, run), list(items)
+    # pure: Dask would hash all that it is given
+    futures = client.map(make, names, list(items.values()), pure=False, retries=TRIES - 1)
+    name_of = {future.key: name for future, name in zip(futures, names, strict=True)}
+    ending = as_completed(futures, loop=client.loop, with_results=True)
+    del futures  # Dask forgets the results whose futures are gone
+    while ending.count():
+        if watch.stopping and not told:
+            told = True
+            client.run(_stop, run, on_error="ignore")  # a worker that is gone has stopped
+        ended = ending.next_batch(block=False)
+        if client.status != "running" or any(future.cancelled() for future, _ in ended):
+            raise RunError("the scheduler is gone; what is done stays, run the same command to go on")
+        for future, result in ended:
+            if future.status == "error":  # (class, exception, traceback)
+                result = result[1].with_traceback(result[2])
+            yield name_of[future.key], result
+        time.sleep(POLL_SECONDS)
 
 
 def work_through(
@@ -213,7 +165,7 @@ def work_through(
     items: Mapping[str, Any],
     folder: Path,
     watch: Progress,
-    crew: Crew | None = None,
+    client: "Client | None" = None,
     after: Callable[[str, str], None] = lambda name, state: None,
 ) -> None:
     """Make the items that are not done; after(name, "done", "failed" or "stopped") is called as they end.
@@ -222,62 +174,54 @@ def work_through(
     all are done, and ConfigError for bad input.
     """
     todo = {name: item for name, item in items.items() if not work.is_done(name, item)}
-    count, failed, why = len(todo), dict[str, str](), "stopped"
-    start, said = time.monotonic(), time.monotonic()
-    watch.generating |= crew is not None  # from here on Ctrl-C is for the workers
-    if count < len(items):
-        watch.print(f"{len(items) - count} of {len(items)} are done already")
-    while todo and not watch.stopping:
-        if crew:
-            crew.come_back()
-        for name, error in (crew.make if crew else make_here)(work, dict(todo), folder, watch):
+    count, done, why = len(items), len(items) - len(todo), "stopped"
+    failed, record = dict[str, str](), Results(folder / "failed")
+    if done:
+        watch.print(f"{done} of {count} are done already")
+    watch.generating |= client is not None  # from here on Ctrl-C is for the workers
+    made = _make_by_workers(work, todo, watch, client) if client else _make_here(work, todo, watch)
+    hidden = watch.quiet or client is None  # here each item has a line, and blocks a bar
+    with tqdm(initial=done, total=count, unit="item", disable=hidden) as bar:
+        for name, error in made:
             if isinstance(error, ConfigError):
                 raise error
-            if isinstance(error, CancelledError):
-                continue
-            state, record = "done", Results(folder / "failed")
             if isinstance(error, StoppedError):
                 state, why = "stopped", str(error)
             elif error:
                 state, failed[name] = "failed", f"{type(error).__name__}: {one_line(error)}"
-                lines = "".join(traceback.format_exception(error))
-                record.write(name, {"item": str(items[name]), "error": failed[name], "traceback": lines})
+                trace = "".join(traceback.format_exception(error))
+                about = {"item": str(items[name]), "error": failed[name], "traceback": trace}
+                record.write(name, about)
+                watch.print(f"failed {TRIES} times  {items[name]}  {failed[name]}")
             else:
+                state, done = "done", done + 1
                 record.path(name).unlink(missing_ok=True)
             if state != "stopped":
-                del todo[name]
+                bar.update()
             watch.log("item", name=name, state=state, error=failed.get(name, ""))
             after(name, state)
-            if crew and (time.monotonic() > said + REPORT_SECONDS or not todo):
-                passed, said = time.monotonic() - start, time.monotonic()
-                left = passed / max(1, count - len(todo)) * len(todo)
-                done = f"{count - len(todo) - len(failed)} of {count} done, {len(failed)} failed"
-                watch.print(f"{done}: {passed:.1f} s, {left:.1f} s left, {crew.said()}")
-    if crew is None:
-        _kept.clear()
-    for name, reason in failed.items():
-        watch.print(f"failed {TRIES} times  {items[name]}  {reason}")
+    if client is None:
+        _cached.clear()  # the model's memory is free for what follows
     if failed:
         first = next(iter(failed))
         raise RunError(
-            f"{len(failed)} of {len(items)} failed; first {items[first]}: {failed[first]}; "
-            f"tracebacks are in {folder / 'failed'}, and the same command tries again"
+            f"{len(failed)} of {count} failed; first {items[first]}: {failed[first]}; "
+            f"tracebacks are in {record.folder}, and the same command tries again"
         )
-    if todo:
-        made = f"{len(items) - len(todo)} of {len(items)} are done and will not be made again"
-        raise StoppedError(f"{why}; {made}: run the same command to go on")
+    if done < count:
+        made_so_far = f"{done} of {count} are done and will not be made again"
+        raise StoppedError(f"{why}; {made_so_far}: run the same command to go on")
 
 
-# --- Clusters
-def _at_start(dask_worker: Any) -> None:
-    """Prepare a worker: Ctrl-C is for the process that asked, and it says how much GPU memory it takes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    dask_worker.metrics["gpu_bytes"] = lambda worker: memory_bytes().get("gpu_bytes", 0)
+# --- Dask's workers: processes of one thread, each with its own GPUs
+def called(client: "Client | None", function: Callable[..., Any], *given: Any) -> Any:
+    """Return function(*given), of a worker where there are workers: its device and its files count."""
+    return client.submit(function, *given, pure=False).result() if client else function(*given)
 
 
 @contextmanager
-def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> Iterator[Crew | None]:
-    """Start the workers that flags ask for, or join them; None where items are made here, one by one.
+def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> Iterator["Client | None"]:
+    """Start the workers that flags ask for, or join them; None where items are made here.
 
     Raises ConfigError for flags that do not fit, missing GPUs, and a missing Dask.
     """
@@ -294,37 +238,33 @@ def crew_of(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> It
         from distributed import Client
     except ImportError:
         raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
-    dask.config.set({"distributed.scheduler.allowed-failures": TRIES})
-    dask.config.set({"distributed.worker.daemon": False})  # items may start processes
-    dask.config.set({"distributed.worker.profile.enabled": False})
-    dask.config.set({"distributed.deploy.lost-worker-timeout": "1 h"})  # a busy machine starts them slowly
-    dask.config.set({"distributed.comm.timeouts.connect": "120 s"})
-    with ExitStack() as stack:
-        target = args.scheduler
-        if args.workers:
-            target = stack.enter_context(_on_this_machine(args.workers, device, gpus))
-        elif args.slurm:
-            target = stack.enter_context(_by_slurm(args.slurm, gpus))
-
-        def connect() -> Client:
-            client = Client(target, set_as_default=False)
-            client.register_worker_callbacks(_at_start)
-            return client
-
+    settings: dict[str, Any] = {
+        "distributed.scheduler.allowed-failures": TRIES,  # workers that an item may lose
+        "distributed.worker.daemon": False,  # items may start processes
+        "distributed.deploy.lost-worker-timeout": "1 h",  # a busy machine starts them slowly
+        "distributed.comm.timeouts.connect": "120 s",
+    }
+    dask.config.set(settings)
+    if args.workers:
+        cluster = _local_cluster(args.workers, device, gpus)
+    else:
+        cluster = _slurm_cluster(args.slurm) if args.slurm else nullcontext(args.scheduler)
+    with cluster as target:
         try:
-            crew = Crew(connect, gpus)
+            client = Client(target, set_as_default=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"no scheduler answers at {args.scheduler}: {one_line(error)}") from None
-        crew.own = target if args.workers else None
-        stack.callback(lambda: crew.client.close())
-        if busy := next((name for name, threads in crew.client.nthreads().items() if threads > 1), None):
-            raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
-        if not args.quiet:
-            print(f"dashboard: {crew.client.dashboard_link}", file=sys.stderr)
-        yield crew
+        with client:
+            # A terminal sends Ctrl-C to workers too, and it is for the process that asked
+            client.register_worker_callbacks(partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
+            if busy := next((name for name, threads in client.nthreads().items() if threads > 1), None):
+                raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
+            if not args.quiet:
+                print(f"dashboard: {client.dashboard_link}", file=sys.stderr)
+            yield client
 
 
-def _on_this_machine(count: int, device: str, gpus: int) -> Any:
+def _local_cluster(count: int, device: str, gpus: int) -> Any:
     """Start a scheduler here with `count` workers, each with `gpus` GPUs of its own."""
     from distributed import Nanny, Scheduler, SpecCluster
 
@@ -338,15 +278,16 @@ def _on_this_machine(count: int, device: str, gpus: int) -> Any:
         environment = {"OMP_NUM_THREADS": str(max(1, cores() // count)), "LOCAL_WORLD_SIZE": str(count)}
         if there:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
-        options = {"nthreads": 1, "memory_limit": 0, "env": environment, "resources": {"GPU": gpus}}
-        workers[n] = {"cls": Nanny, "options": {**options, "dashboard": False}}
+        # memory_limit 0: Dask would end a worker whose model takes most of the memory
+        options = {"nthreads": 1, "memory_limit": 0, "env": environment, "dashboard": False}
+        workers[n] = {"cls": Nanny, "options": options}
     own = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}  # who may connect runs code
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # another port is taken where that one is in use
         return SpecCluster(workers=workers, scheduler={"cls": Scheduler, "options": own})
 
 
-def _by_slurm(path: str, gpus: int) -> Any:
+def _slurm_cluster(path: str) -> Any:
     """Submit jobs as a YAML of dask-jobqueue's SLURMCluster says, `jobs` of them, each with one worker."""
     if not shutil.which("sbatch"):
         raise ConfigError("--slurm needs SLURM's sbatch, which is not here")
@@ -354,10 +295,10 @@ def _by_slurm(path: str, gpus: int) -> Any:
 
     settings = {"cores": 1, "processes": 1, **{str(key): value for key, value in read_yaml(path).items()}}
     jobs, own = settings.pop("jobs", 1), settings.pop("job_script_prologue", [])
+    # The workers' Dask reads its settings from the environment
     env = {"PYTHONPATH": os.getcwd(), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
     env |= {f"DASK_DISTRIBUTED__WORKER__MEMORY__{name}": "False" for name in ("PAUSE", "SPILL", "TERMINATE")}
     settings["job_script_prologue"] = [*(f"export {name}={value}" for name, value in env.items()), *own]
-    settings["worker_extra_args"] = ["--resources", f"GPU={gpus}", *settings.pop("worker_extra_args", [])]
     try:
         cluster = SLURMCluster(**settings)
         cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)  # a job that ends is followed by another

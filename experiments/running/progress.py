@@ -1,4 +1,4 @@
-"""Progress of a run: a line per block on stderr, a JSON line per event in a log, and the wish to stop."""
+"""Progress of a run: a bar on stderr, a JSON line per event in a log, and the wish to stop."""
 
 import argparse
 import errno
@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Self, TextIO
 
 import torch
+from tqdm import tqdm
 
 from experiments.caches.files import CacheError
 from experiments.extraction.provenance import named_files
@@ -26,12 +27,10 @@ from wan.errors import UserError
 
 
 class Progress(RunObserver):
-    """Print lines on stderr, unless quiet, and append JSON lines to log_file.
+    """Show a bar of blocks or steps on stderr, unless quiet, and append JSON lines to log_file.
 
     Raises CacheError where log_file cannot be written.
     """
-
-    item: "Progress | None" = None  # of an item among many, which has a log of its own
 
     def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         super().__init__(quiet)
@@ -41,17 +40,16 @@ class Progress(RunObserver):
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        said = {} if error is None else {"error": f"{kind.__name__}: {error}"}
+        about = {} if error is None else {"error": f"{kind.__name__}: {error}"}
         if error is not None and not isinstance(error, (UserError, KeyboardInterrupt)):
-            said["traceback"] = "".join(traceback.format_exception(error))
-        self.log("end", ok=error is None, **said)
+            about["traceback"] = "".join(traceback.format_exception(error))
+        self.log("end", ok=error is None, **about)
+        self.close_bar()
         if self._log:
             self._log.close()
 
     def log(self, event: str, **values: Any) -> None:
         super().log(event)
-        if self.item:
-            self.item.log(event, **values)
         if self._log:
             seconds = round(time.monotonic() - self.start, 3)
             line = json.dumps({"event": event, "seconds": seconds} | values, ensure_ascii=False) + "\n"
@@ -92,7 +90,7 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
         observer.stopping = True
         if os.environ.get("RANK", "0") in ("", "0"):  # the first of several ranks
             with suppress(OSError, RuntimeError, ValueError):  # no terminal; a line that is being printed
-                print(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+                tqdm.write(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr)
 
     numbers = [signal.SIGINT]
     if not torch.distributed.is_initialized():  # else SIGTERM ends a process that waits for another at once

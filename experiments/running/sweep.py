@@ -1,7 +1,7 @@
 """Many prompts, seeds and checkpoints: an atlas each, by the engine. manifest.json lists all runs.
 
-OUTPUT_DIR/items/NAME.json is written after a run's cache and says that the cache is whole. NAME is the
-fingerprint of all that the cache depends on: caches of other settings are neither taken nor replaced.
+A cache carries the fingerprint of all that it depends on: the same command makes what is missing, and caches
+of other settings are neither taken nor replaced.
 """
 
 import argparse
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.caches import load_cache
 from experiments.caches.files import CacheError, mp4_tag, replacing, require_same
 from experiments.caches.store import peek
 from experiments.extraction.devices import choose_device, choose_dtype
@@ -21,7 +20,7 @@ from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.provenance import fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
-from experiments.running.engine import Results, called, crew_of, kept, work_through
+from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, check_outputs, deterministic, observed
 from experiments.running.run import BuildCache, save, video_of
@@ -44,7 +43,7 @@ class Run:
     path: str
     config: RunConfig
     fingerprint: str
-    model: str = ""  # a fingerprint of all but prompt and seed
+    model: str  # a fingerprint of all but prompt and seed
 
     def __str__(self) -> str:
         return self.path
@@ -60,63 +59,33 @@ class Sweep:
     quantities: Mapping[str, bool]  # optional fields that caches (do not) have
     prompts: Sequence[str] = ()  # that this process will need, in their order
 
-    @property
-    def results(self) -> Results:
-        return Results(Path(self.args.output_dir) / "items")
-
     def is_done(self, name: str, run: Run) -> bool:
-        """Check that an item says that its cache is whole, that this is the same as then, and its video."""
-        try:
-            cache, made = Path(run.path).stat(), self.results.path(name).stat().st_mtime_ns
-        except OSError:
-            return False
-        size = (self.results.read(name) or {}).get("bytes")
-        unchanged = size == cache.st_size and made >= cache.st_mtime_ns
-        whole = unchanged and self.is_of(run, found := peek(run.path)) and "partial" not in found
-        return whole and self.has_video(run)
+        return self.scan(run) == "done"
 
-    def is_of(self, run: Run, cache: Mapping[str, Any]) -> bool:
-        """Check that a cache is what this sweep makes of a run."""
-        captured = {name: name in cache for name in self.quantities}
-        return cache.get("fingerprint") == run.fingerprint and captured == self.quantities
-
-    def has_video(self, run: Run) -> bool:
-        """Check that the video that was asked for is there, whole and of this run."""
-        videos = videos_of(self.args, [run.path])
-        return not videos or mp4_tag(videos[0]) == video_tag(run.fingerprint, run.config, self.args.vae_dtype)
-
-    def look(self, name: str, run: Run) -> str:
-        """Return done, partial or waiting, by the cache itself; record one that is whole.
-
-        Raises CacheError for a cache of other settings.
-        """
-        self.clean(name, run)
-        try:
-            cache = load_cache(run.path, expect=("atlas",))
-        except CacheError:  # not there, or damaged: to be made
+    def scan(self, run: Run) -> str:
+        """Return done, partial or waiting, by a run's cache and video. CacheError for other settings."""
+        cache = peek(run.path)
+        if not cache:  # not there, or damaged
             return "waiting"
         require_same(run.path, cache.get("fingerprint"), run.fingerprint, REMEDY)
-        if not self.is_of(run, cache):
+        if {name: name in cache for name in self.quantities} != self.quantities:
             raise CacheError(f"{run.path} belongs to a sweep that captured other quantities; {REMEDY}")
-        if cache.get("partial") or not self.has_video(run):
-            return "partial" if cache.get("partial") else "waiting"
-        self.record(name, run)
-        return "done"
-
-    def clean(self, name: str, run: Run) -> None:
-        """Remove what killed processes left half written."""
-        for path in (run.path, *videos_of(self.args, [run.path]), str(self.results.path(name))):
-            remove_leftovers(Path(path))
+        if cache.get("partial"):
+            return "partial"
+        videos = videos_of(self.args, [run.path])
+        tag = video_tag(run.fingerprint, run.config, self.args.vae_dtype)
+        return "done" if not videos or mp4_tag(videos[0]) == tag else "waiting"
 
     def make(self, name: str, run: Run, watch: Progress) -> None:
-        """Make one cache, its video if wanted, and the item that marks them as complete."""
-        self.clean(name, run)
+        """Make one cache, after its video if one is wanted."""
+        videos = videos_of(self.args, [run.path])
+        for path in (run.path, *videos):  # of killed processes
+            remove_leftovers(Path(path))
         key = fingerprint({"model": run.model, "requests": str(self.requests)})
         with deterministic(self.args.deterministic):
-            extract = kept("model", key, lambda: self._load(run.config, watch))
-            with video_of(self.args, run.config, videos_of(self.args, [run.path]), watch):
+            extract = cached("model", key, lambda: self._load(run.config, watch))
+            with video_of(self.args, run.config, videos, watch):
                 save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
-        self.record(name, run)
 
     def _load(self, config: RunConfig, watch: Progress) -> Any:
         """Return a function that rolls out a config: with a model of this process, or of several."""
@@ -128,11 +97,6 @@ class Sweep:
         session = load(config)
         session.prepare(self.requests, self.prompts, watch, replays=True, decodes=decodes)
         return lambda config, watch: session.generate(config=config, requests=self.requests, observer=watch)
-
-    def record(self, name: str, run: Run) -> None:
-        """Record that the cache of a run is whole."""
-        about = {"file": Path(run.path).name, "prompt": run.config.prompt, "seed": run.config.seed}
-        self.results.write(name, about | {"bytes": Path(run.path).stat().st_size})
 
 
 @dataclass(frozen=True)
@@ -166,6 +130,7 @@ def run_sweep(
     """
     if config.gpus > 1 and not (args.workers or args.scheduler or args.slurm):
         raise ConfigError(f"--gpus {config.gpus} in a sweep counts for each worker: give --workers N too")
+    # 1. Which runs, and where their files go
     planned = plan(args, config)
     folder, manifest = Path(args.output_dir), Path(args.output_dir) / "manifest.json"
     videos = [video for path in planned for video in videos_of(args, [path])]
@@ -177,38 +142,42 @@ def run_sweep(
     with (
         claimed({str(manifest): 0}),
         observed(args) as watch,
-        crew_of(args, config.device, config.gpus) as crew,
+        dask_client(args, config.device, config.gpus) as client,
     ):
-        own = {path: called(crew, identity, one) for path, one in models.items()}
-        for settings in own.values():
+        # 2. Fingerprints, by the weights and the device of whoever makes the caches
+        settings_of = {path: called(client, identity, one) for path, one in models.items()}
+        for settings in settings_of.values():
             del settings["prompt"], settings["seed"]
         runs = {}
-        for path, run in planned.items():
-            model = own[run.checkpoint_path]
-            of_run = fingerprint(model, prompt=run.prompt, seed=run.seed)
-            runs[fingerprint({"run": of_run, **quantities})[:16]] = Run(path, run, of_run, fingerprint(model))
+        for path, one in planned.items():
+            settings = settings_of[one.checkpoint_path]
+            of_run = fingerprint(settings, prompt=one.prompt, seed=one.seed)
+            name = str(Path(path).relative_to(folder).with_suffix(""))
+            runs[name] = Run(path, one, of_run, fingerprint(settings))
+        # 3. What is there already
         prompts = list(dict.fromkeys(run.prompt for run in planned.values()))
         quiet = argparse.Namespace(**{**vars(args), "quiet": True})  # of workers, which nobody watches
-        work = Sweep(quiet if crew else args, requests, build, quantities, () if crew else prompts)
-        listing = Manifest(manifest, runs, {path: one | dict(quantities) for path, one in own.items()})
-        if not args.overwrite and manifest.exists():
+        work = Sweep(quiet if client else args, requests, build, quantities, () if client else prompts)
+        listing = Manifest(
+            manifest, runs, {path: one | dict(quantities) for path, one in settings_of.items()}
+        )
+        if not args.overwrite:
             listing.require_same_settings()
-        for name, one in runs.items():
-            if args.overwrite:
-                work.results.path(name).unlink(missing_ok=True)
-            else:
-                listing.states[name] = "done" if work.is_done(name, one) else work.look(name, one)
-        waiting = [one.path for name, one in runs.items() if not work.is_done(name, one)]
+            listing.states = {name: work.scan(one) for name, one in runs.items()}
+        waiting = [one.path for name, one in runs.items() if listing.states[name] != "done"]
         if waiting and videos:
             check_video(config)
         require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
+        for path in (*planned, *videos) if args.overwrite else ():
+            Path(path).unlink(missing_ok=True)
         listing.write()
+        # 4. What is missing
         try:
-            if crew and waiting and config.embeds_dir and not config.prompt_embeds:
+            if client and waiting and config.embeds_dir and not config.prompt_embeds:
                 parts = range(0, len(prompts), PROMPTS_AT_ONCE)  # umT5 is large to load
                 items = {f"prompts_{n}": prompts[n : n + PROMPTS_AT_ONCE] for n in parts}
-                work_through(Encoding(config), items, folder, watch, crew)
-            work_through(work, runs, folder, watch, crew, listing.ended)
+                work_through(Encoding(config), items, folder, watch, client)
+            work_through(work, runs, folder, watch, client, listing.ended)
         finally:
             listing.write()
 
@@ -218,7 +187,7 @@ class Manifest:
 
     def __init__(self, path: Path, runs: Mapping[str, Run], shared: Mapping[str | None, dict[str, Any]]):
         self.path, self.runs, self.written = path, runs, 0.0
-        self.states = dict.fromkeys(runs, "waiting")  # by name: waiting, partial, done or failed
+        self.states = dict.fromkeys(runs, "waiting")  # or partial, done, failed
         self.has_folders = len(shared) > 1  # one for each checkpoint
         self.settings: dict[str, Any] = {}
         for run in runs.values():
@@ -228,6 +197,8 @@ class Manifest:
 
     def require_same_settings(self) -> None:
         """Raise CacheError where the folder's manifest belongs to a sweep with other settings."""
+        if not self.path.exists():
+            return
         found = read_json(self.path, CacheError)
         if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
             raise CacheError(f"{self.path} belongs to no sweep, and this one would replace it; {REMEDY}")

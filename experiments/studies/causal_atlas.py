@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.caches import save_cache
 from experiments.extraction.provenance import check_sources, fingerprint, identity
 from experiments.extraction.rollout import RunObserver, memory
-from experiments.running.engine import Crew, Results, called, crew_of, kept, work_through
+from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.running.locks import claimed
 from experiments.running.progress import Progress, check_outputs, observed
 from experiments.session import MeanRuns, Session, load, reference_means
@@ -198,11 +198,11 @@ class Study:
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
         def begun() -> tuple[Runs, Tensor]:
-            runs = Runs(self.session.here(kept), piece.configs, self.recorded)
+            runs = Runs(self.session.here(cached), piece.configs, self.recorded)
             return runs, measure_floor(runs)
 
         names = [self.name(config, None) for config in piece.configs]
-        runs, floor = kept("runs", fingerprint({"runs": names}), begun)
+        runs, floor = cached("runs", fingerprint({"runs": names}), begun)
         layer, effects = piece.layer, measure(runs, dict(self.edits(piece.layer)))
         norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
         for row, config in enumerate(piece.configs):
@@ -235,11 +235,11 @@ class Study:
                 yield ("frame_control", unit), on_a_random_frame(edit, sizes, f"{layer} {unit}")
 
 
-def run(study: Study, batch: int, watch: Progress, crew: Crew | None = None) -> None:
+def run(study: Study, batch: int, watch: Progress, client: Any = None) -> None:
     """Make missing items, up to batch runs at a time. Raises as work_through does."""
     light = copy(study)  # with what it is of
     light.configs = study.configs[:1]  # pieces have their own, and it travels with each
-    work_through(light, study.pieces(batch), study.folder, watch, crew)
+    work_through(light, study.pieces(batch), study.folder, watch, client)
 
 
 def merged(study: Study) -> dict[str, Tensor]:
@@ -294,7 +294,7 @@ def prepared(
 ) -> Study:
     """Return the study of an edit, with a model that is loaded here; it leaves a worker without that."""
     prompts = list(dict.fromkeys(config.prompt for config in configs))
-    session = kept(
+    session = cached(
         "model", fingerprint(identity(configs[0])), lambda: load(configs[0]).prepare((), prompts, watch)
     )
     session.pipeline.plan(configs[0].num_frames).check([edit])
@@ -307,7 +307,7 @@ class Means(MeanRuns):
     """The runs of a reference set, made by workers, and put together once."""
 
     def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
-        MeanRuns(self.session.here(kept), self.config, self.sites).make(name, config, watch)
+        MeanRuns(self.session.here(cached), self.config, self.sites).make(name, config, watch)
 
     def begun(self) -> "Means":
         assert self.made_of  # by the device here
@@ -328,15 +328,15 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
     with (
         claimed({str(folder / ATLAS): 0}),
         observed(args, "layer") as watch,
-        crew_of(args, configs[0].device) as crew,
+        dask_client(args, configs[0].device) as client,
     ):
         start = time.monotonic()
-        study = called(crew, prepared, folder, edits[0], args.each, configs, *([] if crew else [watch]))
-        if crew and isinstance(edit := edits[0], Ablate) and edit.how == "mean" and not edit.source:
-            means = called(crew, Means(study.session, configs[0], edit.sites).begun)
-            work_through(means, means.items, folder, watch, crew)
-            called(crew, reference_means, study.session, configs[0], None, edit.sites)
-        run(study, args.batch, watch, crew)
+        study = called(client, prepared, folder, edits[0], args.each, configs, *([] if client else [watch]))
+        if client and isinstance(edit := edits[0], Ablate) and edit.how == "mean" and not edit.source:
+            means = called(client, Means(study.session, configs[0], edit.sites).begun)
+            work_through(means, means.items, folder, watch, client)
+            called(client, reference_means, study.session, configs[0], None, edit.sites)
+        run(study, args.batch, watch, client)
         save_cache(folder / ATLAS, atlas_cache(study))
         seconds = time.monotonic() - start
         watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
-from experiments.running.engine import Results, kept
+from experiments.running.engine import Results, cached
 from experiments.session import Session, pipeline_of
 from experiments.studies.runs import Batch, Head, knockouts, outside
 from wan.config import RunConfig
@@ -124,7 +124,7 @@ class HeadEffects:
         """Measure every head in one pair -> effects [layers, H], and the seconds that took."""
         watch.log("rollout", pair=pair.later)
         start = time.monotonic()
-        runs, model = PairedRuns(self.config, self.session.here(kept), [pair]), self.session.model_config
+        runs, model = PairedRuns(self.config, self.session.here(cached), [pair]), self.session.model_config
         recorded, last = RecordedCalls(0), len(runs.ranges) - 1
         own = runs.ranges[last]
         other = runs.rollout(1, *([recorded] if self.how == "patch" else []))[:, own.start : own.stop]
@@ -172,7 +172,7 @@ def budget_rows(effects: np.ndarray, budget: float, window: int, sink: int, fram
 
 def tried(config: RunConfig, session: Session, pair: Pair, path: str) -> dict[str, float]:
     """Roll out a pair's first run with the whole past and with the budget -> seconds, and their distance."""
-    session, found, latents = session.here(kept), {}, []
+    session, found, latents = session.here(cached), {}, []
     for name, settings in {"without": None, "with budget": {"name": "head_budget", "file": path}}.items():
         pipeline = pipeline_of(session.pipeline.model, replace(config, cache_policy=settings))
         start = time.monotonic()

@@ -32,7 +32,7 @@ from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
-from experiments.running.engine import Results, called, crew_of, kept, work_through
+from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.running.locks import claimed
 from experiments.running.progress import check_outputs, deterministic, observed
 from experiments.running.ranks import workers_of
@@ -242,7 +242,7 @@ class Comparison:
         """
         watch.log("rollout", videos=str(group))
         assert self.session is not None
-        session, items = self.session.here(kept), group.items
+        session, items = self.session.here(cached), group.items
         on_gpu = session.device.type == "cuda"
         judges = workers_of(self.judges if self.judges is not None or on_gpu else 0)
 
@@ -253,9 +253,9 @@ class Comparison:
             return VAE.from_pretrained(session.config.ckpt_dir, dtype, session.device)
 
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
-        pool = kept("judges", str(judges), lambda: EvalPool(judges, "spawn"))
+        pool = cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
         with deterministic(self.deterministic):
-            vae = kept("vae", fingerprint(self.identity), load_vae)
+            vae = cached("vae", fingerprint(self.identity), load_vae)
             pixels, cost = self._rolled_out(session, vae, items)
         measured = []
         for item, video in zip(items, pixels, strict=True):
@@ -340,12 +340,16 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
     planned = plan(args, runs, scenes)
     path = planned.folder / TABLE
-    with claimed({str(path): 0}), observed(args, "policy") as watch, crew_of(args, runs[0].device) as crew:
+    with (
+        claimed({str(path): 0}),
+        observed(args, "policy") as watch,
+        dask_client(args, runs[0].device) as client,
+    ):
         start = time.monotonic()
-        comparison = called(crew, prepared, planned, args.batch, *([] if crew else [watch]))
-        work_through(comparison, comparison.groups(), planned.folder, watch, crew)
+        comparison = called(client, prepared, planned, args.batch, *([] if client else [watch]))
+        work_through(comparison, comparison.groups(), planned.folder, watch, client)
         seconds = round(time.monotonic() - start, 1)
-        made = {"made": called(crew, environment, comparison.session.device), "made_seconds": seconds}
+        made = {"made": called(client, environment, comparison.session.device), "made_seconds": seconds}
         table = {"measures": MEASURES | SUMMARIES} | merged(comparison) | made
         with replacing(path) as file:
             file.write(json.dumps(table, ensure_ascii=False).encode() + b"\n")
@@ -390,7 +394,7 @@ def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None =
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     prepare = partial(load(first).prepare, (), prompts, watch, decodes="the comparison")
-    return with_session(kept("model", fingerprint(identity(first)), prepare), planned, batch)
+    return with_session(cached("model", fingerprint(identity(first)), prepare), planned, batch)
 
 
 def with_session(session: Session, planned: Comparison, batch: int | None) -> Comparison:

@@ -208,14 +208,13 @@ def test_of_a_stopped_run_what_was_captured_is_kept(tmp_path, monkeypatch, capfd
     assert "none of what was asked for was captured yet" in said and not (tmp_path / "last.pt").exists()
 
 
-def test_a_line_per_block_and_a_log(tmp_path, capfd, monkeypatch):
+def test_a_bar_of_blocks_and_a_log(tmp_path, capfd, monkeypatch):
     log = tmp_path / "logs/log.jsonl"
     flags = [*BLOCKS, "--output_path", str(tmp_path / "out.pt"), "--log_file", str(log), "--deterministic"]
     capfd.readouterr()
     run_extraction_each.run(flags)
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith(("block", "4 blocks"))]
-    assert [line.split(":")[0] for line in lines[:2]] == ["block 1/4 (frames 0-2)", "block 2/4 (frames 3-5)"]
-    assert len(lines) == 5 and lines[-1].startswith("4 blocks of 12 frames, 1 file: ")
+    *_, bar, last = capfd.readouterr().err.splitlines()
+    assert "| 4/4 [" in bar and "frames 9-11" in bar and last.startswith("4 blocks of 12 frames, 1 file: ")
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [event["event"] for event in events] == ["rollout", *["block"] * 4, "saved", "end"]
     assert events[-1]["ok"] and not torch.are_deterministic_algorithms_enabled()
@@ -360,11 +359,11 @@ def test_ctrl_c_saves_what_is_there(tmp_path, warm):
     command += ["--gpus", "2", "--num_frames", "300", "--output_path", str(tmp_path / "out.pt")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    first = next(line for line in process.stderr if line.startswith("block 1/100"))
+    first = next(line for line in process.stderr if line.startswith("blocks: "))
     process.send_signal(signal.SIGINT)
     said = first + process.stderr.read()
     assert process.wait(60) == 130
-    errors = [line for line in said.splitlines() if not line.startswith("block ")]
+    errors = [line for line in said.splitlines() if line.strip() and not line.startswith("blocks: ")]
     *stopping, error = errors  # none where the other process's signal came first, and they agreed to stop
     assert [line[:25] for line in stopping] in ([], ["stopping after this block"]), said
     assert error.startswith("error: stopped after") and load_cache(tmp_path / "out.pt")["partial"]

@@ -80,12 +80,9 @@ def test_a_stopped_sweep_says_how_to_go_on_and_makes_what_is_missing(
         sweep()
         assert len(loads) == 2
     whole = files_below(out)
-    records = sorted(name for name in whole if name.startswith("items/"))
-    assert sorted(whole) == [*NAMES, *records, "manifest.json"] and len(records) == 4
+    assert sorted(whole) == [*NAMES, "manifest.json"]
     assert all("partial" not in load_cache(out / name) for name in NAMES)
-    when = (out / NAMES[0]).stat().st_mtime_ns
-    save_cache(out / NAMES[0], load_cache(out / NAMES[0]) | {"partial": True})  # copied with its time
-    os.utime(out / NAMES[0], ns=(when, when))
+    save_cache(out / NAMES[0], load_cache(out / NAMES[0]) | {"partial": True})
     sweep()
     assert (out / NAMES[0]).read_bytes() == whole[NAMES[0]] and len(loads) == 3
 
@@ -151,7 +148,7 @@ def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts, war
     command += ["--prompts", str(prompts), "--seeds", "0", "--output_dir", str(tmp_path / "two")]
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--workers", "1", "--gpus", "2"], timeout=200, **options)
-    assert done.returncode == 0 and "2 of 2 done" in done.stderr, done.stderr
+    assert done.returncode == 0 and "2/2" in done.stderr, done.stderr
     for path in (tmp_path / "one").glob("*.pt"):
         two, one = (load_cache(p)["frame_logits"] for p in (tmp_path / "two" / path.name, path))
         torch.testing.assert_close(two, one, rtol=0, atol=1e-5, equal_nan=True)

@@ -27,7 +27,7 @@ from experiments.extraction.rollout import RunObserver
 from experiments.miniature.evaluation import rendered
 from experiments.miniature.moving_shapes import FRAMES, KINDS, Scene
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
-from experiments.running.engine import Results, kept, work_through
+from experiments.running.engine import Results, cached, work_through
 from experiments.running.progress import Progress
 from experiments.session import Session
 from experiments.studies import causal_atlas
@@ -175,14 +175,14 @@ class Trials:
         """Return noise, text and unedited rollouts of some scenes, which are made for all together."""
         configs = [replace(self.config, prompt=scene.caption, seed=seed) for seed, scene in self.scenes]
         key = fingerprint(self.identity, runs=self.of(self.everyone))
-        return kept("runs", key, lambda: Runs(self.session, configs)).of(rows)
+        return cached("runs", key, lambda: Runs(self.session, configs)).of(rows)
 
     def vae(self) -> VAE:
         ckpt_dir, device = self.config.ckpt_dir, self.session.device
-        return kept("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
+        return cached("vae", ckpt_dir, lambda: VAE.from_pretrained(ckpt_dir, device=device))
 
     def pool(self) -> EvalPool:
-        return kept("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
+        return cached("judges", str(self.judges), lambda: EvalPool(self.judges, "spawn"))
 
     def of(self, rows: Iterable[int]) -> list[list[Any]]:
         """Return prompts and seeds of rows."""
