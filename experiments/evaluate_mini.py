@@ -12,8 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
+from experiments.caches.files import replacing, require_writable
 from experiments.running.cli import Parser, count, main, whole_number
 from experiments.running.ranks import workers_of
+from wan.config import load_config
 
 
 def run(argv=None):
@@ -32,11 +34,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     workers = workers_of(args.workers)
 
-    from experiments.caches.files import replacing, require_writable  # no torch for --help
-    from experiments.extraction.devices import choose_device
-    from experiments.extraction.provenance import environment
-    from experiments.miniature.evaluation import Counts, evaluate
-    from wan.config import load_config
+    from experiments.miniature.evaluation import Counts, evaluate  # no torch for --help
 
     paths = {"device": args.device}
     if args.ckpt_dir:
@@ -46,8 +44,7 @@ def run(argv=None):
     require_writable(args.output_path)
     require_writable(partial)
     counts = Counts(args.captions, args.pasts, args.clips, args.long_videos, args.base)
-    found = evaluate(config, counts, partial, workers)  # forks: nothing has touched a GPU yet
-    report = {"environment": environment(choose_device(args.device))} | found
+    report = evaluate(config, counts, partial, workers)  # forks: nothing has touched a GPU yet
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     print("VAE:", report["vae"])

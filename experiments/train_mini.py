@@ -13,7 +13,6 @@ that is stopped leaves nothing; --start_from trains on from weights that are fin
 `--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from experiments.running.cli import Parser, count, finite_number, main
@@ -24,8 +23,8 @@ from wan.errors import ConfigError
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    names = ("vae", "base", "causal", "few_step", "lora", "framewise")
-    add("--stage", required=True, choices=names)
+    stages = ("vae", "base", "causal", "few_step", "lora", "framewise")
+    add("--stage", required=True, choices=stages)
     add("--steps", type=count, help="of the stage; the recipe's where left out, as the next three")
     add("--lr", type=finite_number, help="peak learning rate")
     add("--batch", type=count, help="clips of 81 frames per step")
@@ -39,26 +38,11 @@ def run(argv=None):
     if this_rank().count > 1:
         raise ConfigError("the miniature trains on one GPU; start it without torchrun")
 
-    from experiments.caches.files import require_writable  # no torch for --help
-    from experiments.extraction.devices import choose_device, choose_dtype
-    from experiments.miniature.training import STAGES, train
+    from experiments.miniature.training import train  # no torch for --help
 
-    given = {name: getattr(args, name) for name in ("steps", "lr", "batch", "clips") if getattr(args, name)}
-    device = choose_device(args.device)
-    stage = replace(
-        STAGES[args.stage],
-        **given,
-        minutes=args.minutes,
-        output_dir=args.output_dir,
-        start_from=args.start_from,
-        device=device,
-        dtype=choose_dtype("auto", device),
-        seed=args.seed,
-    )
-    if missing := [name for name in stage.needs if not (args.output_dir / name).exists()]:
-        raise ConfigError(f"{args.output_dir / missing[0]} not found; --stage {args.stage} needs it")
-    require_writable(args.output_dir / "training.json")
-    numbers = train(stage)
+    names = ("steps", "lr", "batch", "clips", "minutes", "start_from", "seed")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    numbers = train(args.stage, args.output_dir, args.device, **given)
     told = ", ".join(f"{name} {numbers[name]}" for name in ("steps", "seconds", "loss_mean_of_last_10"))
     print(f"{args.stage}: {told}")
 

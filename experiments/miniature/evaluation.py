@@ -21,6 +21,7 @@ from experiments.base_session import as_one_block
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.extraction import devices
+from experiments.extraction.provenance import environment
 from experiments.miniature.moving_shapes import FPS, FRAMES, SIDE, Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
 from experiments.miniature.training import decode, psnr, vae_quality
@@ -137,6 +138,7 @@ def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int
         settings = {"weights": weights, "frozen": frozen, "counts": vars(counts)}
         parts = Parts(partial_file, settings | {"device": str(mini.device)})
         report = {
+            "environment": environment(mini.device),
             "weights": weights,
             "frozen": frozen,
             "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),

@@ -14,7 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from experiments.caches.files import replacing
+from experiments.caches.files import replacing, require_writable
+from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.provenance import environment
 from experiments.miniature import SHIPPED
 from experiments.miniature.moving_shapes import (
@@ -46,6 +47,7 @@ from wan.attention import MaskedAttention
 from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
 from wan.config import ModelConfig
+from wan.errors import ConfigError
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule
 from wan.vae import channels_last, from_patches, to_patches
@@ -77,12 +79,13 @@ TEXT = {
 KINDS = ("single", "landmark", "crossing", "crossing", "wall", "wall")
 CAUSAL_FILES = ("vae", "text_encoder", "causal.pt")
 CPU = torch.device("cpu")
+LOGGED = ("seed", "lr", "batch", "clips", "rank", "block", "window", "sink")  # fields of Stage in the log
 GENERATOR = "self_forcing_mini.pt"  # the few-step model, which is what the configs load
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One training: its recipe, and where it runs. train_mini.py fills in what a recipe leaves open."""
+    """One training: its recipe and, after `seed`, where it runs."""
 
     name: str
     steps: int
@@ -95,12 +98,12 @@ class Stage:
     block: int = 3  # latent frames
     window: int = -1  # latent frames that a block sees; -1: the whole past
     sink: int = 0  # of these, the first frames of the video
-    output_dir: Path = SHIPPED
-    device: torch.device = CPU
-    dtype: torch.dtype = torch.float32  # of forward and backward
     seed: int = 0
     minutes: float | None = None  # ends the stage before its steps
     start_from: Path | None = None  # a folder of earlier weights to train on from
+    output_dir: Path = SHIPPED
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32  # of forward and backward
 
     @property
     def compiled(self) -> bool:
@@ -793,18 +796,28 @@ def lora_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 # --- A stage from its start to its log
-def train(stage: Stage) -> dict:
-    """Train a stage, write its files, and set its entry in training.json; return the entry."""
+def train(name: str, output_dir: Path, device: str = "auto", **given: Any) -> dict:
+    """Train a stage, write its files, and set its entry in OUTPUT_DIR/training.json; return the entry.
+
+    >>> train("vae", Path("outputs/mini"), minutes=8)["psnr"]
+
+    given are fields of Stage that differ from the recipe. Raises ConfigError without an earlier stage's files.
+    """
+    chosen = choose_device(device)
+    dtype = choose_dtype("auto", chosen)
+    stage = replace(STAGES[name], output_dir=output_dir, device=chosen, dtype=dtype, **given)
+    if missing := [file for file in stage.needs if not (output_dir / file).exists()]:
+        raise ConfigError(f"{output_dir / missing[0]} not found; --stage {name} needs it")
+    path = output_dir / "training.json"
+    require_writable(path)
     torch.manual_seed(stage.seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 5
     diffusers_logging.set_verbosity_error()
-    numbers = {"vae": train_vae, "base": train_base}.get(stage.name, train_causal)(stage)
-    recipe = {name: getattr(stage, name) for name in ("seed", "lr", "batch", "clips", "rank", "block")}
-    recipe |= {"window": stage.window, "sink": stage.sink, "start_from": str(stage.start_from or "")}
-    entry = {"environment": environment(stage.device)} | recipe | numbers
-    path = stage.output_dir / "training.json"
+    numbers = {"vae": train_vae, "base": train_base}.get(name, train_causal)(stage)
+    recipe = {field: getattr(stage, field) for field in LOGGED}
+    entry = {"environment": environment(chosen), "start_from": str(stage.start_from or "")} | recipe | numbers
     log = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     with replacing(path) as file:
-        file.write(json.dumps(log | {stage.name: entry}, indent=1).encode() + b"\n")
+        file.write(json.dumps(log | {name: entry}, indent=1).encode() + b"\n")
     return entry
