@@ -12,7 +12,7 @@ from conftest import ROOT
 ROOMS = [
     "caches",
     "analysis extraction",
-    "session",
+    "session base_session",
     "running figures",
     "miniature",
     "studies",

@@ -801,7 +801,7 @@ def train(name: str, output_dir: Path, device: str = "auto", **given: Any) -> di
 
     >>> train("vae", Path("outputs/mini"), minutes=8)["psnr"]
 
-    given are fields of Stage that differ from the recipe. Raises ConfigError without an earlier stage's files.
+    given are fields of Stage that differ from the recipe. ConfigError without files of an earlier stage.
     """
     chosen = choose_device(device)
     dtype = choose_dtype("auto", chosen)
