@@ -217,10 +217,9 @@ def first_frame(view: Profiles | None) -> tuple[FirstFrame | None, str]:
     """Fit everything to a view; or None and the reason in a line."""
     if view is None or not view.context_frames:
         return None, NO_LOGITS if view is None else NO_CONTEXT
-    try:
-        matrix, sizes = matrices(view), view.block_sizes
-    except CacheError as error:
-        return None, str(error)
+    matrix, sizes = view.frame_matrices(), view.block_sizes
+    if matrix is None:
+        return None, NO_MATRIX
     fit, frames = first_frame_effect(matrix, sizes), placebo_frames(sizes)
     if not np.isfinite(fit.effect).any():
         return None, NOT_IDENTIFIED

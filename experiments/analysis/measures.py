@@ -22,6 +22,7 @@ from experiments.analysis.panels import (
     NO_CONTEXT,
     NO_LOGITS,
     NO_MASS,
+    NO_MATRIX,
     NOT_IDENTIFIED,
     HeadMap,
     HeadPanel,
@@ -158,59 +159,46 @@ class Measure(NamedTuple):
     unit: str
     scale: str  # see HeadMap
     quantity: str  # of the view: mean_logit or mass
-    whole: bool  # of all queries, where the view has their matrices
-    of: Callable[[Profiles], np.ndarray]  # -> [N, H]; CacheError where the view does not hold it
+    needs: str  # of the view: its profile, its context, or its matrices of all queries
+    of: Callable[[Profiles], np.ndarray]  # -> [N, H]
 
 
 def effect_of(view: Profiles, scale: Callable[[np.ndarray], np.ndarray] = np.asarray) -> FirstFrameEffect:
     """Fit the first-frame effect to the matrices of a view, on a scale such as np.log."""
     with np.errstate(divide="ignore"):
-        found = first_frame_effect(scale(whole_of(view)), view.block_sizes)
-    if not np.isfinite(found.effect).any():
-        raise CacheError(NOT_IDENTIFIED)
-    return found
-
-
-def context_of(view: Profiles) -> tuple[int, ...]:
-    """Return the context frames of a view. CacheError where there are none."""
-    if not view.context_frames:
-        raise CacheError(NO_CONTEXT)
-    return view.context_frames
-
-
-def whole_of(view: Profiles) -> np.ndarray:
-    """Return the matrices of a view with context. CacheError where there are none."""
-    return matrices(view) if context_of(view) else np.empty(0)
+        return first_frame_effect(scale(matrices(view)), view.block_sizes)
 
 
 LOGIT, ROW = "mean_logit", Measure
 MEASURES = (
-    ROW("first_minus_middle", "first − middle", "logits", "diverging", LOGIT, False,
+    ROW("first_minus_middle", "first − middle", "logits", "diverging", LOGIT, "profile",
         lambda view: head_statistics(view.profiles()).delta),
-    ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, False,
-        lambda view: first_minus_context(view.profiles(), context_of(view))),
-    ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, True,
-        lambda view: equal_distance_excess(whole_of(view), view.block_sizes)),
-    ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, True,
+    ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, "context",
+        lambda view: first_minus_context(view.profiles(), view.context_frames)),
+    ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrices",
+        lambda view: equal_distance_excess(matrices(view), view.block_sizes)),
+    ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "matrices",
         lambda view: effect_of(view).effect),
-    ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, True,
+    ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "matrices",
         lambda view: effect_of(view).partial_r_squared),
-    ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, True,
-        lambda view: context_sign_rate(view) if context_of(view) else np.empty(0)),
-    ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, False,
-        lambda view: wave(view.profiles(), context_of(view))[0]),
-    ROW("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", LOGIT, False,
-        lambda view: wave(view.profiles(), context_of(view))[1]),
-    ROW("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", LOGIT, False,
-        lambda view: best_period(view.profiles(), context_of(view))),
-    ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", False,
+    ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "context",
+        context_sign_rate),
+    ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, "context",
+        lambda view: wave(view.profiles(), view.context_frames)[0]),
+    ROW("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", LOGIT, "context",
+        lambda view: wave(view.profiles(), view.context_frames)[1]),
+    ROW("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", LOGIT, "context",
+        lambda view: best_period(view.profiles(), view.context_frames)),
+    ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", "profile",
         lambda view: first_frame_mass(view.profiles(), view.context_frames)[0]),
-    ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass", False,
-        lambda view: first_frame_mass(view.profiles(), context_of(view))[1]),
-    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", True,
-        lambda view: effect_of(view, np.log).effect),  # unlike s it depends on the spread within a frame
+    ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass",
+        "context", lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
+    # Unlike s it depends on the spread within a frame:
+    ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "matrices",
+        lambda view: effect_of(view, np.log).effect),
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")
+IDENTIFIED = ("first_frame_effect", "first_frame_r2", "log_mass_effect")  # NaN where cells do not tell them
 
 
 def open_quantity(cache: Mapping, step: int | None, quantity: str) -> Profiles | None:
@@ -231,11 +219,16 @@ def measure_heads(logits: Profiles | None, mass: Profiles | None) -> list[HeadMa
     for m in MEASURES:
         (view, reason), values = views[m.quantity], None
         if view is not None:
-            try:
-                values, reason = m.of(view), ""
-            except CacheError as error:
-                reason = str(error)
-        queries = ALL_QUERIES if m.whole and whole[m.quantity] else ""
+            has_context = m.needs == "profile" or view.context_frames
+            reason = "" if has_context else NO_CONTEXT
+            if has_context and m.needs == "matrices" and not whole[m.quantity]:
+                reason = NO_MATRIX
+            values = None if reason else m.of(view)
+        # The first-frame effect of a cache whose cells do not tell it is NaN for every head
+        if values is not None and m.name in IDENTIFIED and not np.isfinite(values).any():
+            values, reason = None, NOT_IDENTIFIED
+        of_all_queries = whole[m.quantity] and (m.needs == "matrices" or m.name == "sign_rate")
+        queries = ALL_QUERIES if of_all_queries else ""
         maps.append(HeadMap(m.name, m.title, m.unit, m.scale, values, reason, queries))
     return maps
 

@@ -9,7 +9,6 @@ from experiments.caches.files import CacheError
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
 
-MAKE = "python experiments/run_extraction_maps.py --query_patch 18,2,1"
 UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
 
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
@@ -83,7 +82,7 @@ class VideoMap:
 
 def places_of(cache: Mapping) -> list[Place]:
     """List every query of a cache, in its order; one that several blocks have is named once."""
-    return list(_queries(_typed(cache)))
+    return list(_queries(MapsCache.from_dict(cache)))
 
 
 def open_map(
@@ -95,14 +94,14 @@ def open_map(
     quantity="mass",
 ) -> VideoMap:
     """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
-    typed = _typed(cache)
+    typed = MapsCache.from_dict(cache)
     if quantity not in UNITS:
         raise CacheError(f"quantity {quantity!r} is not one of {', '.join(UNITS)}")
-    if not (there := _queries(typed)):
-        raise CacheError("this cache has word maps alone")
-    place = next(iter(there)) if query is None else (*query, ANY, ANY)[:3]  # a frame alone is its mean
-    if place not in there:
-        raise CacheError(f"query {place} is not in this cache; it has {str([*there][:8])[1:-1]}")
+    there = _queries(typed)
+    place = next(iter(there), None) if query is None else (*query, ANY, ANY)[:3]  # a frame alone is its mean
+    if place is None or place not in there:
+        known = str([*there][:8])[1:-1] or "word maps alone"
+        raise CacheError(f"query {place} is not in this cache; it has {known}")
     block, row = there[place]
     n, p, h = _indices(typed, layer, step, head)
     assert block.map_mass is not None and block.map_logits is not None
@@ -141,7 +140,7 @@ def word_maps(
     cache: Mapping, layer: int, head: int, step: int | None = None
 ) -> tuple[list[int], dict[str, np.ndarray]] | None:
     """Return query frames and mass [frames, rows, columns] by word (arXiv 2210.04885); None without."""
-    typed = _typed(cache)
+    typed = MapsCache.from_dict(cache)
     blocks = [block for block in typed.blocks if block.word_map is not None]
     if not blocks or typed.words is None:
         return None
@@ -152,12 +151,6 @@ def word_maps(
     rows = [block.word_map[n, p, h].float().numpy() for block in blocks if block.word_map is not None]
     grids = np.concatenate(rows).reshape(-1, typed.rows, typed.columns, len(word_of_token))
     return frames, {name: grids[..., word_of_token == i].sum(-1) for i, name in enumerate(names)}
-
-
-def _typed(cache: Mapping) -> MapsCache:
-    if cache.get("format") != "maps":
-        raise CacheError(f"a cache of format {cache.get('format')} has no maps; run: {MAKE}")
-    return MapsCache.from_dict(cache)
 
 
 def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:

@@ -76,8 +76,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
     for i, (label, file) in enumerate(figures.items()):
         text = Path(file).read_text(encoding="utf-8")
         root = re.search(r'<svg [^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>(.*)</svg>', text, re.DOTALL)
-        if root is None:
-            raise CacheError(f"{file} is not an SVG figure of this repository")
+        assert root is not None, file  # save_svg wrote it
         body = re.sub(r"<metadata>.*?</metadata>", "", root[3], flags=re.DOTALL)
         body = re.sub(r'((?:\bid="|url\(#|href="#))', rf"\g<1>c{i}_", body)  # else two figures share ids
         bodies[label] = float(root[1]), float(root[2]), body

@@ -259,11 +259,11 @@ def pictures_for(
     A bad video beside the cache is left out, with a note; one that was named is a CacheError.
     """
     source = Path(cache_path)
-    if video is None and not source.with_suffix(".mp4").is_file() and len([*source.glob("*.mp4")]) != 1:
+    if video is not None:
+        return pictures(video_of(source, video), num_frames), ""
+    if not source.with_suffix(".mp4").is_file() and len([*source.glob("*.mp4")]) != 1:
         return None, ""
     try:
-        return pictures(video_of(source, video), num_frames), ""
+        return pictures(video_of(source, None), num_frames), ""
     except CacheError as error:
-        if video is not None:
-            raise
         return None, f"The video beside the cache is left out: {error}"

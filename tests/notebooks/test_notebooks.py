@@ -516,6 +516,3 @@ def test_the_contact_sheet(tmp_path):
     text = path.read_text()
     assert all(f"url(#c{i}_p1)" in text and f'href="#c{i}_m2"' in text for i in range(5))
     assert "metadata" not in text and "Layer 4 &amp; co" in text
-    (tmp_path / "no.svg").write_text("<p/>")
-    with pytest.raises(CacheError, match=r"no.svg is not an SVG figure"):
-        save_contact_sheet(path, {"a": tmp_path / "no.svg"}, "t")
