@@ -72,31 +72,36 @@ Passes = Annotated[str, ("denoise", "clean", "all")]
 Frames = tuple[int | str, ...]
 Tokens = slice | Tensor  # an index
 EVERY: Tokens = slice(None)
-InterventionError = ConfigError  # of an intervention
+InterventionError = ConfigError  # the name that older code catches
 
 
 # --- One form of a value, so that equal edits compare, hash and print alike
 FRAME_NAME = re.compile(r"first|sink|past|own(:\d+)?")
 
 
-def as_indices(name: str, value: Any) -> tuple[int, ...]:
-    """Return a number from 0, or several, as increasing ones: 5 -> (5,), [3, 1, 3] -> (1, 3)."""
+def as_indices(name: str, value: Any) -> tuple[int, ...] | None:
+    """Return a number from 0, or several, as increasing ones: 5 -> (5,), [3, 1, 3] -> (1, 3); None stays."""
+    if value is None:
+        return None
     chosen = [value] if isinstance(value, int) else [*value]
+    # type(): True is no layer 1, and 5.0 would be another fingerprint than 5.
     if not chosen or not all(type(n) is int and n >= 0 for n in chosen):
-        said = f"{name} {short_repr(value)} is not whole numbers from 0, at least one"
-        raise ConfigError(f"{said}; leave it out for all")
+        message = f"{name} {short_repr(value)} is not whole numbers from 0, at least one"
+        raise ConfigError(f"{message}; leave it out for all")
     return tuple(sorted({*chosen}))
 
 
-def as_frames(value: Any) -> Frames:
-    """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own", "own:18"."""
+def as_frames(value: Any) -> Frames | None:
+    """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own:18"; None stays."""
+    if value is None:
+        return None
     chosen = [value] if isinstance(value, (int, str)) else [*value]
     numbers = sorted({n for n in chosen if type(n) is int and n >= 0})
     names = dict.fromkeys(n for n in chosen if isinstance(n, str) and FRAME_NAME.fullmatch(n))
     known = [*numbers, *names]
     if not chosen or not all(n in known for n in chosen):
-        said = f"frames {short_repr(value)} is not numbers from 0, or names"
-        raise ConfigError(f"{said}: first, sink, past, own, own:18")
+        message = f"frames {short_repr(value)} is not numbers from 0, or names"
+        raise ConfigError(f"{message}: first, sink, past, own, own:18")
     return (*numbers, *names)
 
 
@@ -152,7 +157,7 @@ class Edit(ABC):
 
     def __post_init__(self) -> None:
         chosen = {name: getattr(self, name) for name in ("layers", "heads", "blocks", "steps")}
-        self._set(**{name: as_indices(name, x) for name, x in chosen.items() if x is not None})
+        self._set(**{name: as_indices(name, value) for name, value in chosen.items()})
         self.check()
 
     def _set(self, **values: Any) -> None:
@@ -210,6 +215,7 @@ class Edit(ABC):
 
     def check(self, plan: RolloutPlan | None = None) -> None:
         """Raise ConfigError where fields contradict each other or, with a plan, no call can be edited."""
+        # 1. Of the edit alone: what would be passed over in silence.
         check_fields(self)
         if self.heads is not None and not self.has_heads:
             raise ConfigError(f"{self.sites[0]} has no heads: leave heads out")
@@ -217,6 +223,7 @@ class Edit(ABC):
             raise ConfigError(f"{self.sites[0]} belongs to no layer: leave layers out")
         if plan is None:
             return
+        # 2. Of a rollout: indices that it has, and at least one call.
         check_indices("layer", self.layers, plan.num_layers)
         check_indices("head", self.heads, plan.num_heads)
         check_indices("block", self.blocks, len(plan.blocks))
@@ -261,6 +268,7 @@ def slots_in(call: Call, names: Frames) -> list[int]:
     ConfigError where a number or "first" meets a slot that holds another frame for each batch item.
     """
     layout, found = call.known_layout, []
+    # 1. Under which names each slot goes; frames of the block itself are "own", never a number.
     for n, slot in enumerate(layout.slots):
         named: set[int | str] = set()
         for frame in slot.by_item:
@@ -271,6 +279,7 @@ def slots_in(call: Call, names: Frames) -> list[int]:
                 named |= {*["sink"] * (n in layout.sink)}
         if named & {*names}:
             found.append(n)
+    # 2. "past" and "sink" mean the same slots in every batch item, whatever frames these hold.
     if set(names) - {"past", "sink"}:
         check_items(call, found)
     return found
@@ -295,6 +304,7 @@ def replace_values(
     call: Call, name: str, heads: Sequence[int], values: Tensor, tokens: Tokens = EVERY
 ) -> None:
     """Replace q, k or v [B, tokens, heads, D] in this call; the cache is not changed."""
+    # q, k and v may be views of the cache, which later calls read.
     x, columns = getattr(call, name).clone(), as_index(heads, call.q.device)
     rows = tokens if isinstance(tokens, slice) or isinstance(columns, slice) else tokens[:, None]
     x[:, rows, columns] = values.to(x.dtype)
@@ -306,6 +316,7 @@ def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, ne
     new = new.to(x.dtype).expand_as(x)
     if heads is None:
         return new.clone()
+    # Heads may be numbered from a shard's first one, and a call may have some of them alone.
     axis = SITES[where.site].split().index("H")
     first = where.shard.heads.start if where.shard else 0
     numbers = where.of_heads or range(x.shape[axis])
@@ -318,6 +329,7 @@ def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, ne
 
 def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
     """Radians per frame of each pair of the temporal share, float64 [heads or 1, pairs]; bases [heads]."""
+    # base^(-2i / dims of time), arXiv 2104.09864, Sec. 3.2.2, as RotaryTable has it.
     share = RotaryTable(head_dim).axes_dim[0]
     exponents = torch.arange(0, share, 2, dtype=torch.float64) / share
     bases = torch.tensor([ROPE_THETA], dtype=torch.float64) if bases is None else bases
@@ -325,7 +337,8 @@ def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn the temporal share of x [B, F·S, heads, D] by angles [F, heads or 1, pairs] -> float32."""
+    """Turn the temporal share of x [B, F·S, heads, D] by angles [F, heads or 1, pairs]; return float32."""
+    # Pairs of height and width behind those of time turn by 0.
     angles = F.pad(angles, (0, x.shape[3] // 2 - angles.shape[2]))
     cos, sin = angles.cos().float(), angles.sin().float()  # [F, heads, D/2]
     tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
@@ -356,10 +369,7 @@ class KeySelection(Edit):
     tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.frames is not None:
-            self._set(frames=as_frames(self.frames))
-        if self.tokens is not None:
-            self._set(tokens=as_indices("tokens", self.tokens))
+        self._set(frames=as_frames(self.frames), tokens=as_indices("tokens", self.tokens))
         super().__post_init__()
 
     def check(self, plan: RolloutPlan | None = None) -> None:
@@ -373,17 +383,19 @@ class KeySelection(Edit):
         return "self" if self.frames is not None else "cross"
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
+        # 1. Which keys: slots of frames in self-attention, single tokens of the prompt in cross-attention.
         slots = list(self.tokens or ()) if self.frames is None else slots_in(call, self.frames)
         if not slots:
             return None
         heads = torch.tensor(heads_in(self, call), dtype=torch.long)
         if not len(heads):
             return call  # all of them are in other processes
+        # 2. Edits of one call add up in one bias [H, slots], which its attention adds to the logits.
         if call.bias is None:
             size = call.k.shape[1] if self.frames is None else len(call.known_layout.slots)
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
-        return call  # attention() refuses heads that lose all their keys
+        return call  # attention() raises ConfigError for a head that loses all its keys
 
 
 @dataclass(frozen=True, repr=False)
@@ -426,10 +438,8 @@ class Ablate(Edit):
     def check(self, plan: RolloutPlan | None = None) -> None:
         check_site(self.site)
         super().check(plan)
-        fits = self.source is None or isinstance(
-            self.source, {"resample": Source, "mean": str}.get(self.how, ())
-        )
-        if not fits:
+        takes = {"resample": Source, "mean": str}.get(self.how, ())
+        if self.source is not None and not isinstance(self.source, takes):
             raise ConfigError(f"{self.how} does not take source={self.source!r}")
         if "mean" in self.how and "L" not in SITES[self.sites[0]].split():
             raise ConfigError(f"{self.site} has no tokens: take zero or resample")
@@ -447,7 +457,8 @@ class Ablate(Edit):
             return with_heads(x, where, self.heads, x.new_zeros(()))
         if self.how == "resample":
             return with_heads(x, where, self.heads, data.value(where))
-        means = data.of(where)  # [B or 1, Fq, ...]
+        # A frame's mean stands in for each of its tokens: [B or 1, Fq, H, D] -> [B or 1, Lq, H, D].
+        means = data.of(where)
         means = send((where.shard.of(means) if where.shard else means).to(x.dtype), x.device)
         return with_heads(x, where, self.heads, means.repeat_interleave(x.shape[1] // means.shape[1], 1))
 
@@ -462,9 +473,7 @@ class Patch(Edit):
     attention: Annotated[str, ("self", "cross")] = "self"
 
     def __post_init__(self) -> None:
-        self._set(source=as_source(self.source))
-        if self.frames is not None:
-            self._set(frames=as_frames(self.frames))
+        self._set(source=as_source(self.source), frames=as_frames(self.frames))
         super().__post_init__()
 
     def check(self, plan: RolloutPlan | None = None) -> None:
@@ -529,8 +538,8 @@ class Move(Edit):
         super().__post_init__()
 
     def check(self, plan: RolloutPlan | None = None) -> None:
-        if (self.offset is None) == (self.position is None):
-            raise ConfigError("Move takes offset= or position=, in frames")
+        if self.frames is None or (self.offset is None) == (self.position is None):
+            raise ConfigError("Move takes frames, and offset= or position=, in frames")
         super().check(plan)
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
@@ -540,6 +549,7 @@ class Move(Edit):
         turns = [self.offset] * len(slots)
         if self.position is not None:
             turns = [self.position - each for each in positions_of(call, slots)]
+        # RoPE turns add up: keys that were turned to p stand at p + n once they are turned by n more.
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
         angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(call.k.shape[3])
         replace_values(call, "k", heads, turn(select(call.k[:, tokens], heads, 2), angles), tokens)
@@ -574,6 +584,7 @@ class Jitter(Edit):
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
         stands = positions_of(call, range(len(layout.slots)))
+        # q and k stand where RoPE of base 10000 put them; another base moves each pair by a drift on top.
         numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
         drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
@@ -596,7 +607,7 @@ class Band(Edit):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        bands = as_indices("bands", self.bands)
+        bands = as_indices("bands", self.bands or ())
         self._set(bands=bands, phase=as_float(self.phase), scale=as_float(self.scale))
         super().__post_init__()
 
@@ -605,6 +616,7 @@ class Band(Edit):
         check_indices("band", self.bands, pairs)
         chosen = torch.zeros(pairs, dtype=torch.float64)
         chosen[list(self.bands)] = 1
+        # Turn the queries' pairs by the phase, then scale them: [B, Lq, heads, D].
         q = turn(select(call.q, heads, 2), (self.phase * chosen)[None, None])
         factor = torch.ones(call.q.shape[3])
         factor[: 2 * pairs] += ((self.scale - 1) * chosen).float().repeat_interleave(2)
@@ -690,21 +702,21 @@ class Custom(Edit):
         return self.function if hasattr(self.function, "__qualname__") else type(self.function)
 
     def to_dict(self) -> dict[str, Any]:
+        # Two functions of one name are told apart by their source, or by their bytecode.
         try:
             source = inspect.getsource(self._code).encode()
         except (OSError, TypeError):  # typed into an interpreter
             code = getattr(self._code, "__code__", None)
             source = code.co_code + repr(code.co_consts).encode() if code else b""
-        said = {
-            name: x for name, x in self.given().items() if name in ("layers", "blocks", "steps", "branch")
-        }
+        chosen = ("layers", "blocks", "steps", "branch")
+        values = {name: x for name, x in self.given().items() if name in chosen}
         name = f"{self._code.__module__}.{self._code.__qualname__}"
-        said |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": name}
-        return said | {"source_sha256": hashlib.sha256(source).hexdigest()[:16]}
+        values |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": name}
+        return values | {"source_sha256": hashlib.sha256(source).hexdigest()[:16]}
 
     def __repr__(self) -> str:
-        said = {key: value for key, value in self.to_dict().items() if key not in ("edit", "source_sha256")}
-        return f"Custom({', '.join(f'{key}={value!r}' for key, value in said.items())})"
+        values = {key: x for key, x in self.to_dict().items() if key not in ("edit", "source_sha256")}
+        return f"Custom({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
 def at(*sites: str, **where: Any) -> Custom:
@@ -736,14 +748,14 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
         return kind(**{str(key): value for key, value in values.items() if key != "edit"})
     except (TypeError, ValueError) as error:  # TypeError: fields that are missing or unknown
         known = ", ".join(each.name for each in fields(kind))
-        said = str(error).replace("__init__() ", "")
-        raise ConfigError(f"{name}: {said}; its fields: {known}; passes: denoise, clean or all") from None
+        message = str(error).replace("__init__() ", "")
+        raise ConfigError(f"{name}: {message}; its fields: {known}; passes: denoise, clean or all") from None
 
 
 def fingerprint(edits: Iterable[Edit]) -> str:
-    """Return 16 hexadecimal digits that tell lists of edits apart: of the SHA-256 of what they say."""
-    said = json.dumps([edit.to_dict() for edit in edits], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    """Return 16 hexadecimal digits that tell lists of edits apart: of the SHA-256 of their plain values."""
+    values = json.dumps([edit.to_dict() for edit in edits], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 # --- Edits in YAML and CSV files
@@ -779,14 +791,14 @@ def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes
         raise ConfigError(f"{path} is not a CSV of layers x heads: {reason_of(error)}") from None
     fits = drops.shape == (num_layers, num_heads) and np.isin(drops, (0, 1)).all()
     if not fits or not drops.any():
-        said = f"{path} is {drops.shape} of {np.unique(drops)[:3].tolist()}; this model takes"
-        raise ConfigError(f"{said} {num_layers} layers x {num_heads} heads, 1 drops a head and 0 keeps it")
+        message = f"{path} is {drops.shape} of {np.unique(drops)[:3].tolist()}; this model takes"
+        raise ConfigError(f"{message} {num_layers} layers x {num_heads} heads, 1 drops a head and 0 keeps it")
     heads = {layer: tuple(np.flatnonzero(row).tolist()) for layer, row in enumerate(drops)}
     return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
 
 
 def record_of(edits: Sequence[Edit]) -> dict[str, Any]:
-    """Return what caches say of edits: the values, in words, and the hash that tells them apart."""
+    """Return what caches keep of edits: their plain values, their reprs, and the hash of the values."""
     values = [edit.to_dict() for edit in edits]
     return {"edits": values, "words": "; ".join(map(str, edits)), "hash": fingerprint(edits)}
 
@@ -823,6 +835,7 @@ class Edits(Watcher):
                 raise ConfigError(f"{edit!r} needs data={{edit: ...}}: {edit.needs}")
             if where.shard and "source" in edit.needs:  # all processes run a source together
                 data.value(where)
+            # Cache policies of heads make a call for some heads, which may be none of the edit's.
             if isinstance(x, Call) and x.of_heads is not None and not heads_in(edit, x):
                 heads = range(x.shard.total) if edit.heads is None else edit.heads
                 self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
@@ -838,9 +851,10 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
     """Edit while the context lasts: edits, or at(...) and a function; contexts nest, from the outermost in.
 
     data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source;
-    a Pipe of experiments.load() makes them itself. Yields the edits with the number of calls that each
+    a Session of experiments.load() makes them itself. Yields the edits with the number of calls that each
     changed. Warns of one that changed none.
     """
+    # 1. at(...) without a function takes the argument behind it.
     given, chosen = list(edits), list[Any]()
     while given:
         each = given.pop(0)
@@ -852,6 +866,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
         raise ConfigError(
             f"intervene takes edits, at least one: {', '.join(KINDS)}; or at(...) and a function"
         )
+    # 2. They watch every activation of this context, and count what they change.
     session = Edits(tuple(chosen), dict(data or {}))
     with watched(session):
         yield session
@@ -919,8 +934,10 @@ class ReferenceMeans:
         sums: dict[Key, tuple[Tensor, Tensor]] = {}  # of means, and how many there were
         for run in runs:
             for (key, _), means in run.means.items():
+                # 1. The first block may have fewer frames than others: each place has a count of its own.
                 count = torch.full((means.shape[1], *[1] * (means.ndim - 2)), float(len(means)))
                 more = means.sum(0), count
+                # 2. Add to the sums so far, padded to the longer block, [offsets, H, D].
                 if before := sums.get(key):
                     longest = max(len(before[0]), len(count))
                     ends = [*[0, 0] * (count.ndim - 1), 0]
@@ -969,6 +986,7 @@ class RunInStep(Watcher):
         """Return what the source has in a place; ConfigError where it has none."""
         if self._wanted != where and not isinstance(self._found, BaseException):
             self._wanted, self._found = where, None
+            # The source starts with the first place that is wanted, in a context without edits of its own.
             if self._thread is None:
                 count = torch.get_num_threads()
                 self._thread = Thread(target=Context().run, args=(self._run, count), daemon=True)
