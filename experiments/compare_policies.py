@@ -13,7 +13,6 @@ from experiments.caches.files import require_ffmpeg
 from experiments.running import cli
 from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
 from experiments.running.ranks import workers_of
-from wan.errors import ConfigError
 
 CONTROLS = ("frozen", "vae", "rendered")
 
@@ -36,16 +35,12 @@ def run(argv=None):
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
     workers_of(args.judges)  # refused now, before anything is read
-    if args.videos < 0:
-        raise ConfigError(f"--videos {args.videos} is below 0")
     if args.videos or args.vbench_dir:
         require_ffmpeg("write none by --videos 0, without --vbench_dir")
     if args.prompts or args.prompt:
         refuse(args, "scenes and their controls stand in place of prompts", "held_out", "controls")
-    refuse(args, "the table is comparison.json of --output_dir", "output_path")
-    refuse(args, "--videos and --vbench_dir write the videos", "save_video")
-    refuse(args, "videos that are done are kept; make them anew in another --output_dir", "overwrite")
-    refuse(args, "the policies are named by --policies", "cache_policy")
+    own = "--output_dir holds the table and keeps what is done, --videos writes videos, --policies names them"
+    refuse(args, own, "output_path", "save_video", "overwrite", "cache_policy")
     args.controls = list(CONTROLS) if args.controls is None else args.controls
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)

@@ -24,9 +24,8 @@ def run(argv=None):
     cli.add_sweep_flags(parser)
     cli.add_engine_flags(parser)
     args = parser.parse_args(argv)
-    refuse(args, "the atlas is causal_atlas.pt of --output_dir", "output_path")
-    refuse(args, "an atlas covers every pass and keeps no video", "step", "save_video")
-    refuse(args, "pieces that are done are kept; make an atlas anew in another --output_dir", "overwrite")
+    own = "an atlas has every pass and no video; --output_dir keeps it and the pieces that are done"
+    refuse(args, own, "output_path", "step", "save_video", "overwrite")
     args.output_dir = args.output_dir or "cache/causal_atlas"
     config = config_from(args)
     if config.interventions:

@@ -7,7 +7,7 @@ docs/interventions.md says what can be edited and what the numbers are.
 """
 
 from experiments.caches.files import StoppedError
-from experiments.running.cli import config_from, main, refuse, run_parser
+from experiments.running.cli import config_from, main, run_parser
 from wan.errors import ConfigError
 
 
@@ -18,13 +18,11 @@ def run(argv=None):
     flag("--dry_run", action="store_true", help="say what would be edited, and stop")
     flag("--no_video", action="store_true", help="the numbers alone, without an mp4; needs no ffmpeg")
     args = parser.parse_args(argv)
-    if args.no_video:
-        refuse(args, "--no_video leaves the mp4 out", "save_video")
     config = config_from(args)
     if not config.interventions:
         raise ConfigError("nothing to edit: give --interventions, or --ablate_heads and --ablate_passes")
 
-    from experiments.studies.intervention_job import make_effects  # after the flags: a --help needs no torch
+    from experiments.studies.interventions import make_effects  # after the flags: a --help needs no torch
 
     try:
         make_effects(args, config)

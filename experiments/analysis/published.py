@@ -44,7 +44,7 @@ class Curve(NamedTuple):
 
 def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
     """Read curves by name from a CSV with columns key_frame, clipped (names cut off) and one a curve."""
-    text = read_text(_existing(path), error=CacheError)
+    text = read_text(path, error=CacheError)
     try:
         rows = list(csv.DictReader(io.StringIO(text, newline="")))
         frames = [int(row["key_frame"]) for row in rows]
@@ -138,16 +138,7 @@ def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profile
 
 def read_labels(path: str | Path) -> np.ndarray:
     """Read labels of heads [layers, H], one row per layer; lines that start with # are comments."""
-    try:
-        return np.loadtxt(_existing(path), delimiter=",", dtype=int, ndmin=2)
-    except ValueError as error:
-        raise CacheError(f"{path} is not a table of whole numbers: {error}") from None
-
-
-def _existing(path: str | Path) -> Path:
-    if not Path(path).is_file():
-        raise CacheError(f"{path} not found; run: git checkout -- {FOLDER}")
-    return Path(path)
+    return np.loadtxt(path, delimiter=",", dtype=int, ndmin=2)
 
 
 def compared_frames(view: Profiles, curve: Curve) -> list[int]:

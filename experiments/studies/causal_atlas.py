@@ -25,7 +25,7 @@ from experiments.running.engine import Results, cached, called, dask_client, wor
 from experiments.running.locks import claimed
 from experiments.running.progress import Progress, check_outputs, observed
 from experiments.session import MeanRuns, Session, load, reference_means
-from experiments.studies.runs import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
+from experiments.studies.interventions import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -35,7 +35,6 @@ from wan.interventions import (
     Edit,
     KeySelection,
     Move,
-    Patch,
     intervene,
     read_edits,
     record_of,
@@ -85,10 +84,8 @@ def denoised_again(
 
 
 def _needed(runs: Runs, edit: Edit) -> object:
-    """Return the means that an ablation takes. Raises ConfigError for edits with a source run."""
+    """Return the means that an ablation takes."""
     how = edit.how if isinstance(edit, Ablate) else None
-    if isinstance(edit, Patch) or how == "resample":
-        raise ConfigError(f"direct effects take no edit with a source: {edit}")
     if isinstance(edit, Ablate) and how == "mean":
         key = edit.source, edit.sites
         if key not in runs.means:
@@ -146,7 +143,9 @@ class Study:
     def __post_init__(self) -> None:
         edit, each = self.edit, self.each
         ablates, of_frames = isinstance(edit, Ablate), isinstance(edit, (KeySelection, Move))
+        # What has no direct effect, or none in these units.
         wrong = {
+            f"direct effects take no edit with a source: {edit}": "source" in edit.needs,
             f"--each {each} is not one of {', '.join(EACH)}": each not in EACH,
             "a causal atlas edits self-attention: frames, not tokens": edit.kind != "self",
             "a clean pass has no direct effect on its block: take passes denoise": edit.passes == "clean",
@@ -246,8 +245,7 @@ def merged(study: Study) -> dict[str, Tensor]:
     """Return the tensors of an atlas of R runs, N layers, U units and F frames: effects [R, N, U, F]."""
     rows = [study.store.read(name) for name in study.items]
     done = [row for row in rows if row is not None]
-    if missing := len(rows) - len(done):
-        raise ConfigError(f"{missing} of {len(rows)} items are missing; run the same command again")
+    assert len(done) == len(rows), "an item is missing"  # run() makes all of them, or raises
 
     def stacked(name: str) -> Tensor:
         values = torch.tensor([row[name] for row in done], dtype=torch.float64)
@@ -272,7 +270,7 @@ def merged(study: Study) -> dict[str, Tensor]:
 def atlas_cache(study: Study) -> dict:
     """Return the cache of a finished study."""
     return {
-        **study.session.common,
+        **study.session.common(study.configs[0]),
         "format": "causal_atlas",
         "prompt": study.configs[0].prompt,
         "seed": None,
@@ -318,13 +316,11 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
     """Make the items that are missing, and the atlas when all are done. Raises StoppedError after Ctrl-C."""
     folder = Path(args.output_dir)
     edits = read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")]
-    if len(edits) != 1:
-        raise ConfigError(f"{args.edit} holds {len(edits)} interventions; a causal atlas takes one")
+    if len(edits) != 1 or configs[0].gpus > 1:
+        raise ConfigError("a causal atlas takes one edit, and several GPUs by --workers N instead of gpus")
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
     check_sources(edits, with_edit)
     check_outputs(args, with_edit, [folder / ATLAS])
-    if configs[0].gpus > 1:
-        raise ConfigError(f"gpus {configs[0].gpus} splits one rollout; share an atlas by --workers N")
     with (
         claimed({str(folder / ATLAS): 0}),
         observed(args, "layer") as watch,

@@ -32,14 +32,14 @@ def classes_of(
     elif rule == "forcing_kv":
         labels = locality(local_mass_share(view.profiles(), Thresholds()), Thresholds())
     elif mass is None or not own[0]:
-        raise CacheError(f"rule {rule} needs an atlas with the masses of all frames")
+        labels = None
     else:
         rows = mass[:, :, own].mean(2)  # [layers, H, F]
         num = rows[..., 0].size // 2 if num is None else num
         older = np.nansum(rows[:, :, : own[0] - 3], -1)
         labels = dummy(rows, own, num) if rule == "dummy" else most(older, num)
     if labels is None or (labels == ABSENT).any():
-        raise CacheError(f"the atlas does not say what rule {rule} needs: more frames, or all passes")
+        raise CacheError(f"rule {rule} needs an atlas with more: masses of all frames, or all passes")
     return labels
 
 

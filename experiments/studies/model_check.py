@@ -31,7 +31,7 @@ from experiments.figures.heads import HeadPair, heads_by_agreement
 from experiments.figures.style import save_svg
 from experiments.running.progress import observed
 from experiments.session import load, load_pipeline, pipeline_of
-from experiments.studies.runs import Batch, frame_matrices
+from experiments.studies.interventions import Batch, frame_matrices
 from wan import keys as rope
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError

@@ -19,7 +19,7 @@ from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
 from experiments.running.engine import Results, cached
 from experiments.session import Session, pipeline_of
-from experiments.studies.runs import Batch, Head, knockouts, outside
+from experiments.studies.interventions import Batch, Head, knockouts, outside
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_yaml

@@ -40,7 +40,7 @@ from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError
 from wan.noise import seeded_noise
 from wan.policies import read_policy
 from wan.vae import VAE
@@ -98,14 +98,13 @@ NAMED = {
 def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return label -> settings of every policy named: NAME,FIELD=VALUE,..., a file, or one of NAMED.
 
-    Raises ConfigError for what is no policy, and for two of one name.
+    Raises ConfigError for what is no policy.
     """
     found: dict[str, dict[str, Any]] = {}
     for word in (each for name in words for each in NAMED.get(name, (name,))):
         settings = policy_settings(word)
         read_policy(settings)
-        if found.setdefault(word, settings) != settings:
-            raise ConfigError(f"--policies names {short_repr(word)} twice")
+        found[word] = settings
     return found
 
 

@@ -13,7 +13,7 @@ from experiments.caches.files import CacheError, require_same
 from experiments.extraction import devices, provenance
 from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
-from experiments.studies.intervention_job import base_runs
+from experiments.studies.interventions import base_runs
 from experiments.studies.policy_comparison import Comparison, with_session
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError

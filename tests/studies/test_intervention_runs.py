@@ -16,9 +16,9 @@ from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.session import Session, edited
-from experiments.studies import intervention_job, paired_prompts
+from experiments.studies import interventions, paired_prompts
+from experiments.studies.interventions import distance
 from experiments.studies.paired_prompts import budget_rows, read_pairs
-from experiments.studies.runs import distance
 from wan.capture import CaptureRequest
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Patch, Source, intervene
@@ -52,8 +52,8 @@ def test_an_edited_atlas_says_so_and_shows_what_the_softmax_saw(tiny, tmp_path):
 
 def test_effects_are_what_they_are_called(tiny):
     config, session = tiny.config, tiny.session
-    base, other = intervention_job.base_runs(None, session, config)
-    found = intervention_job.measure(session, config, [EDIT], base, other)
+    base, other = interventions.base_runs(None, session, config)
+    found = interventions.measure(session, config, [EDIT], base, other)
     total, own, direct = (found[name] for name in ("total", "own_block", "direct"))
     assert (total[:3] == 0).all() and (own[:3] == 0).all() and direct[:3].isnan().all()
     assert torch.equal(direct[3:6], total[3:6])  # the first edited block has an unedited past
@@ -63,7 +63,7 @@ def test_effects_are_what_they_are_called(tiny):
     with intervene(replace(EDIT, blocks=(1,), passes="all")):
         there = session.rollout(config)
     assert torch.equal(own, distance(base, there)[0].float())  # its past is then edited, for good
-    some = intervention_job.measure(session, config, [replace(EDIT, steps=(0,))], base, other)
+    some = interventions.measure(session, config, [replace(EDIT, steps=(0,))], base, other)
     assert torch.equal(some["own_block"], own)
     noise, renoise = draw_noise(config, session.model_config, session.dtype, session.device)
     more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
@@ -71,7 +71,7 @@ def test_effects_are_what_they_are_called(tiny):
     shaken = session.pipeline.inference(noise + 1e-6 * more, prompt_embeds=text, renoise=renoise)[1]
     assert torch.equal(found["floor"], distance(base, shaken)[0].float())
     source = Patch("z", Source(seed=9), layers=[1], passes="denoise")
-    assert "direct" not in intervention_job.measure(session, config, [source], base, other)
+    assert "direct" not in interventions.measure(session, config, [source], base, other)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
     assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
     assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,)
-    seed = tiny.config.seed + intervention_job.ANOTHER_SEED
+    seed = tiny.config.seed + interventions.ANOTHER_SEED
     other = tiny.session.rollout(replace(tiny.config, num_frames=6, seed=seed))
     monkeypatch.setattr(Session, "rollout", lambda *_: pytest.fail("rolled out again"))
-    kept = intervention_job.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
+    kept = interventions.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
     assert torch.equal(kept[1], other) and torch.equal(kept[0][0], cache["latents_base"])
     assert (tmp_path / "base.pt").read_bytes() == base
     with pytest.raises(CacheError, match=r"base.pt belongs to another run .*; choose another --save_base"):

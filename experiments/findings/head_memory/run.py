@@ -58,7 +58,6 @@ from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.session import load
 from experiments.studies import causal_atlas
-from wan.errors import ConfigError
 from wan.files import read_json
 
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
@@ -171,15 +170,13 @@ def measured_budgets(args: argparse.Namespace, shapes: Mapping[str, Any]) -> dic
     with Progress() as watch, stopping_when_asked(watch, "trial"):
         for ckpt_dir in args.ckpt_dir:
             config = miniature_config(args, ckpt_dir)
-            if (name := Path(config.ckpt_dir).name) in found["miniatures"]:
-                raise ConfigError(f"--ckpt_dir: two folders are called {name}; rename one")
             session = load(config).prepare((), found["captions"], watch)
             weights = session.sha256.result()
             known = ranked if weights == shapes["weights_sha256"] else []
             made_by = config, session, args.folder / weights[:12], workers_of(args.judges)
             study = HeadMemory(scenes, *made_by, sizes=sizes, known=known)
             study.make_all(watch)
-            found["miniatures"][name] = about(study)
+            found["miniatures"][Path(config.ckpt_dir).name] = about(study)
             found |= {"environment": environment(session.device), "model": config.model}
     return found | {"seeds": [number for number, _ in scenes], "folds": sizes.folds}
 

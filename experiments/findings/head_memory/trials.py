@@ -31,7 +31,15 @@ from experiments.running.engine import Results, cached, work_through
 from experiments.running.progress import Progress
 from experiments.session import Session
 from experiments.studies import causal_atlas
-from experiments.studies.runs import Dropped, Head, Runs, distance, frame_matrices, knockouts, outside
+from experiments.studies.interventions import (
+    Dropped,
+    Head,
+    Runs,
+    distance,
+    frame_matrices,
+    knockouts,
+    outside,
+)
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.interventions import Edit, Knockout, intervene
@@ -375,12 +383,7 @@ class HeadMemory(Trials):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = self.sizes.folds
-        if len(self.scenes) % parts:
-            raise ConfigError(
-                f"--captions {len(self.scenes)} has no {parts} equal parts: take a multiple of {parts}"
-            )
-        self.folds = [self.everyone[number::parts] for number in range(parts)]
+        self.folds = [self.everyone[number :: self.sizes.folds] for number in range(self.sizes.folds)]
 
     def others(self, fold: int) -> list[int]:
         """Return the rows on which heads are chosen for a fold: all but its own."""

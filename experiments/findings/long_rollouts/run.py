@@ -141,17 +141,15 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError for what compare_policies.py did not write, or not of the miniature.
     """
-    try:
-        prompts, kinds = list(comparison["prompts"]), np.array(comparison["kinds"], str)
-        unnamed, costs = np.array(comparison["unnamed"], bool), comparison["costs"]
-        videos: dict[str, dict[str, list[Video]]] = {}  # by policy and prompt
-        for video in comparison["videos"]:
-            videos.setdefault(video["label"], {}).setdefault(video["prompt"], []).append(video)
-        model, num_frames = comparison["model"], comparison["num_frames"]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"no comparison of compare_policies.py: {type(error).__name__} {error}") from None
-    if FULL not in videos or not len(kinds):
-        raise ConfigError("the findings need the policy full and held-out scenes: --policies findings")
+    made = [video["label"] for video in comparison.get("videos", ())]
+    if FULL not in made or not comparison["kinds"]:
+        raise ConfigError("findings need a comparison.json of full and held-out scenes: --policies findings")
+    prompts, kinds = list(comparison["prompts"]), np.array(comparison["kinds"], str)
+    unnamed, costs = np.array(comparison["unnamed"], bool), comparison["costs"]
+    videos: dict[str, dict[str, list[Video]]] = {}  # by policy and prompt
+    for video in comparison["videos"]:
+        videos.setdefault(video["label"], {}).setdefault(video["prompt"], []).append(video)
+    model, num_frames = comparison["model"], comparison["num_frames"]
     seconds = min(TO, round((1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)) / FPS))
     values = {
         label: _by_prompt([of_label[prompt] for prompt in prompts]) for label, of_label in videos.items()
