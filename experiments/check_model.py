@@ -24,7 +24,7 @@ def run(argv=None):
     of_miniature = "write how surely the verdict is told, of --config_path configs/wan_mini.yaml, into FILE"
     flag("--calibrate", metavar="FILE", help=of_miniature)
     args = parser.parse_args(argv)
-    refuse(args, "the references say it", *OF_REFERENCES)
+    refuse(args, **dict.fromkeys(OF_REFERENCES, "the references say it"))
 
     config = config_from(args)
     from experiments.studies.model_check import calibrate, check  # after the flags: a --help needs no torch

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from experiments.caches.files import require_ffmpeg
 from experiments.running import cli
-from experiments.running.cli import config_from, count, main, refuse, run_parser, whole_number
-from experiments.running.ranks import workers_of
+from experiments.running.cli import config_from, count, count_or_none, main, refuse, run_parser
 
 CONTROLS = ("frozen", "vae", "rendered")
 
@@ -25,8 +24,8 @@ def run(argv=None):
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
-    flag("--judges", type=whole_number, help="processes that measure; the cores beside a GPU, else none")
-    flag("--videos", type=whole_number, default=2, help="prompts whose first seed is kept as an mp4")
+    flag("--judges", type=count_or_none, help="processes that measure; the cores beside a GPU, else none")
+    flag("--videos", type=count_or_none, default=2, help="prompts whose first seed is kept as an mp4")
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
     cli.add_sweep_flags(parser)
@@ -34,13 +33,18 @@ def run(argv=None):
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240, vae_dtype="float32")
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
-    workers_of(args.judges)  # refused now, before anything is read
     if args.videos or args.vbench_dir:
         require_ffmpeg("write none by --videos 0, without --vbench_dir")
     if args.prompts or args.prompt:
-        refuse(args, "scenes and their controls stand in place of prompts", "held_out", "controls")
-    own = "--output_dir holds the table and keeps what is done, --videos writes videos, --policies names them"
-    refuse(args, own, "output_path", "save_video", "overwrite", "cache_policy")
+        of_scenes = "prompts stand in place of held-out scenes and their controls"
+        refuse(args, held_out=of_scenes, controls=of_scenes)
+    refuse(
+        args,
+        output_path="the table is comparison.json of --output_dir",
+        save_video="--videos and --vbench_dir write the videos",
+        overwrite="videos that are done are kept; make them anew in another --output_dir",
+        cache_policy="the policies are named by --policies",
+    )
     args.controls = list(CONTROLS) if args.controls is None else args.controls
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)

@@ -21,6 +21,8 @@ from pathlib import Path
 from experiments.running.cli import add_engine_flags, config_from, count, main, refuse, run_parser
 from wan.errors import ConfigError
 
+WITHOUT_USE = ("step", "save_video", "overwrite", "prompt")
+
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
@@ -34,7 +36,7 @@ def run(argv=None):
     flag("--folder", type=Path, default=Path("cache/head_effects"), help="where pairs are kept")
     add_engine_flags(parser)
     args = parser.parse_args(argv)
-    refuse(args, "all passes of the last block are edited", "step", "save_video", "overwrite", "prompt")
+    refuse(args, **dict.fromkeys(WITHOUT_USE, "all passes of the last block are edited"))
     config = config_from(args)
     out = Path(args.output_path or "outputs/head_budget.csv")
     block, frames = max(config.block_sizes), config.num_frames

@@ -24,8 +24,13 @@ def run(argv=None):
     cli.add_sweep_flags(parser)
     cli.add_engine_flags(parser)
     args = parser.parse_args(argv)
-    own = "an atlas has every pass and no video; --output_dir keeps it and the pieces that are done"
-    refuse(args, own, "output_path", "step", "save_video", "overwrite")
+    refuse(
+        args,
+        output_path="the atlas is causal_atlas.pt of --output_dir",
+        step="an atlas covers every pass",
+        save_video="an atlas keeps no video",
+        overwrite="pieces that are done are kept; make an atlas anew in another --output_dir",
+    )
     args.output_dir = args.output_dir or "cache/causal_atlas"
     config = config_from(args)
     if config.interventions:

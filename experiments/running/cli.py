@@ -2,20 +2,16 @@
 
 import argparse
 import hashlib
-import math
-import os
 import re
-import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from os.path import isfile
 from pathlib import Path
-from threading import current_thread, main_thread
-from typing import Any, ClassVar, NoReturn, TextIO, get_type_hints
+from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from experiments.caches.files import RunError, StoppedError
 from experiments.extraction.project_files import policy_settings
@@ -29,22 +25,26 @@ from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 # --- The beginning and end of a script
 EXPLAINED = (1, 2, 130)  # exit codes of processes that have printed the reason
 LOST = 70  # the exit code of a process whose partner is gone
+OF_CLASSES = {  # of torch, Python and its pools: what an exception that no user causes means for one
+    "OutOfMemoryError": "out of GPU memory: {reason}; try --offload, fewer frames, or --device cpu",
+    "MemoryError": "out of memory; try fewer frames or layers",
+    "BrokenProcessPool": "a process that measures was killed; run again: what is finished is kept",
+}
 
 
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
     warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
-    with _unfailing_streams(), _stopped_by_signals():
-        try:
-            run(argv)
-        except (KeyboardInterrupt, Exception) as error:
-            message, code = explained(error)
-            group = sys.modules.get("wan.wings.parallel")
-            if code == LOST or (group and not group.is_first_to_fail(message)):  # another process says it
-                raise SystemExit(code) from None
-            if "--debug" in (sys.argv if argv is None else argv):
-                traceback.print_exc()
-            fail(message, code)
+    try:
+        run(argv)
+    except (KeyboardInterrupt, Exception) as error:
+        message, code = explained(error)
+        group = sys.modules.get("wan.wings.parallel")
+        if code == LOST or (group and not group.is_first_to_fail(message)):  # another process says it
+            raise SystemExit(code) from None
+        if "--debug" in (sys.argv if argv is None else argv):
+            traceback.print_exc()
+        fail(message, code)
 
 
 def explained(error: BaseException) -> tuple[str, int]:
@@ -58,16 +58,11 @@ def explained(error: BaseException) -> tuple[str, int]:
         return str(error), 130 if isinstance(error, StoppedError) else 1 if isinstance(error, RunError) else 2
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
-    if type(error).__name__ == "OutOfMemoryError":  # torch's
-        return f"out of GPU memory: {reason_of(error)}; try --offload, fewer frames, or --device cpu", 1
-    if type(error).__name__ == "BrokenProcessPool":
-        return "a process that measures was killed; run again: what is finished is kept", 1
-    if isinstance(error, MemoryError):
-        return "out of memory; try fewer frames or layers", 1
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename or 'a file'}: {error.strerror or error}", 2
     how = "please report it with the traceback, which --debug prints"
-    return f"unexpected {type(error).__name__}: {reason_of(error)}: {how}", 1
+    message = OF_CLASSES.get(type(error).__name__, f"unexpected {type(error).__name__}: {{reason}}: {how}")
+    return message.format(reason=reason_of(error)), 1
 
 
 def fail(message: object, code: int) -> NoReturn:
@@ -76,90 +71,30 @@ def fail(message: object, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-class _Unfailing:
-    """A text stream that drops what cannot be written: a closed pipe or a full disk must not end a run."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-
-    def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError, ValueError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@contextmanager
-def _unfailing_streams() -> Iterator[None]:
-    """Make stdout and stderr unfailing; /dev/null takes the place of closed ones."""
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:  # the first file that is opened would get the number, and what is printed
-            os.open(os.devnull, os.O_RDWR)
-    before = sys.stdout, sys.stderr
-    with open(os.devnull, "w", encoding="utf-8") as null:
-        sys.stdout, sys.stderr = (_Unfailing(stream or null) for stream in before)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = before
-            for number, stream in enumerate(before, 1):
-                try:
-                    (stream or null).flush()
-                except (OSError, ValueError):  # Python would fail at its end, and change the exit code
-                    os.dup2(null.fileno(), number)
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM, and SIGHUP of a closed terminal, end a script as Ctrl-C does, with its cleaning up."""
-    if current_thread() is not main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [n for n in numbers if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 # --- Parsing: numbers have limits, words are text, no output is an input
-OUTPUT_FLAGS = ("output_path", "save_video", "save_base", "log_file", "log", "sheet", "figure")
+OUTPUT_FLAGS = ("output_path", "save_video", "save_base", "log_file", "log")
 
 
-def whole_number(text: str) -> int:
-    """Read a number of 64 bits."""
-    with suppress(ValueError):
-        if -(2**63) <= (number := int(text)) < 2**63:
-            return number
-    raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a whole number of 64 bits")
+def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
+    """Return a type for argparse: numbers of a kind in low..high.
+
+    Numbers that fit into no tensor, and nan, would be found late, or never.
+    """
+
+    def read(text: str) -> int | float:
+        with suppress(ValueError):
+            if low <= (value := kind(text)) <= high:
+                return value
+        what = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a {what} in {low:g}..{high:g}")
+
+    return read
 
 
-def finite_number(text: str) -> float:
-    """Read a number that is neither infinite nor nan."""
-    with suppress(ValueError):
-        if math.isfinite(number := float(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a finite number")
-
-
-def count(text: str) -> int:
-    """Read a number from 1 to MAX_COUNT."""
-    if 1 <= (number := whole_number(text)) <= MAX_COUNT:
-        return number
-    raise argparse.ArgumentTypeError(f"{number} is not in 1..{MAX_COUNT}")
+whole_number = number(int, -(2**63), 2**63 - 1)
+finite_number = number(float, -sys.float_info.max, sys.float_info.max)
+count = number(int, 1, MAX_COUNT)
+count_or_none = number(int, 0, MAX_COUNT)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -197,8 +132,6 @@ class Parser(argparse.ArgumentParser):
         found = super().parse_args(words, namespace)
         inputs, outputs = list[str](), list[str]()
         for name, value in vars(found).items():
-            if value == "" and name in OUTPUT_FLAGS[2:]:
-                raise ConfigError(f"--{name} is empty; name a file, or leave it out")
             texts = [str(one) for one in (value if isinstance(value, list) else [value]) if one]
             if name in OUTPUT_FLAGS:
                 outputs += texts
@@ -246,7 +179,7 @@ OPTIONS: dict[Any, dict[str, Any]] = {
 }
 
 
-def add_config_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+def add_config_flags(parser: argparse._ActionsContainer, *names: str) -> None:
     """Add a flag for each named field of RunConfig."""
     kinds = get_type_hints(RunConfig)
     for name in names:
@@ -264,9 +197,11 @@ def run_parser(description: str, output_path: str | None) -> Parser:
         default="configs/self_forcing_dmd.yaml",
         help="YAML of the run, or the name of one of configs/; flags override it",
     )
-    flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
+    add_config_flags(weights, "checkpoint_path")
     flag("--output_path", default=output_path, help="where the cache goes")
-    add_config_flags(parser, "checkpoint_path", "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
+    add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
@@ -318,9 +253,9 @@ def add_run_flags(parser: Parser) -> None:
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")
 
 
-def refuse(args: argparse.Namespace, remedy: str, *names: str) -> None:
-    """Raise ConfigError for flags that were given to a script that has no use for them."""
-    for name in names:
+def refuse(args: argparse.Namespace, **remedies: str) -> None:
+    """Raise ConfigError for a flag that was given to a script that has no use for it: flag="remedy"."""
+    for name, remedy in remedies.items():
         if (value := getattr(args, name)) not in (None, []):
             raise ConfigError(f"--{'no-' * (value is False)}{name} has no use here: {remedy}")
 
@@ -337,8 +272,6 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         given["prompt_schedule"] = schedule_settings(args.prompt_schedule)
     config = load_config(args.config_path, given)
     if args.no_checkpoint:
-        if args.checkpoint_path:
-            raise ConfigError("--no_checkpoint and --checkpoint_path exclude each other")
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
         from experiments.extraction.prompt_embeds import with_given_prompt
@@ -398,8 +331,6 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     weights: dict[str | None, Path] = {config.checkpoint_path: folder}
     if checkpoints:  # a folder each, named as its file; None is the base weights
         weights = {None if c == BASE else c: folder / (c if c == BASE else Path(c).stem) for c in checkpoints}
-        if absent := next((path for path in weights if path and not Path(path).is_file()), None):
-            raise ConfigError(f"{absent} not found; --checkpoints names files of weights, or {BASE}")
         if len(set(weights.values())) < len(weights):
             raise ConfigError("two of --checkpoints would share a folder; rename one")
     return {

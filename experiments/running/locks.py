@@ -6,29 +6,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from typing import Any
 
 from experiments.caches.files import CacheError, require_writable, target_of
 
 
 def require_distinct(outputs: Iterable[str | Path], inputs: Iterable[str | Path | None]) -> None:
     """Raise CacheError where an output is an input or a file of an input folder, or is named twice."""
-
-    def identity(path: Path) -> Any:
-        """Return the device and inode of a file, which links share, or the place of one not there yet."""
-        real = os.path.realpath(path)
-        return (os.stat(real).st_dev, os.stat(real).st_ino) if os.path.exists(real) else real
-
-    read = [Path(path) for path in inputs if path]
-    folders = [path.resolve() for path in read if os.path.isdir(path)]
-    used = {identity(path): "which this run reads" for path in read}
-    for path in map(Path, outputs):
+    read = [os.path.realpath(path) for path in inputs if path]
+    folders = [path for path in read if os.path.isdir(path)]
+    used = dict.fromkeys(read, "which this run reads")
+    for path in map(os.path.realpath, outputs):
         if os.path.isdir(path):
             raise CacheError(f"{path} cannot be written: it is a folder; name a file")
-        in_folder = os.path.isfile(path) and any(path.resolve().is_relative_to(folder) for folder in folders)
-        if use := used.get(identity(path), "which this run reads" if in_folder else None):
+        in_folder = os.path.isfile(path) and any(Path(path).is_relative_to(folder) for folder in folders)
+        if use := used.get(path, "which this run reads" if in_folder else None):
             raise CacheError(f"{path} is the same file as one {use}; give it another name")
-        used[identity(path)] = "which this run writes too"
+        used[path] = "which this run writes too"
 
 
 @contextmanager

@@ -155,29 +155,7 @@ def test_no_help_waits_for_torch():
     assert done.stdout.count("took ") == len(names) >= 10
 
 
-# -- streams and signals
-def with_streams(script, argv, are_pipes):
-    """Run a script in a fork whose descriptors 1 and 2 are pipes that nobody reads, or closed."""
-
-    def call():
-        reading, writing = os.pipe()
-        os.close(reading)
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(writing, number) if are_pipes else os.close(number)
-            setattr(sys, name, open(number, "w") if are_pipes else None)  # noqa: SIM115
-        cli.main(script.run, [str(word) for word in argv])
-
-    return forked(exit_code(call), timeout=240)
-
-
-@pytest.mark.parametrize("are_pipes", [True, False])
-def test_streams_that_take_nothing_lose_no_file(are_pipes, tmp_path, tiny):
-    argv = ["--config_path", tiny.path, "--num_frames", "6", "--output_dir", tmp_path / "x"]
-    assert with_streams(run_extraction_each, argv, are_pipes).value == 0
-    made = list((tmp_path / "x").glob("layer*.pt"))
-    assert made and all(load_cache(path)["format"] == "layer" for path in made)
-
-
+# -- signals, and what nobody foresaw
 def test_nohup_outlives_its_terminal(tmp_path, tiny, monkeypatch):
     """SIGHUP comes during the first block."""
     stopping_after(monkeypatch, 0, by=signal.SIGHUP)
