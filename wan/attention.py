@@ -49,9 +49,8 @@ class Call:
 
     @property
     def known_layout(self) -> KeyLayout:
-        """The layout of the keys of self-attention; ConfigError where the caller brought none."""
-        if self.layout is None:
-            raise ConfigError(f"layer {self.site.layer}: self-attention without the layout of its keys")
+        """The layout of the keys, which every call of self-attention brings."""
+        assert self.layout is not None
         return self.layout
 
     def parts(self) -> Iterator["Call"]:

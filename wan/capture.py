@@ -111,13 +111,6 @@ class CapturedCall(Mapping[str, Any]):
 SMALL = 1 << 15  # elements; values up to here wait for the end: pinned memory of their own costs more
 
 
-def start_copies(values: dict[str, Tensor]) -> None:
-    """Begin to copy large values from a GPU to pinned memory, in place; move_to_cpu() waits for them."""
-    for name, value in values.items():
-        if value.is_cuda and value.numel() > SMALL:
-            values[name] = value.contiguous().to("cpu", non_blocking=True)
-
-
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
     """Bring captured tensors to the CPU."""
     if any(value.is_pinned() for call in calls for value in call.values.values()):
@@ -176,20 +169,12 @@ class CaptureRequest:
     def __post_init__(self) -> None:
         queries = tuple(MapQuery(*query) for query in self.queries)
         object.__setattr__(self, "queries", queries)
-        of_frames = self.granularity == "frame" and "self" in self.kinds
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
-        kind = self.granularity
+        kind, known = self.granularity, ("token", "key", "frame", "map")
         refuse(
-            (
-                kind not in ("token", "key", "frame", "map"),
-                f"granularity {kind!r} is not one of token, key, frame, map",
-            ),
+            (kind not in known, f"granularity {kind!r} is not one of {', '.join(known)}"),
             (not {*self.kinds} <= {"self", "cross"}, f"kinds {self.kinds} may hold 'self' and 'cross'"),
             (kind == "key" and not self.is_logits, "probabilities need granularity 'token', not 'key'"),
-            (self.rope_bands and not of_frames, "rope_bands needs granularity 'frame' of self-attention"),
-            (self.query_key_means and not of_frames, "query_key_means needs 'frame' of self-attention"),
-            (self.heads is not None and kind != "map", f"heads need granularity 'map', not {kind!r}"),
-            (not queries or len({*queries}) < len(queries), "granularity 'map' needs queries, each once"),
             (wrong, f"queries {[*map(tuple, wrong)]} are not (frame, token), (frame, -1) or (-1, -1)"),
         )
 
@@ -422,7 +407,10 @@ class Capture:
             self._keep(calls[0], values, *shapes, layout)
 
     def _keep(self, call: Call, values: dict[str, Tensor], q_shape: Any, k_shape: Any, layout: Any) -> None:
-        start_copies(values)
+        """Keep values of a call; large ones set off for pinned memory, where move_to_cpu() waits for them."""
+        for name, value in values.items():
+            if value.is_cuda and value.numel() > SMALL:
+                values[name] = value.contiguous().to("cpu", non_blocking=True)
         self.calls.append(CapturedCall(call.site, call.at, values, tuple(q_shape), tuple(k_shape), layout))
 
 

@@ -60,6 +60,10 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def reason_of(error: BaseException) -> str:
     """Return the first line of another library's error, without torch's advice to trust a file."""
     text = str(error).strip()
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    elif isinstance(error, UnicodeDecodeError):
+        text = f"it is not text in UTF-8, at byte {error.start}"
     if "weights_only" in text or "Weights only load" in text:
         text = text.partition("WeightsUnpickler error: ")[2]
         if "GLOBAL" in text:
@@ -72,14 +76,15 @@ def reason_of(error: BaseException) -> str:
 
 def require_text(value: str, name: str, limit: int | None = None) -> str:
     """Return a text. Raise ConfigError for NUL, for halves of characters, and beyond limit characters."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{name} is not text in UTF-8: {short_repr(value[error.start])}") from None
-    if "\0" in value:
-        raise ConfigError(f"{name} has a NUL character at {value.index(chr(0))}; leave it out")
-    if limit is not None and len(value) > limit:
-        raise ConfigError(f"{name} has {len(value)} characters, at most {limit} are read")
+    problem = ""
+    if halves := [c for c in value if "\ud800" <= c <= "\udfff"]:
+        problem = f"is not text in UTF-8: {short_repr(halves[0])}"
+    elif "\0" in value:
+        problem = f"has a NUL character at {value.index(chr(0))}; leave it out"
+    elif limit is not None and len(value) > limit:
+        problem = f"has {len(value)} characters, at most {limit} are read"
+    if problem:
+        raise ConfigError(f"{name} {problem}")
     return value
 
 

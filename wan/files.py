@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
-from wan.errors import ConfigError, UserError, reason_of
+from wan.errors import ConfigError, UserError, library_reads, reason_of
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -38,28 +38,19 @@ class UnreadableError(ValueError):
 def read_text(path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] = ConfigError) -> str:
     """Read a plain file of at most limit bytes as UTF-8, with or without its mark. Raise error otherwise."""
     path = Path(path)
-    if not path.is_file():
-        raise error(f"{path} cannot be read: {'it is no plain file' if path.exists() else 'not found'}")
-    try:
+    with library_reads(path, error):
+        if path.exists() and not path.is_file():  # a device or a pipe may never end
+            raise error(f"{path} cannot be read: it is no plain file")
         if path.stat().st_size > limit:
             raise error(f"{path} is larger than {limit} bytes, as no such file is")
         return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        raise error(f"{path} is not text in UTF-8: {problem.reason} at byte {problem.start}") from None
-    except OSError as problem:
-        raise error(f"{path} cannot be read: {problem.strerror}") from problem
 
 
 def read_json(path: str | Path, error: type[UserError] = ConfigError) -> dict[str, Any]:
     """Read a JSON file that holds a table of settings. Raise error for any other."""
     text = read_text(path, error=error)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as problem:  # ValueError: also numbers of 5000 digits
-        raise error(f"{path} is not JSON: {reason_of(problem)}") from problem
-    if not isinstance(content, dict):
-        raise error(f"{path} holds a {type(content).__name__}, not a table of settings")
-    return content
+    with library_reads(path, error):
+        return dict(json.loads(text))
 
 
 def read_yaml(path: str | Path) -> dict[Any, Any]:

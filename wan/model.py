@@ -359,10 +359,9 @@ class WanModel(nn.Module):
         training.
         """
         config = self.config
-        if context.ndim != 3 or context.shape[-1] != config.text_dim or context.shape[1] > config.text_len:
+        if context.shape[1] > config.text_len:  # padding would cut them
             raise ConfigError(
-                f"prompt embeddings of shape {tuple(context.shape)} do not fit "
-                f"[B, at most {config.text_len}, {config.text_dim}]"
+                f"prompt embeddings of {context.shape[1]} tokens, the model reads {config.text_len}"
             )
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
         text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
@@ -378,13 +377,12 @@ class WanModel(nn.Module):
         mask: Mask = None,
     ) -> Tensor:
         """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
-        config = self.config
-        if x.ndim != 5 or x.shape[1] != config.in_dim:
+        # What torch would compute with all the same: keys of other videos, patches without the last rows.
+        if (texts := len(text[0][0])) != len(x):
             raise ConfigError(
-                f"latents of shape {tuple(x.shape)} are not [B, {config.in_dim} channels, F, h, w]"
+                f"prompt embeddings of batch {texts} for latents of batch {len(x)}; give each video its own"
             )
-        check_batch(text[0][0].shape[0], x.shape[0])
-        config.tokens_per_frame(*x.shape[3:])
+        self.config.tokens_per_frame(*x.shape[3:])
 
         dtype = self.patch_embedding.weight.dtype
         x = self.patch_embedding(x.to(dtype))  # [B, dim, F, h, w]
@@ -441,14 +439,6 @@ class WanModel(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.patch_embedding.weight.device
-
-
-def check_batch(texts: int, videos: int) -> None:
-    """Raise ConfigError where each video has no text of its own: attention would read memory of others."""
-    if texts != videos:
-        raise ConfigError(
-            f"prompt embeddings of batch {texts} for latents of batch {videos}; give each video its own"
-        )
 
 
 class CausalWanModel(WanModel):

@@ -11,7 +11,7 @@ from wan.blocks import block_ranges, block_sizes, steps_of_blocks
 from wan.cache import CachePolicy, CacheSizes, KVCache
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
-from wan.model import CausalWanModel, check_batch
+from wan.model import CausalWanModel
 from wan.noise import Noise, TensorNoise, check_frames
 from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
 from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during, hook_point
@@ -55,12 +55,11 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: float) -> Tensor:
 
 
 def check_numerics() -> None:
-    """Raise ConfigError under autocast or another default dtype, which would change numbers."""
-    dtype = torch.get_default_dtype()
-    if dtype != torch.float32:
-        raise ConfigError(f"torch's default dtype is {dtype}; set it back to torch.float32 around rollouts")
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        raise ConfigError("autocast is active, which changes numbers; leave it around rollouts")
+    """Raise ConfigError under autocast or another default dtype, which would change numbers in silence."""
+    dtype, autocast = torch.get_default_dtype(), any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    if dtype != torch.float32 or autocast:
+        found = "autocast is active" if autocast else f"torch's default dtype is {dtype}"
+        raise ConfigError(f"{found}, which changes numbers; run rollouts in torch.float32, without autocast")
 
 
 class CausalInferencePipeline:
@@ -135,14 +134,9 @@ class CausalInferencePipeline:
         fill whole blocks. on_block is called with the block and its latents when it is finished; the rest is
         as in blocks().
         """
-        if noise.ndim != 5:
-            raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
         given = noise[:, :0] if initial_latent is None else initial_latent
-        if given.shape[1] and given[:, 0].shape != noise[:, 0].shape:
-            shapes = f"initial_latent {tuple(given.shape)} and noise {tuple(noise.shape)}"
-            raise ConfigError(f"{shapes} differ in more than their frames")
         if prompt_embeds is None:
-            prompt_embeds = self.encode(text_prompts, noise.shape[0])
+            prompt_embeds = self.encode(text_prompts)
         rollout = self.blocks(
             TensorNoise(noise, renoise, generator, start=given.shape[1]),
             prompt_embeds,
@@ -221,12 +215,10 @@ class CausalInferencePipeline:
             raise ConfigError(f"{num_given} given frames end within a block; blocks end at {ends[1:]}")
         return blocks
 
-    def encode(self, text_prompts: Sequence[str] | None, batch: int) -> Tensor:
+    def encode(self, text_prompts: Sequence[str] | None) -> Tensor:
         """Return the states [B, n, text_dim] of a prompt for each video of the batch."""
         if text_prompts is None or self.text_encoder is None:
             raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
-        if len(text_prompts) != batch:
-            raise ConfigError(f"{len(text_prompts)} prompts for noise of batch {batch}")
         return self.text_encoder(text_prompts)
 
     def plan(
@@ -287,8 +279,6 @@ class Rollout:
         self.pipeline, self.model, self.noise, self.on_pass = pipeline, pipeline.model, noise, on_pass
         batch, _, _, height, width = noise.shape
         self.text = self.model.text_keys_values(prompt_embeds)
-        for embeds in (prompt_embeds, *(switch.prompt_embeds for switch in prompt_schedule)):
-            check_batch(batch if embeds is None else len(embeds), batch)
         policy, size = pipeline.cache_policy, pipeline.num_frame_per_block
         self.kv_cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
         self.kv_cache.has_switches = bool(prompt_schedule)
@@ -303,7 +293,7 @@ class Rollout:
         if frames.start in self.switches:
             prompts = None if switch.prompt is None else [switch.prompt] * self.noise.shape[0]
             embeds = switch.prompt_embeds
-            embeds = self.pipeline.encode(prompts, self.noise.shape[0]) if embeds is None else embeds
+            embeds = self.pipeline.encode(prompts) if embeds is None else embeds
             self.text = self.model.text_keys_values(embeds)
         remembered, again = apply_switch(self.kv_cache, switch.how, len(self.past), self.context)
         del self.past[: len(self.past) - remembered]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from wan.config import BaseSampling
-from wan.errors import ConfigError
 from wan.model import TextKeysValues, WanModel
 from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during
 
@@ -69,8 +68,6 @@ class TextToVideoPipeline:
 
         The solver runs in float32, the model in its own dtype. on_step is called with a step and its latents.
         """
-        if noise.ndim != 5:
-            raise ConfigError(f"noise of shape {tuple(noise.shape)} is not [B, F, C, h, w]")
         solver, timesteps = self.solver(), self.pass_timesteps
         frames = tuple(range(noise.shape[1]))
         check_watchers(lambda: self.plan(len(frames)))

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from helpers.pretended_gpu import pretended_gpu
 from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
 from wan.attention import attention
-from wan.capture import SMALL, CapturedCall, CaptureRequest, Pass, Site, call_index, move_to_cpu, start_copies
+from wan.capture import SMALL, Capture, CapturedCall, CaptureRequest, Site, call_index, move_to_cpu
 from wan.diffusers_capture import capture_diffusers
 from wan.errors import ConfigError
 from wan.interventions import Knockout, Move, intervene
@@ -124,7 +125,6 @@ REFUSED = {
     "pixel": {"granularity": "pixel"},
     "probabilities need granularity 'token'": {"granularity": "key", "is_logits": False},
     r"\(-2, -1\)": {"granularity": "map", "queries": ((-2, -1),)},
-    "each once": {"granularity": "map", "queries": ((1, 2), (1, 2))},
     "num_layers=60.*num_layers=8": {"layer_indices": [0], "num_layers": 60},  # these two to the older face
     "call index 8 is not in 0..7": {"layer_indices": [8]},
 }
@@ -143,14 +143,11 @@ def test_a_request_that_makes_no_sense_or_lies_outside_the_rollout_is_refused(me
     assert not ATTENTION_WEIGHT_CAPTURE.active
 
 
-def test_frames_need_the_pass_and_the_layout_of_a_call():
+def test_frames_need_the_pass_of_a_call():
     q = torch.randn(1, 5, 3, 16)
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"):
-        with pytest.raises(ValueError, match="frames of each call"):
-            attention(q, q, q, Site(0, "self"))
-        told = ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=(0,)))
-        with pytest.raises(ValueError, match="without the layout"), told:
-            attention(q, q, q, Site(0, "self"))
+    refused = pytest.raises(ValueError, match="frames of each call")
+    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), refused:
+        attention(q, q, q, Site(0, "self"))
 
 
 # --- Leaving leaves nothing
@@ -160,10 +157,14 @@ def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
     """Each value is contiguous and holds no other's numbers."""
     values = {"large": torch.rand(SMALL // 4, 5), "small": torch.rand(3, 4), "half": torch.rand(6, 2).half()}
     with pretended_gpu() as gpu:
-        call = CapturedCall(Site(0, "self"), None, {n: v.to(gpu).mT for n, v in values.items()}, (), ())
+        capture, call = Capture(()), SimpleNamespace(site=Site(0, "self"), at=None)
+        on_gpu = {n: v.to(gpu).mT for n, v in values.items()}
         if started:
-            start_copies(call.values)
-        move_to_cpu([call])
+            capture._keep(call, on_gpu, (), (), None)
+        else:
+            capture.calls.append(CapturedCall(call.site, None, on_gpu, (), ()))
+        move_to_cpu(capture.calls)
+        (call,) = capture.calls
     for name, value in values.items():
         found = call.values[name]
         assert found.device.type == "cpu" and found.is_contiguous() and torch.equal(found, value.mT)

@@ -33,7 +33,6 @@ REFUSED = {
     "dtype 'float64' is not one of": {"dtype": "float64"},
     "knows no gpus above 1": {"sampler": "rolling_forcing", "gpus": 2},
     "knows no interventions": {"sampler": "rolling_forcing", "interventions": [1]},
-    "describe a file; give lora_path": {"lora_rank": 4},
     "lora_alpha 0.0 is not float": {"lora_path": "a", "lora_alpha": 0.0},
     "are not 1..256 in 0..255": {"layer_indices": []},
     "does not go down within 1000..1": {"denoising_step_list": [500, 750]},
