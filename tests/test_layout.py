@@ -12,7 +12,8 @@ from conftest import ROOT
 ROOMS = [
     "caches",
     "analysis extraction",
-    "session base_session",
+    "session",
+    "base_session",
     "running figures",
     "miniature",
     "studies",
