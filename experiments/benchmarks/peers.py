@@ -62,13 +62,11 @@ def public_and_ours(args: argparse.Namespace, config: RunConfig) -> Iterator[Par
     model_class, attention = import_public(args.checkout)
     rollout = Rollout(config, args.random_weights)
     sizes = {name: getattr(rollout.sizes, name) for name in (*SIZES, "eps")}
+    # 1. The public model with our weights
     with torch.device(rollout.device):
         public = model_class(**sizes)
     torch.nn.Module.to(public, rollout.dtype).eval().requires_grad_(False)  # diffusers' own warns of nothing
-    try:
-        public.load_state_dict(rollout.model.state_dict())
-    except RuntimeError as error:
-        raise ConfigError(f"the checkout's transformer has other parameters: {reason_of(error)}") from error
+    public.load_state_dict(rollout.model.state_dict())
     latents = list[Tensor]()
 
     def roll_out() -> None:
@@ -78,11 +76,13 @@ def public_and_ours(args: argparse.Namespace, config: RunConfig) -> Iterator[Par
         latents.append(rollout.latents.double())
         return {"public_attention": attention}
 
+    # 2. Rows, each called once
     requests = capture_requests(config, rollout.sizes.num_layers)
     timed: Timed = {PUBLIC: partial(seconds_of, roll_out)}
     for name in ("plain", "logits", "mass"):
         timed[f"ours, {name}"] = partial(rollout.seconds, capturing(requests[name]))
     about = warmed_up(timed, more)
+    # 3. Differences of latents: to the public code's, and of both to ours in float32
     given = rollout.noise, rollout.renoise, rollout.text
     rollout.model.float()  # the same weights and inputs, exactly
     rollout.noise, rollout.renoise, rollout.text = (x.float() for x in given)
@@ -103,6 +103,7 @@ def import_public(checkout: Path) -> tuple[type, str]:
     """
     if not (checkout / TRANSFORMER).is_file():
         raise ConfigError(f"{checkout} has no {TRANSFORMER}; run: git clone {URL} {checkout}")
+    # Its files import each other as wan.modules.X, so that name must be theirs while they load.
     ours = take_wan()
     try:
         for name in ("wan", "wan.modules"):
@@ -158,6 +159,7 @@ def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
     def index() -> Tensor:
         return torch.zeros(1, dtype=torch.long, device=noise.device)
 
+    # Its KV cache: buffers of the whole video and of the text, and where each ends
     layers, ends = range(sizes.num_layers), ("global_end_index", "local_end_index")
     past = [buffers(num_frames * S) | {name: index() for name in ends} for _ in layers]
     text = [buffers(sizes.text_len) | {"is_init": index().bool()} for _ in layers]
@@ -183,6 +185,7 @@ def roll_out_public(model: Any, rollout: Rollout) -> Tensor:
             x0 = flow_to_x0(predict_flow(x, frames, step), x, sigmas[step])
             if number + 1 < len(steps):
                 x = add_noise(x0, rollout.renoise[number][:, own], sigmas[steps[number + 1]])
+        # The clean pass writes the keys and values that later blocks see.
         predict_flow(x0, frames, len(pipeline.timesteps))
         finished.append(x0)
     return torch.cat(finished, 1)

@@ -151,6 +151,7 @@ def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
 
 def warmed_rollouts(rollout: Rollout, rows: Timed) -> Rows:
     """Warm rows up; note bytes of the cache, the last block's time and the bits."""
+    # Waiting after each block costs time, so last_block_ms is of the warm-up alone.
     latents, ends = list[Tensor](), list[float]()
 
     def note_end(block: int, of_block: Tensor) -> None:
@@ -232,7 +233,8 @@ def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         given = {"num_frames": args.num_frames, "device": config.device}
         settings = load_config(f"configs/{name}.yaml", given)
         model = rollout.model if rollout and rollout.config.model == settings.model else None
-        rollout = None  # the model before goes first
+        # A model is kept for the next configuration of its size, or goes before the next is made.
+        rollout = None
         if model:
             model.local_attn_size, model.sink_size = settings.local_attn_size, settings.sink_size
         rollout = Rollout(settings, True, model)
@@ -257,6 +259,7 @@ def decoder(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     device = choose_device(config.device)
     vae = vae_of(args, config, device)
     latents = latents_of(vae, config, device)
+    # Random weights make pictures of any size: the last layer is scaled until they spread as real ones do.
     with cudnn.flags(enabled=True, allow_tf32=False):
         scale = SPREAD / 2 / by_diffusers(vae, latents[:, :3]).std()
         for parameter in vae.vae.decoder.conv_out.parameters():
@@ -362,7 +365,7 @@ def with_video(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
         for more, active in {"": nullcontext, ", atlas": mass}.items():
             name = f"blocks {shown} beside{more}"
             rows[name] = partial(at_once, name, encodes, active)
-    warmed_up(rows)
+    warmed_up(rows)  # by --graphs, layers record themselves
     for name, known in warmed_up(rows).items():  # graphs are recorded
         about[name] = about.get(name, {}) | known
     yield rows, about
@@ -373,6 +376,7 @@ def warmed_up(rows: Timed, more: Callable[[], dict[str, Any]] = dict) -> Rows:
     """Call every row once -> its seconds, a GPU's peak memory above the start and in all, and more()."""
     about: Rows = {}
     for name, row in rows.items():
+        # Peaks are above what the model and earlier rows hold.
         before = 0
         if torch.cuda.is_initialized():
             gc.collect()
@@ -404,7 +408,8 @@ def in_turn(
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     found: Rows = {}
     for number in range(repeats):
-        for name in list(rows)[:: -1 if number % 2 else 1]:  # to and fro: no row always follows the same one
+        # To and fro: no row always follows the same one.
+        for name in list(rows)[:: -1 if number % 2 else 1]:
             seconds[name].append(rows[name]())
         for name, taken in seconds.items():
             ratios = [a / b for a, b in zip(taken, seconds[first], strict=True)]
@@ -421,6 +426,7 @@ def in_turn(
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a median by order statistics; of fewer than six values their range."""
+    # As many values may lie outside on each side as coin flips fall there with at most 2.5 %.
     ordered, outside, tail = sorted(values), 0, 0.0
     while (tail := tail + math.comb(len(ordered), outside) / 2 ** len(ordered)) <= 0.025:
         outside += 1
@@ -501,7 +507,8 @@ class Rollout:
         self.sizes = released_sizes(config) if random_weights else read_model_config(config.ckpt_dir)
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        torch.set_num_threads(1)  # rollouts on a CPU are small ones, and others use its cores
+        # Rollouts on a CPU are small ones, and others use its cores.
+        torch.set_num_threads(1)
         self.model = model or self.build_model(random_weights)
         if graphs and self.device.type != "cuda":
             raise ConfigError("--graphs replays layers on a GPU, and none is used; leave it out")
@@ -522,6 +529,7 @@ class Rollout:
         """Return the model with the config's weights, or with random ones made on its device in its dtype."""
         if not random_weights:
             return load_pipeline(self.config, self.sizes, self.dtype, self.device).model
+        # On meta first: nothing is made in float32 and cast.
         window = {"local_attn_size": self.config.local_attn_size, "sink_size": self.config.sink_size}
         with torch.device("meta"):
             model = CausalWanModel(**vars(self.sizes), **window)

@@ -132,7 +132,8 @@ class Parts:
 def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int = 1) -> dict:
     """Measure all of it -> plain numbers. Finished parts are kept in `partial_file`, removed at the end."""
     weights = weight_hashes(config)
-    with EvalPool(workers) as pool:  # forks: before a GPU is touched
+    # Workers are forks, and a fork cannot use a GPU that its parent has touched: they come first.
+    with EvalPool(workers) as pool:
         frozen, mini = hashes(), Miniature(config)
         torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
         settings = {"weights": weights, "frozen": frozen, "counts": vars(counts)}
@@ -173,6 +174,7 @@ def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float
         for caption, one in zip(captions, answers, strict=True):
             if q in one:
                 counts[number[caption]] += one[q], 1
+        # Captions are resampled with all their videos: videos of one caption are no independent draws.
         counts = counts[counts[:, 1] > 0]
         drawn = counts[np.random.default_rng(0).integers(len(counts), size=(DRAWS, len(counts)))].sum(1)
         found[q] = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975)).round(3).tolist()
@@ -191,6 +193,7 @@ def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: 
     if counts.base:
         sources["base"] = lambda: pool.judge_all(mini.base(prompts), chosen)
     answers = {source: parts.get(f"{name}, {source}", make) for source, make in sources.items()}
+    # Answers of single videos, for the models alone: the other sources have no seed
     models = [source for source in answers if source in ("causal", "base")]
     return {
         "count": len(chosen),
@@ -208,7 +211,8 @@ def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list
     chosen = held_out_scenes(SETS["behind a wall"], counts.pasts)
     prompts, rows = [scene.caption for scene in chosen], []
     for size, sink in PASTS:
-        done = parts.done["behind a wall, causal"][: len(chosen)]  # with the whole past
+        # The whole past is that of caption_set(), where it has as many captions.
+        done = parts.done["behind a wall, causal"][: len(chosen)]
         if size > 0 or len(done) < len(chosen):
             videos = mini.causal(prompts, size, sink)
             done = parts.get(f"past {size} {sink}", partial(pool.judge_all, videos, chosen))

@@ -189,6 +189,7 @@ def _crossing(rng: random.Random, grid: list) -> Scene | None:
     second = rng.choice(others or [first])
     if math.dist(COLORS[first[1]], COLORS[second[1]]) < MIN_CONTRAST:
         return None
+    # Paths are drawn blindly, and kept where they meet.
     scene = Scene(tuple(_mover(rng, c, SMALL_RADII) for c in (first, second)), first[-1])
     gap = positions(scene, round(CROSS_BETWEEN[1] * FPS)).diff(dim=1).norm(dim=-1)[:, 0]
     closest = int(gap.argmin())
@@ -201,7 +202,8 @@ def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
     mover = _mover(rng, combination, SMALL_RADII, WALL_SPEEDS)
     color = _other_color(rng, BACKGROUNDS[combination[-1]], COLORS[mover.color])
     scene = Scene((mover,), combination[-1], wall=color, unnamed_color=rng.random() < 0.5)
-    hidden = hidden_share(scene, 81)
+    # It starts in sight, is wholly hidden once, and wholly visible from BACK_BY on.
+    hidden = hidden_share(scene, FRAMES)
     back = hidden[round(BACK_BY * FPS) :]
     return scene if hidden[0] == 0 and hidden.max() == 1 and back.max() == 0 else None
 
@@ -236,6 +238,7 @@ def scene_table(scenes: list[Scene]) -> Tensor:
 
     Columns: x, y, speed along x and y, radius, r, g, b, number of the outline.
     """
+    # A table, not objects: a training renders its clips on the GPU, inside a CUDA graph.
     tables = []
     for scene in scenes:
         rows: list[tuple[float, ...]] = [(0, 0, 0, 0, 0, *BACKGROUNDS[scene.background], 0)]
@@ -249,6 +252,7 @@ def scene_table(scenes: list[Scene]) -> Tensor:
             centre = (0.5 + dx * (1 - WALL) / 2, 0.5 + dy * (1 - WALL) / 2)
             rows.append((*centre, 0, 0, WALL / 2, *COLORS[scene.wall], len(SHAPES) + (dx == 0)))
         tables.append(torch.tensor(rows, dtype=torch.float32))
+    # Scenes with fewer layers get invisible ones: outline 0, a circle, of a negative radius.
     nothing = torch.tensor((0.5, 0.5, 0, 0, -1, 0, 0, 0, 0))
     most = max(map(len, tables))
     return torch.stack([torch.cat([rows, nothing.expand(most - len(rows), -1)]) for rows in tables])
@@ -259,6 +263,7 @@ def render_table(table: Tensor, frames: int, size: int) -> Tensor:
     start, velocity, margin, color, kind = table.split((2, 2, 1, 3, 1), -1)
     seconds = torch.arange(frames, device=table.device) / FPS
     centre = _reflect(start, velocity, margin, seconds)  # [B, F, layers, 2]
+    # The background first, then each layer over what is there
     video = color[:, 0, :, None, None, None].expand(-1, -1, frames, size, size)  # [B, 3, F, H, W]
     for n in range(1, table.shape[1]):
         alpha = coverage(centre[:, :, n], margin[:, n], kind[:, n], size)[:, None]  # [B, 1, F, H, W]
@@ -281,6 +286,7 @@ def coverage(centre: Tensor, radius: Tensor, kind: Tensor | int, size: int) -> T
 def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -> Tensor:
     """Fold straight paths [..., N, 2] into [margin, 1 - margin]; [..., F, N, 2]."""
     start, velocity, margin = (a.unsqueeze(-3) for a in (start, velocity, margin))
+    # A triangle wave of period 2 room: there and back
     room = 1 - 2 * margin
     path = start - margin + velocity * seconds[:, None, None]
     return margin + room - (path % (2 * room) - room).abs()
@@ -288,6 +294,7 @@ def _reflect(start: Tensor, velocity: Tensor, margin: Tensor, seconds: Tensor) -
 
 def _signed_distance(x: Tensor, y: Tensor, radius: Tensor, kind: Tensor | int) -> Tensor:
     """Return the distance to outlines by number, negative inside; [..., H, W]. The last two are walls."""
+    # Factors make the five shapes about equally large.
     ax, ay = x.abs(), y.abs()
     long, short = torch.maximum(ax, ay), torch.minimum(ax, ay)
     outlines: tuple[Callable[[], Tensor], ...] = (

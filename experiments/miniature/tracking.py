@@ -64,21 +64,22 @@ class Track:
 
     @property
     def seen(self) -> Tensor:
-        """Frames [F] that show it."""
+        """Return the frames [F] that show it."""
         return self.area > SMALLEST
 
     def color_name(self, frames: slice | Tensor = slice(None)) -> str | None:
-        """The nearest colour over these frames."""
+        """Return the nearest colour over these frames."""
         colors = self.color[frames][self.seen[frames]]
         return nearest(colors.median(0).values, made.COLORS) if len(colors) else None
 
     def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
-        """The outline at the shape's place and area that fits best over these frames: soft IoU."""
+        """Return the outline that fits best over these frames, at the shape's place and area: soft IoU."""
         shown = self.seen[frames]
         alpha, centre, area = (x[frames][shown] for x in (self.alpha, self.centre, self.area))
         likeness = []
         for number in range(len(made.SHAPES) if shown.any() else 0):
             unit_area, drop = _outline(number)
+            # A template [F, H, W] of the same area and centre of mass
             radius = (area / unit_area).sqrt()
             place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
             template = coverage(place, radius, number, alpha.shape[-1])
@@ -88,11 +89,12 @@ class Track:
 
     @property
     def direction(self) -> str | None:
-        """The nearest direction of its path before anything bounces; None where it does not move."""
+        """Return the nearest direction of its path before anything bounces; None where it does not move."""
         seconds = torch.arange(len(self.area)) / FPS
         early = self.seen & (seconds <= made.STRAIGHT)
         if early.sum() < 4:
             return None
+        # The slope of a straight line through its places, by least squares
         t = seconds[early] - seconds[early].mean()
         velocity = (t[:, None] * self.centre[early]).sum(0) / t.square().sum()
         if velocity.norm() < SLOWEST:
@@ -126,17 +128,20 @@ def background(video: Tensor, sight: Tensor) -> Tensor:
 
 def track(video: Tensor, sight: Tensor, ground: Tensor | None = None) -> Track:
     """Track the one shape that differs from the background, or from another colour `ground` [3]."""
+    # 1. The core of the shape: what differs from the background, without edges and specks
     ground = background(video, sight) if ground is None else ground
     difference = video - ground[:, None, None]
     red, green, blue = difference.unbind(1)  # a norm over a dimension that is not the last is slow
     core = _shrunk(((red * red + green * green + blue * blue).sqrt() > DIFFERS) & sight)  # [F, H, W]
+    # 2. Its colour in each frame [F, 3]
     color = torch.stack(
         [
             frame[:, mask].median(1).values if mask.any() else torch.full((3,), torch.nan)
             for frame, mask in zip(video, core, strict=True)
         ]
     )
-    axis = color.nanmedian(0).values - ground  # from the background's colour to the shape's
+    # 3. How far each pixel is on the way from the background's colour to the shape's [F, H, W]
+    axis = color.nanmedian(0).values - ground
     alpha = ((difference * axis[:, None, None]).sum(1) / axis.square().sum()).clamp(0, 1)
     return _measure((alpha * _grown(core) * sight).nan_to_num(), color)
 
@@ -156,7 +161,7 @@ def track_colors(video: Tensor, names: list[str]) -> list[Track]:
 
 
 def _shrunk(mask: Tensor) -> Tensor:
-    """Pixels whose eight neighbours belong too: no edges, no specks."""
+    """Return the pixels whose eight neighbours belong too: no edges, no specks."""
     return ~_grown(~mask, 1)
 
 
@@ -187,10 +192,12 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     """Judge whether a video shows what the caption of a scene says, by question."""
     if scene.kind == "crossing":
         return _judge_crossing(video, scene)
+    # 1. The background, and the one shape in front of it
     sight = in_sight(scene, video.shape[-1])
     ground = background(video, sight)
     mover, shape = scene.movers[0], track(video, sight, ground)
-    before = slice(0, FPS) if scene.wall else slice(None)  # later, the wall cuts its outline
+    # 2. Colour, outline and direction; behind a wall of the first second, for later the wall cuts its outline
+    before = slice(0, FPS) if scene.wall else slice(None)
     result = {
         "background": nearest(ground, made.BACKGROUNDS) == scene.background,
         "shape": shape.shape_name(before) == mover.shape,
@@ -198,6 +205,7 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     }
     if not scene.unnamed_color:
         result["color"] = shape.color_name(before) == mover.color
+    # 3. What else the caption names
     if mark := scene.landmark:
         x, y = made.CORNERS[mark.corner]
         spot = video[:, :, int(y * video.shape[-1]), int(x * video.shape[-1])]  # [F, 3]
@@ -262,17 +270,20 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
     """Judge each second of a video [frames, 3, H, W] in 0..1; a last second that is not whole is left out."""
     sight, movers = in_sight(scene, video.shape[-1]), scene.movers
     areas, colors, answers = list[Tensor](), list[str | None](), []
-    for second in video[: len(video) // FPS * FPS].split(FPS):
+    for second in video[: len(video) // FPS * FPS].split(FPS):  # [FPS, 3, H, W]
+        # 1. Where the movers are
         if len(movers) > 1:
             tracks = track_colors(second, [mover.color for mover in movers])
         else:
             tracks = [track(second, sight)]
-        if not areas:  # the first second: the whole areas, and the colour that the caption does not say
+        # 2. Of the first second: the whole areas, and the colour that the caption does not say
+        if not areas:
             areas = [t.area[t.seen].median() if t.seen.any() else torch.tensor(0.0) for t in tracks]
             colors = [
                 t.color_name() if scene.unnamed_color else mover.color
                 for t, mover in zip(tracks, movers, strict=True)
             ]
+        # 3. Answers from the frames that show a mover whole; one that is hidden is neither right nor wrong
         whole = [t.seen & (t.area > WHOLE * area) for t, area in zip(tracks, areas, strict=True)]
         visible = all(bool(frames.any()) for frames in whole)
         shown = list(zip(tracks, whole, movers, colors, strict=True))

@@ -26,6 +26,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import replacing, require_writable
@@ -107,7 +108,8 @@ class Stage:
 
     @property
     def compiled(self) -> bool:
-        """Compiling takes 30 s and saves a third of a step, which a LoRA's minute does not earn back."""
+        """Return whether layers are fused, on a GPU."""
+        # Compiling took 30 s and saved a third of a step on an H200: not worth it for a LoRA, of a minute.
         return self.device.type == "cuda" and not self.rank
 
 
@@ -186,6 +188,7 @@ def orthogonal(x: Tensor) -> Tensor:
     """Bring all singular values of matrices [n, rows, columns] near 1; float32."""
     if x.shape[1] > x.shape[2]:
         return orthogonal(x.mT).mT.contiguous()
+    # x <- a x + (b x xT + c (x xT)^2) x, a polynomial that pulls singular values towards 1
     a, b, c = NEWTON_SCHULZ
     x = x.to(FAST[x.device.type])
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -231,6 +234,7 @@ def fit(
         optimizers.append(torch.optim.AdamW(others, lr, ADAM_BETAS, weight_decay=WEIGHT_DECAY, **fused))
 
     def backward(loss: Loss) -> Tensor:
+        """Backpropagate, copy the gradients to the masters, and return the loss."""
         value = loss()
         gradients: Any = [master.grad for master in masters]
         torch._foreach_copy_(gradients, torch.autograd.grad(value, params))
@@ -238,6 +242,7 @@ def fit(
 
     @torch.no_grad()
     def update() -> Tensor:
+        """Step the optimizers, and copy the masters to the modules."""
         norm = nn.utils.clip_grad_norm_(masters, 1.0)
         for optimizer in optimizers:
             optimizer.step()
@@ -245,6 +250,7 @@ def fit(
         return norm
 
     def averaged() -> list[Any]:
+        """Return copies of the modules with averaged weights in bfloat16, as they are written."""
         copies = deepcopy(list(modules))
         trained = (p for module in copies for p in module.parameters() if p.requires_grad)
         for p, average in zip(trained, averages, strict=True):
@@ -267,6 +273,7 @@ def fit(
         kind, loss = loss_of(step, progress)
         value = call(kind, lambda loss=loss: backward(loss))
         call("update", update)
+        # The average forgets the random start: its memory grows with the steps, up to AVERAGE_DECAY.
         torch._foreach_lerp_(averages, masters, 1 - min(AVERAGE_DECAY, (1 + step) / (10 + step)))
         if step % 100 == 0:
             curve.append([step, round(seconds, 1), round(value.item(), 5)])
@@ -563,8 +570,6 @@ def masked_attention(mask: Tensor, stage: Stage, compiles: bool = False) -> Tens
     """
     if not stage.compiled:
         return mask
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # takes a second
-
     queries, keys = mask.shape
     blocks = create_block_mask(lambda b, h, q, k: mask[q, k], None, None, queries, keys, device=stage.device)
     attend = torch.compile(flex_attention, dynamic=False) if compiles else flex_attention
@@ -601,15 +606,18 @@ class TeacherForcing:
 
         own_past: the clean frames are the model's own.
         """
+        # 1. Clips, captions and the clean past
         chosen = self.clips.draw(self.batch)
         rows = self.clips.drop_captions(chosen)
         x0 = self.clips.latents[chosen].transpose(1, 2)  # [B, F, C, h, w]
         noise = torch.randn_like(x0)
         past, text = self.given(x0, rows, own_past)
+        # 2. A noise level for each block: half of them the sampler's, which the rollout will meet
         shape = len(x0), len(self.blocks)
         t, sampled = draw(self.timesteps, *shape), draw(self.sampler_steps, *shape)
         t = torch.where(torch.rand_like(t) < 0.5, sampled, t)
         t = t.repeat_interleave(len(self.blocks[0]), 1)  # [B, blocks] -> [B, F]
+        # 3. The flow from clean latents to noise
         flow = self.predict(past, add_noise(x0, noise, t / 1000), t, text)
         return F.mse_loss(flow.float(), (noise - x0).float())
 
@@ -718,16 +726,19 @@ class FewStep(TeacherForcing):
         Returns x_t [B, F, C, h, w] of these clips at the sampler's noise levels and at 0. Keys and values of
         the clean blocks are the same at every step, and stay in a KV cache.
         """
+        # 1. Noise, and the text with and without the caption
         model, past = self.teacher, self.clips.latents[some].transpose(1, 2)
         random = torch.Generator(past.device).manual_seed(seed)
         x = torch.randn(past.shape, generator=random, device=past.device)
         rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
         text = model.text_keys_values(encode_text(self.encoder, self.clips, rows))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
+        # 2. Keys and values of the clean clip
         cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
         cache.advance(frames, text)
         model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
-        cache.advance(frames, text)  # the same frames again, noisy
+        # 3. The same frames again, noisy, by Euler steps of the guided flow
+        cache.advance(frames, text)
         points = [x]
         for step, (sigma, after) in enumerate(pairwise(sigmas)):
             both = x.to(past.dtype).repeat(2, 1, 1, 1, 1)
