@@ -98,7 +98,7 @@ def test_an_item_is_known_by_its_policys_classes_and_the_first_seed_has_the_vide
 
 def test_policies_that_share_a_file_or_have_none_are_refused(tiny, tmp_path, monkeypatch):
     """Before a model is read."""
-    monkeypatch.setattr(policy_comparison.causal, "prepare", lambda *given: pytest.fail("was loaded"))
+    monkeypatch.setattr(policy_comparison.Session, "prepare", lambda *given: pytest.fail("was loaded"))
     folder = tmp_path / ("x" * 200)
     paths = [folder / f"{name}.yaml" for name in ("a/b", "a_b", "c" * 60)]
     (folder / "a").mkdir(parents=True)
