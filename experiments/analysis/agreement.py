@@ -86,13 +86,16 @@ def compare(
 ) -> Comparison:
     """Compare our matrices with published curves and, where there is one, the published matrix."""
     cells = context_cells(block_sizes)
+    # [layers, H, F]: the mean over the last block's queries
     last = np.asarray(ours, np.float64)[..., -block_sizes[-1] :, :].mean(-2)
     (mine, distances), (theirs, _) = (last_block_context(one, block_sizes) for one in (last, curves))
+    # Amplitudes of the waves that RoPE makes, [layers, H, bands].
     a, b = (fit_waves(np.nan_to_num(one), distances, frequencies).amplitude for one in (mine, theirs))
     rho = [spearman(a[..., band].ravel(), b[..., band].ravel()) for band in range(a.shape[-1])]
     matrix_r, of_s, rates = None, None, [sign_rate(mine), sign_rate(theirs)]
     if matrix is not None:
         both = [np.where(cells, np.asarray(one, np.float64), np.nan) for one in (ours, matrix)]
+        # Softmax ignores a constant of a query: rows are compared without their mean.
         within = [(one - mean_without_nan(one)[..., None])[..., cells] for one in both]  # of each query
         matrix_r = float(np.nanmedian(pearson(*within)))
         s = np.stack([first_frame_effect(one, block_sizes).effect.ravel() for one in (ours, matrix)])
@@ -101,8 +104,10 @@ def compare(
         rates = [sign_rate(one[..., cells]) for one in (ours, matrix)]
     r = pearson(mine, theirs)
     flat = [one.reshape(-1, one.shape[-1]) for one in (mine, theirs)]
+    # Shifted or permuted heads agree well with another head, not with their own.
     others = pearson(flat[0][:, None], flat[1][None])  # [heads, published heads]
     is_best = np.isfinite(r) & ((others > r.reshape(-1, 1)).sum(1).reshape(r.shape) == 0)
+    # None where the published data lack the matrix.
     of_heads = {
         "RMS, median (logits)": float(np.nanmedian(rms_difference(mine, theirs))),
         "r of whole matrices, median": matrix_r,

@@ -19,18 +19,22 @@ def flow(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     row, column = np.arange(height)[:, None], np.arange(width)
     shift = np.zeros((*first.shape, 2))
     for _ in range(ITERATIONS):
+        # The second frame is read at whole pixels of the estimate so far; its rest is estimated again.
         whole = np.rint(shift).astype(int)
         rows = np.clip(row + whole[..., 1], 0, height - 1)
         columns = np.clip(column + whole[..., 0], 0, width - 1)
         pixels = (rows * width + columns).reshape(*first.shape[:-2], -1, 1)
         flat = after.reshape(*after.shape[:-3], height * width, after.shape[-1])
         moved = np.take_along_axis(flat, pixels, -2).reshape(after.shape)
+        # Both frames' curvatures are averaged, as the paper's A(x) = (A1 + A2) / 2.
         xx, yy, xy = np.moveaxis((before[..., 2:] + moved[..., 2:]) / 2, -1, 0)
         dx = (before[..., 0] - moved[..., 0]) / 2 + xx * whole[..., 0] + xy / 2 * whole[..., 1]
         dy = (before[..., 1] - moved[..., 1]) / 2 + xy / 2 * whole[..., 0] + yy * whole[..., 1]
         xy = xy / 2  # A = [[xx, xy], [xy, yy]]
+        # Least squares over a neighbourhood: shift = (sum A^T A)^-1 sum A^T db.
         g11, g12, g22 = (_blurred(x) for x in (xx * xx + xy * xy, xy * (xx + yy), yy * yy + xy * xy))
         h1, h2 = _blurred(xx * dx + xy * dy), _blurred(xy * dx + yy * dy)
+        # Where nothing curves the motion is unknown: it is drawn to 0.
         g11, g22 = g11 + FLAT, g22 + FLAT
         shift = np.stack([g22 * h1 - g12 * h2, g11 * h2 - g12 * h1], -1) / (g11 * g22 - g12 * g12)[..., None]
     return shift
@@ -44,6 +48,7 @@ def _expansion(frames: np.ndarray) -> np.ndarray:
     names = ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # powers of x and y: 1, x, y, x², y², xy
     moments = np.stack([_along(rows[y], powers[x], -1) for x, y in names], -1)
     total = [(weights * offsets**power).sum() for power in range(5)]
+    # Moments -> coefficients: the Gram matrix of the basis under the Gaussian weights.
     gram = np.array([[total[a[0] + b[0]] * total[a[1] + b[1]] for b in names] for a in names])
     return (moments @ np.linalg.inv(gram).T)[..., 1:]
 
@@ -171,8 +176,10 @@ def hue_histogram(pixels: np.ndarray) -> np.ndarray:
     coloured = chroma > 0
     r, g, b = rgb[coloured].T
     top, chroma = top[coloured], chroma[coloured]
+    # HSV hue in sixths of a turn, 0..6; where two channels tie, red comes before green before blue.
     hue = np.where(top == r, (g - b) / chroma, np.where(top == g, 2 + (b - r) / chroma, 4 + (r - g) / chroma))
     bins = (hue % 6 * (HUE_BINS / 6)).astype(int) % HUE_BINS
+    # Saturation is the weight: the hue of grey says nothing.
     histogram = np.bincount(bins, chroma / top, HUE_BINS + 1)
     histogram[HUE_BINS] = 0 if histogram.sum() > 0 else 1
     return histogram / histogram.sum()
@@ -180,14 +187,17 @@ def hue_histogram(pixels: np.ndarray) -> np.ndarray:
 
 def motion(video: np.ndarray) -> np.ndarray:
     """Length of the flow of the fastest pixels, in shorter sides per second -> [seconds]."""
+    # Large videos are averaged down first: motion is in sides per second, whatever their size.
     scale = max(1, min(video.shape[1:3]) // FLOW_SIDE)
     height, width = (side // scale for side in video.shape[1:3])
     found = []
     for start in range(0, len(video) // FPS * FPS, FPS):
         grey = luma(video[start : start + FPS + 1])[:, : height * scale, : width * scale]
         small = grey.reshape(len(grey), height, scale, width, scale).mean((2, 4))
+        # [frames, h, w] grey -> pairs of neighbours, every eighth.
         pairs = np.arange(0, len(small) - 1, FLOW_EVERY)
         lengths = np.linalg.norm(flow(small[pairs], small[pairs + 1]), axis=-1).reshape(len(pairs), -1)
+        # A small object moves few pixels: the mean of all would be the background's.
         fastest = np.sort(lengths, 1)[:, -max(1, int(FASTEST * lengths.shape[1])) :]
         found.append(fastest.mean() * FPS / min(height, width))
     return np.array(found)
@@ -195,6 +205,7 @@ def motion(video: np.ndarray) -> np.ndarray:
 
 def largest_drop(distances: np.ndarray) -> float:
     """Return how far the distance [T] to the first frames falls within a second, at most."""
+    # [T, 17]: each frame with the second that follows it.
     windows = np.lib.stride_tricks.sliding_window_view(distances, min(FPS + 1, len(distances)))
     return float((windows[:, 0] - windows.min(1)).max())
 
@@ -203,8 +214,10 @@ def non_repetition(video: np.ndarray) -> float:
     """Distance between the beginning and what follows the later frame most like it; NaN below 2 seconds."""
     if len(video) < 2 * FPS:
         return float("nan")
+    # About 64 pixels a side are enough to tell frames apart.
     rows, columns = (max(1, side // 64) for side in video.shape[1:3])
     frames = video[:, ::rows, ::columns].astype(np.float32) / 255
+    # RIFLEx asks whether a video begins anew: find its later frame most like the first one.
     like = FPS + int(_rms(frames[FPS : len(frames) - 1], frames[0]).argmin())
     count = min(FPS, len(frames) - like - 1)
     return float(_rms(frames[like + 1 : like + 1 + count], frames[1 : 1 + count]).mean())

@@ -46,6 +46,7 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
     for claim, found in report["shares"].items():
         rule, *size = claim.split(", ")
         if size[1:] == [f"sink {sink}" if rule == "uniform" else f"{window} with sink {sink}"]:
+            # One value a miniature has no interval; "all" has one, over miniatures and captions.
             each = zip(report["miniatures"], found["same"][EACH], strict=True)
             for name, row in [(ALL, found["same"][ALL]), *((name, [share]) for name, share in each)]:
                 if row[0] is not None:
@@ -118,6 +119,7 @@ class HeadStudy:
 
     def correlations(self) -> dict[str, tuple[Interval, Interval]]:
         """ρ of every measure with the effect, and partial ρ given layer and ‖z‖."""
+        # Deeper layers have larger effects and other attention: what is left beside layer and norm counts.
         layer = np.broadcast_to(np.arange(len(self.layers))[:, None], self.effect.shape)
         given = [layer] if self.norms is None else [layer, self.norms]
         return {
@@ -134,6 +136,7 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     if cache["each"] != "head" or len(cache["units"]) != cache["num_heads"]:
         return None
     prompts = np.array(cache["prompts"])
+    # NaN: frames of blocks that had nothing to edit.
     per_run = np.nanmean(cache["effects"].numpy(), -1)  # [R, N, H]
     names = {"frame_control": "On a random frame", "head_control": "On another head"}
     return HeadStudy(
@@ -152,11 +155,13 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     if atlas is None or not Path(atlas).is_file():
         return {}, None
     cache = load_cache(atlas, expect=("atlas",))
+    # Attention of other weights, or of an edited run, would be no measure of these heads.
     same = cache["weights_sha256"] == causal["weights_sha256"] and cache["layers"] == causal["layers"]
     if not same or "interventions" in cache or "frame_mass" not in cache:
         return {}, None
     mass = open_profiles(cache, quantity="mass")
     profile, context = mass.profiles(), mass.context_frames
+    # [N, H]
     past = np.nansum(profile[..., list(context)], -1)
     found = {"Mass on frame 0": first_frame_mass(profile, context)[0], "Mass on the past": past}
     if "frame_logits" not in cache:

@@ -23,6 +23,7 @@ TITLES = {
     "non_repetition": "Non-repetition",
     "largest_drop": "Largest drop towards the first frames",
 }
+# Of Wan2.1 1.3B and 14B; 22 of its 64 complex pairs turn with time.
 WAN_HEAD_DIM = 128
 
 
@@ -33,6 +34,7 @@ class LongRollouts:
         self.findings = findings
         self.labels = {label: one["name"] for label, one in findings["policies"].items()}
         self.controls = [label for label in CONTROLS if label in self.labels]
+        # Windows beside head-wise policies of as many bytes belong to the family too.
         beside = [of["window"] for of in findings.get("at_equal_bytes", {}).values()]
         self.family = list(dict.fromkeys(["full", *findings["against_full"], *beside]))
         self.mapped = [policy for policy, rows in findings["sink_map"].items() if rows]  # by window and sink
@@ -72,6 +74,7 @@ class LongRollouts:
         rows = self.findings["sink_map"][policy]
         windows = sorted({row["window"] for row in rows})
         sinks = sorted({row["sink"] for each in self.findings["sink_map"].values() for row in each})
+        # [windows, sinks]
         values = np.full((len(windows), len(sinks)), np.nan)
         for row in rows:
             values[windows.index(row["window"]), sinks.index(row["sink"])] = row[PRIMARY][0]
@@ -82,6 +85,7 @@ class LongRollouts:
         found = {}
         for label in self.family:
             if cost := self.findings["policies"][label].get("cost"):
+                # A batch of videos is rolled out together: milliseconds of one of them.
                 late = 1000 * cost["last_block_seconds"] / cost["batch"]
                 found[self.labels[label]] = (cost["cache_bytes"] / 1e6, late, self.interval(label).estimate)
         return found
@@ -124,6 +128,7 @@ def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str
 
     kept = read_report(path, "long_rollouts")
     pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
+    # [side, n · side, 3] uint8, a PNG of 32 colours
     rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
     about = f"{kept['rule']}\n{kept['model']}, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
     return rows, kept["seconds"], about
@@ -150,6 +155,7 @@ def rope_coherence(distances: np.ndarray) -> np.ndarray:
 
 def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:
     """Find the largest local maxima of values at distances above beyond: (distance, value), largest first."""
+    # Strictly above both neighbours, so a plateau is no maximum.
     inner = np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:])) + 1
     chosen = sorted((i for i in inner if distances[i] > beyond), key=lambda i: -values[i])[:count]
     return [(int(distances[i]), float(values[i])) for i in chosen]

@@ -48,6 +48,7 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
     try:
         rows = list(csv.DictReader(io.StringIO(text, newline="")))
         frames = [int(row["key_frame"]) for row in rows]
+        # A CSV of a figure may leave frames out: then the cache says how many there are.
         whole = sorted(frames) == list(range(len(frames)))
         length = num_frames if num_frames and not whole else max(frames) + 1
         if len(set(frames)) < len(frames) or not 0 <= min(frames) <= max(frames) < min(length, MAX_COUNT):
@@ -72,6 +73,7 @@ def curves_for(
         return {}, f"Not compared with a published curve: {why_not}"
     curves = read_curves(path, view.num_frames)
     F = len(next(iter(curves.values())).values)
+    # Each of these would draw the paper's curve over numbers of something else.
     reasons = {
         f"this run was edited: {view.edits}": bool(view.edits),
         f"they belong to {model}, this cache to {view.model}": model not in (None, view.model),
@@ -101,6 +103,7 @@ def heads_of(
     effect = None if matrix is None else first_frame_effect(matrix, view.block_sizes).effect
     if effect is None or not np.isfinite(effect).any():
         effect = head_statistics(view.profiles()).delta
+    # Heads without a value come last.
     order = np.argsort(-np.nan_to_num(effect, nan=-np.inf), axis=None, kind="stable")[:count]
     chosen = [(view.layers[i // view.num_heads], int(i % view.num_heads)) for i in order]
     return tuple((layer, head, f"L{layer}H{head}") for layer, head in chosen)
@@ -130,6 +133,7 @@ def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profile
     found = {}
     for path in sorted(Path(folder).glob("*.pt")):
         other = open_profiles(load_cache(path))
+        # Other lengths and prompts of the same heads; not the view itself.
         same = (other.model, other.layers, other.num_heads) == (view.model, view.layers, view.num_heads)
         if same and (other.source, other.num_frames) != (view.source, view.num_frames):
             found[path.stem] = other
@@ -154,6 +158,7 @@ def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[dict[str, Any]]:
     found = []
     for view in views:
         frames = compared_frames(view, curve)
+        # [N, H, n] and [n]
         profiles, values = view.profiles()[..., frames], curve.values[frames]  # [N, H, n], [n]
         r, rms = pearson(profiles, values), rms_difference(profiles, values)
         for i, head in np.ndindex(r.shape):

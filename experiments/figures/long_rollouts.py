@@ -21,6 +21,7 @@ FPS = 16
 def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle="") -> Figure:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     side = next(iter(strips.values())).shape[0]
+    # [side, n · side, 3] -> [n, side, side, 3]
     rows = {n: strip.reshape(side, len(seconds), side, 3).swapaxes(0, 1) for n, strip in strips.items()}
     figure, axes, shown = st.picture_grid(rows, [f"{second} s" for second in seconds])
     for axis, name in zip(axes[:: len(shown)], strips, strict=True):
@@ -46,8 +47,10 @@ def policy_dots(
             ax.plot([value.low, value.high], [row, row], color=color, linewidth=2)
             ax.plot(value.estimate, row, "s" if name in controls else "o", color=color, markersize=5)
             if name in controls:
+                # A control bounds what the score can say, so it runs through the panel.
                 ax.axvline(value.estimate, color="0.45", linewidth=0.8, linestyle=":")
         ax.set_yticks(range(len(names)), names)
+        # The first policy is on top.
         ax.set(ylim=(len(names) - 0.5, -0.5), xlim=(-0.03, 1.03), title=title if len(panels) > 1 else "")
     note = "lines: 95 % intervals; grey: controls, scored by the same judge"
     st.label_figure(figure, axes, f"{label}, by policy", subtitle, x=label, note=note)
@@ -64,6 +67,7 @@ def drift_over_time(
     for ax, (label, curves) in zip(axes, measures.items(), strict=True):
         colors, dashes, markers = iter(LINES), iter((":", "--", "-")), iter("osD^vPX")
         for name, curve in curves.items():
+            # Each value is of a whole second: it is drawn at its middle.
             seconds = np.arange(len(curve["mean"])) + 0.5
             if name in controls:
                 ax.plot(seconds, curve["mean"], label=name, linestyle=next(dashes), **CONTROL)
@@ -98,6 +102,7 @@ def sink_maps(
     maps: Mapping[str, tuple[Sequence[int], Sequence[int], np.ndarray]], label: str, subtitle=""
 ) -> Figure:
     """Draw a heat map a policy: windows x sinks in frames -> values; NaN is empty."""
+    # One scale for all maps, or they could not be compared.
     low = min(np.nanmin(values) for _, _, values in maps.values())
     high = max(np.nanmax(values) for _, _, values in maps.values())
     figure, axes = st.panels(len(maps), 3, (3.6, 2.0))
@@ -137,6 +142,7 @@ def rope_against_distance(
     ax.plot(distances, coherence, color=DARK, linewidth=1)
     if marks:
         ax.plot(*zip(*marks, strict=True), "v", color=RED, markersize=5)
+    # From the first to the last distance at which queries of a block see the sink.
     below.barh(range(len(reach)), [last - first for first, last in reach.values()], color=BLUE, height=0.6)
     below.set_yticks(range(len(reach)), [st.wrapped(name, st.TINY, 1.2) for name in reach], fontsize=st.TINY)
     below.set(ylim=(len(reach) - 0.5, -0.5))
@@ -168,6 +174,7 @@ def _points(ax: Axes, points: Mapping[str, tuple[float, float]]) -> dict[str, Ar
     """Draw a point for each policy, controls in grey -> the legend."""
     for n, (name, (x, y)) in enumerate(points.items()):
         style: dict[str, Any] = {"color": LINES[n % len(LINES)], "marker": "oD^v"[n // len(LINES) % 4]}
+        # Controls are grey, each with a marker of its own.
         if name in ("frozen", "vae", "rendered"):
             style = {"color": "0.45", "marker": {"frozen": "s", "vae": "P", "rendered": "X"}[name]}
         ax.plot(x, y, linestyle="", markersize=5, label=name, **style)

@@ -54,6 +54,7 @@ def base_and_causal(*paths: str) -> Figure:
     of_base, of_causal = base.frame_matrix(layer), causal.frame_matrix(layer)
     assert of_base is not None and of_causal is not None
     both = {"base": of_base, "causal": of_causal}
+    # [heads, F, F]
     difference = of_base - of_causal  # NaN in later blocks; softmax ignores a row's mean
     apart = np.abs(difference - np.nanmean(difference, -1, keepdims=True))
     shown = sorted(np.argsort(-np.nanmean(apart, (1, 2)))[:HEADS_SHOWN].tolist())
@@ -112,6 +113,7 @@ def training_curves(
         for n, curve in enumerate(runs, 1 - len(runs)):  # the last run is 0
             _, seconds, loss = np.array(curve).T
             share = seconds / seconds[-1]
+            # A running geometric mean: the axis is logarithmic.
             smooth = np.exp(np.convolve(np.log(loss), np.ones(SMOOTHED) / SMOOTHED, "valid"))
             label = None if n else f"{name}, mean of {SMOOTHED}"
             left.plot(share[half:-half], smooth, "--" if n else "-", color=color, label=label)
@@ -143,6 +145,7 @@ def video_strips(
     edge = ((0, 0), (1, 1), (1, 1), (0, 0))
     for axis, (i, caption) in zip(axes, enumerate(captions), strict=True):
         shown = [np.pad(videos[i][chosen], edge, constant_values=1) for videos in rows.values()]
+        # [rows · H, frames · W, 3]
         picture = np.concatenate([np.concatenate([*strip], 1) for strip in shown])
         height, width = picture.shape[0] / len(rows), picture.shape[1] / len(chosen)
         # Six bits of a colour are enough, and an SVG packs them twice as well.

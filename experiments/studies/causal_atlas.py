@@ -56,6 +56,7 @@ def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
         def denoised(block: int, denoise: Denoise) -> Tensor | None:
             if (edit := edit_of(block)) is None:
                 return None
+            # A warning for each block and unit would bury the progress.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a block without such keys is NaN
                 with intervene(edit, data={edit: _needed(runs, edit)}) as session:
@@ -74,6 +75,7 @@ def denoised_again(
     found = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in ways}
 
     def probe(block: int, denoise: Denoise) -> None:
+        # The past stays the unedited one: what is found is the direct effect of this block's edit.
         now = slice(runs.ranges[block].start, runs.ranges[block].stop)
         for name, way in ways.items():
             if (x0 := way(block, denoise)) is not None:
@@ -99,6 +101,7 @@ def measure_floor(runs: Runs) -> Tensor:
     if runs.session.dtype != torch.float32:
         backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
         return measure(runs, {"floor": lambda block: backend})["floor"]
+    # In float32 the floor is noise far below what any edit does.
     more = torch.randn(runs.noise.shape, generator=torch.Generator().manual_seed(0)).to(runs.noise)
     shaken = [(runs.noise + FLOOR_NOISE * more)[:, own.start : own.stop] for own in runs.ranges]
     return denoised_again(runs, {"floor": lambda block, denoise: denoise(shaken[block])})["floor"]
@@ -106,6 +109,7 @@ def measure_floor(runs: Runs) -> Tensor:
 
 def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
     """Move an edit of frames to as many other earlier frames, drawn anew for each block."""
+    # The edit's own frames are no control.
     named = {0 if name == "first" else name for name in edit.key_frames or ()}
     ranges = block_ranges(list(block_sizes))
 
@@ -182,6 +186,7 @@ class Study:
 
     def pieces(self, batch: int) -> dict[str, Piece]:
         """Return the items by name: a batch of runs and a layer each, the same for every worker."""
+        # Layers of one batch follow each other, so that its unedited rollouts are made once.
         batches = [self.configs[i : i + batch] for i in range(0, len(self.configs), batch)]
         return {
             fingerprint({"items": [self.name(config, layer) for config in configs]}): Piece(configs, layer)
@@ -200,9 +205,12 @@ class Study:
             runs = Runs(self.session.here(cached), piece.configs, self.recorded)
             return runs, measure_floor(runs)
 
+        # 1. Roll out the batch without edits, or take the rollouts of the layer before.
         names = [self.name(config, None) for config in piece.configs]
         runs, floor = cached("runs", fingerprint({"runs": names}), begun)
+        # 2. Denoise every block again under each unit's edit -> [B, F] by unit.
         layer, effects = piece.layer, measure(runs, dict(self.edits(piece.layer)))
+        # 3. Keep an item a run; the norm of z is a covariate of the effects.
         norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
         for row, config in enumerate(piece.configs):
             values: dict[str, Any] = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
@@ -222,12 +230,14 @@ class Study:
                 fields["site"] = ADDED[unit]
             elif self.each != "layer":
                 fields[f"{self.each}s"] = (unit,)
+            # An edit of one unit; where frames are edited one by one, of all layers together.
             edit = replace(self.edit, **fields)
 
             def always(block: int, edit: Edit = edit) -> Edit:
                 return edit
 
             yield ("effect", unit), always
+            # The past and the own block as wholes have no other frames to compare with.
             of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes
@@ -248,6 +258,7 @@ def merged(study: Study) -> dict[str, Tensor]:
     assert len(done) == len(rows), "an item is missing"  # run() makes all of them, or raises
 
     def stacked(name: str) -> Tensor:
+        # [R · N, ...] -> [R, N, ...]
         values = torch.tensor([row[name] for row in done], dtype=torch.float64)
         return values.unflatten(0, (len(study.configs), len(study.layers))).float()
 
@@ -260,6 +271,7 @@ def merged(study: Study) -> dict[str, Tensor]:
         units = range(effects.shape[2])
         for layer in range(effects.shape[1]) if len(units) > 1 else ():
             for unit in units:
+                # The same draw in every run, so that the control is paired.
                 other = random.Random(f"{layer} {unit}").choice([n for n in units if n != unit])
                 control[:, layer, unit] = effects[:, layer, other]
     if study.each == "head":
@@ -329,6 +341,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
         start = time.monotonic()
         study = called(client, prepared, folder, edits[0], args.each, configs, *([] if client else [watch]))
         if client and isinstance(edit := edits[0], Ablate) and edit.how == "mean" and not edit.source:
+            # Each reference prompt is an item: workers share them before the first ablation.
             means = called(client, Means(study.session, configs[0], edit.sites).begun)
             work_through(means, means.items, folder, watch, client)
             called(client, reference_means, study.session, configs[0], None, edit.sites)

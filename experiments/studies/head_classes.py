@@ -25,6 +25,7 @@ def classes_of(
     num heads are dummy, or have the most mass on older frames; half of all where not given. Raises CacheError
     for an atlas that does not hold what the rule needs.
     """
+    # pyramid counts signs of logits; the others read what softmax leaves.
     view = open_profiles(atlas, step, quantity="mean_logit" if rule == "pyramid" else "mass")
     own, mass = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1), view.frame_matrices()
     if rule == "pyramid":
@@ -34,6 +35,7 @@ def classes_of(
     elif mass is None or not own[0]:
         labels = None
     else:
+        # Rule mass counts frames before the last three of the past.
         rows = mass[:, :, own].mean(2)  # [layers, H, F]
         num = rows[..., 0].size // 2 if num is None else num
         older = np.nansum(rows[:, :, : own[0] - 3], -1)
@@ -52,6 +54,7 @@ def most(values: np.ndarray, num: int) -> np.ndarray:
 
 def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
     """Return SINK, NEIGHBOUR or DUMMY by masses [layers, H, F] of a block: Dummy Forcing's rule, all rows."""
+    # Shares of what all heads read, so that sinks and neighbours compete on one scale.
     first, middle = mass[:, :, 0], mass[:, :, 1 : own[0]].sum(-1)
     first, middle = first / first.sum(), middle / middle.sum()
     found = np.where(first < middle, NEIGHBOUR, SINK)
@@ -63,11 +66,13 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
 
     Means over tokens of all passes of queries before RoPE, as complex pairs of dims, and of their moduli.
     """
+    # The statistics are of a rollout with the whole past.
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
     session = load(config).prepare()
     sums: dict[int, Any] = {}
 
     def add(layer: int, norm: Any, module: Any, given: Any, projected: torch.Tensor) -> None:
+        # The hook sees projections before the norm and RoPE.
         q = norm(projected).double().unflatten(-1, (-1, 2))  # [B, L, H, D / 2, 2]
         new = q.sum((0, 1)), q.norm(dim=-1).sum((0, 1)), projected[..., 0].numel()
         sums[layer] = [a + b for a, b in zip(sums.get(layer, (0, 0, 0)), new, strict=True)]

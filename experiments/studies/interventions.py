@@ -91,6 +91,7 @@ class Runs(Batch):
         super().__post_init__()
         with record_head_outputs(*dict.fromkeys((*HeadOutputs.sites, *self.sites))) as self.outputs:
             self.latents = self.rollout()
+        # The unit of effects: the same prompts from other noise.
         others = [replace(config, seed=config.seed + ANOTHER_SEED) for config in self.configs]
         self.between_seeds = distance(self.latents, Batch(self.session, others).rollout())
         self.means: dict[object, object] = {}  # of reference sets, read once
@@ -131,6 +132,7 @@ def knockouts(
     blocks: Iterable[int] | None = None,
 ) -> tuple[Knockout, ...]:
     """Leave frames of their past out of the view of heads, in some passes and blocks."""
+    # A Knockout names whole heads of one layer, and what a block loses depends on the block.
     ranges, layers = block_ranges(list(block_sizes)), by_layer(heads)
     return tuple(
         Knockout(frames=tuple(frames), layers=(layer,), heads=some, blocks=(block,), passes=passes)
@@ -146,6 +148,7 @@ def frame_matrices(runs: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
         runs.rollout()
     model, frames = runs.session.model_config, runs.configs[0].num_frames
+    # [R, layers, H, F, F]
     shape = len(runs.configs), model.num_layers, model.num_heads, frames, frames
     logits, mass = (np.full(shape, np.nan) for _ in range(2))
     for call in calls:
@@ -242,6 +245,7 @@ def measure(
         return distance(base, latents)[0].float()
 
     latents = rolled_out(edits)
+    # The floor: what should change nothing.
     if session.dtype == torch.float32:
         unchanged = rolled_out([], shake=FLOOR_NOISE)
     else:  # attention by groups is another backend
@@ -254,12 +258,14 @@ def measure(
         "own_block": nothing.clone(),
         "floor": run_distance(unchanged),
     }
+    # Jitter has no single block: it holds for a whole rollout.
     if not any(isinstance(edit, Jitter) for edit in edits):
         # The same edits in all passes of the first block that they edit, and nowhere else.
         first = min(block for edit in edits for block, _ in plan.calls(edit))
         there = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
         found["own_block"] = run_distance(rolled_out([edit for edit in there if plan.calls(edit)]))
     if not any("source" in edit.needs for edit in edits):  # else each block again, over the base run's past
+        # A source would have to be rolled out in step with each block: no direct effects then.
         found["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
 
         def probe(block: int, denoise: Callable[[], Tensor]) -> None:

@@ -62,6 +62,7 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
                 "name an atlas of this model by --reference"
             )
 
+    # Noise on a GPU depends on the card. The published log does not say for sure which one it was.
     given = [cache.get("config", {}).get("noise", "seeded") for cache in caches]
     noises = TRIED if all(cache["weights"] == "published" for cache in caches) else given[:1]
     if config.noise != "seeded":
@@ -97,6 +98,7 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
             if not best or closest(found) > closest(best):
                 best, best_logits, best_noise = found, logits, noise
             watch.print(f"noise {noise}: median r {closest(found):.3f}")
+            # The right noise is found: no other one is tried.
             if agreement.verdict(best) == agreement.VERDICTS[0]:
                 break
 
@@ -156,6 +158,7 @@ def of_published() -> dict[str, Any]:
             theirs = view.profiles(), view.frame_matrices(), sizes, frequencies  # noqa: B023
             return row(*(compare(one, *theirs) for one in ours))
 
+        # Five draws of a random order of heads within each layer.
         orders = [[generator.permutation(A.shape[1]) for _ in A] for _ in range(5)]
         permuted = [np.stack([layer[order] for layer, order in zip(A, one, strict=True)]) for one in orders]
         found[f"another prompt, {length} frames"] = beside(castle, A)
@@ -172,6 +175,7 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
     loaded = load(config).prepare((), PROMPTS)
     sizes, last, right_model = loaded.model_config, config.block_sizes[-1], loaded.pipeline.model
     frequencies = temporal_frequencies(sizes.head_dim)
+    # Waves slower than the video are lines.
     frequencies = frequencies[2 * np.pi / frequencies <= config.num_frames - last]
 
     def logits(step: int = 0, model: Any = right_model, text_scale: int = 1, **settings: Any) -> np.ndarray:

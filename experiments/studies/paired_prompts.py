@@ -28,6 +28,7 @@ from wan.policies import PromptSwitch
 from wan.sites import ActivationSite, Pass, Watcher, watched
 
 OTHER = Source(prompt="the other colour")  # a name: its calls are given as data
+# Where the two runs differ most is where the object is; elsewhere noise would drown the effect.
 REGION = 0.1  # of the places of a latent frame
 
 
@@ -91,6 +92,7 @@ class PairedRuns:
 
     def rollout(self, which: int, *records: RecordedCalls, **kwargs: Any) -> Tensor:
         """Roll out all pairs in their first or second colour -> latents [B, F, C, h, w]."""
+        # Block 0 reads its own caption; all later blocks read the caption that both share.
         switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.batch.text)
         with watched(*records):
             return self.batch.rollout(self.first[which], prompt_schedule=[switch], **kwargs)
@@ -124,6 +126,7 @@ class HeadEffects:
         """Measure every head in one pair -> effects [layers, H], and the seconds that took."""
         watch.log("rollout", pair=pair.later)
         start = time.monotonic()
+        # 1. Roll out the second run; patches take its keys and values.
         runs, model = PairedRuns(self.config, self.session.here(cached), [pair]), self.session.model_config
         recorded, last = RecordedCalls(0), len(runs.ranges) - 1
         own = runs.ranges[last]
@@ -134,11 +137,13 @@ class HeadEffects:
             nonlocal of_heads
             if block < last:
                 return
+            # 2. Denoise the last block as it is, and find the region where the two runs differ.
             one = denoise()
             apart = (other - one).float().square().mean((0, 1, 2)).flatten()  # [h w]
             region = apart.topk(max(1, round(REGION * len(apart)))).indices
             began = time.monotonic()
             for layer, head in product(self.layers, range(model.num_heads)):
+                # 3. Again without this head's older past: how far does x0 move there, by the runs' distance?
                 edits = self.edits((layer, head), last)
                 with intervene(*edits, data=dict.fromkeys(edits, recorded)):
                     moved = (denoise() - one).float().square().mean((0, 1, 2)).flatten()
@@ -163,6 +168,7 @@ class HeadEffects:
 
 def budget_rows(effects: np.ndarray, budget: float, window: int, sink: int, frames: int) -> list[list[int]]:
     """Return layer, head, window and sink of every head: the largest effects keep all frames."""
+    # whole heads keep F frames, the others `window`: budget · heads = whole · F + (heads - whole) · window
     whole = int(effects.size * (budget - window) / (frames - window) + 1e-9)
     kept = {divmod(int(n), effects.shape[1]) for n in np.argsort(-effects, axis=None)[:whole]}
     return [
@@ -178,5 +184,6 @@ def tried(config: RunConfig, session: Session, pair: Pair, path: str) -> dict[st
         start = time.monotonic()
         latents.append(PairedRuns(config, session.replaced(pipeline=pipeline), [pair]).rollout(0).cpu())
         found[f"seconds {name}"] = round(time.monotonic() - start, 2)
+    # In standard deviations of the latents: 0 is the same video.
     apart = (latents[0] - latents[1]).float().square().mean().sqrt() / latents[0].float().std()
     return found | {"distance / standard deviation": round(apart.item(), 4)}

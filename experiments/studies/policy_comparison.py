@@ -110,6 +110,7 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def held_out(count: int) -> dict[str, Scene]:
     """Return caption -> held-out scene: one shape, two that cross, one behind a wall, in turn."""
+    # Twice as many of each kind: some captions repeat.
     by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
     scenes: dict[str, Scene] = {}
     for scene in (scene for row in zip(*by_kind, strict=True) for scene in row):
@@ -193,9 +194,11 @@ class Comparison:
         paths = {str(one["file"]) for one in self.policies.values() if one.get("file")}
         classes = {path: describe_files([path]) for path in paths}  # CSVs of head classes
         # Prompt -> its name in files, where VBench reads it; disks take names of 255 bytes.
+        # VBench reads the prompt from the file's name.
         names = unique_slugs({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
         shown, found = list(names)[: self.videos], list[Item]()
         for label, settings in (*self.policies.items(), *controls.items()):
+            # What an item's name depends on: settings, and the content of the policy's CSV.
             own = {"policy": dict(settings), "classes": classes.get(str(settings.get("file")))}
             file, seeds = label.replace("/", "_"), Counter[str]()
             for run in self.runs:
@@ -213,6 +216,7 @@ class Comparison:
     def groups(self) -> dict[str, Group]:
         """Return items of one policy that are made together, by the name of the group."""
         found: dict[str, Group] = {}
+        # Items of a policy stand together.
         for _, of_label in groupby(self.items, key=lambda item: item.label):
             items = list(of_label)
             for start in range(0, len(items), self.batch):
@@ -251,11 +255,13 @@ class Comparison:
             dtype = choose_dtype(self.vae_dtype, session.device)
             return VAE.from_pretrained(session.config.ckpt_dir, dtype, session.device)
 
+        # Each judge has one core; threads of NumPy would fight for it.
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
         pool = cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
         with deterministic(self.deterministic):
             vae = cached("vae", fingerprint(self.identity), load_vae)
             pixels, cost = self._rolled_out(session, vae, items)
+        # Other processes measure the videos of a group at the same time.
         measured = []
         for item, video in zip(items, pixels, strict=True):
             if not self.has(item):
@@ -276,6 +282,7 @@ class Comparison:
         config = replace(first, cache_policy=dict(items[0].settings), **NO_WINDOW)
         pipeline = pipeline_of(session.pipeline.model, config)
         configs = [item.config for item in items]
+        # Each video has the noise of its own generator: it is the same in a batch of any size.
         noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
         text = torch.cat([session.texts[one.prompt][0] for one in configs])
         capture = self.capture if num_frames is None else BlockCapture()
@@ -302,6 +309,7 @@ class Comparison:
                     start = time.monotonic()
 
             pixels = torch.cat(list(decoded_blocks(vae, blocks())), 1).numpy()
+        # The first block is left out: it compiles and warms up.
         few = max(1, len(seconds) // 10)  # medians of a tenth of the blocks
         cost: dict[str, Any] = {
             "seconds": round(sum(seconds), 6),
@@ -310,6 +318,7 @@ class Comparison:
         }
         if on_gpu:
             cost["peak_bytes"] = torch.cuda.max_memory_allocated(session.device)
+        # What the cache holds for one video, not what the allocator does.
         held = kv_cache(config, session.model_config, session.dtype)
         if config.policy.by_heads:  # how many heads are of which class shows in the rollout alone
             held = pipeline.cache_bytes // len(items)
@@ -325,6 +334,7 @@ class Comparison:
             return [np.repeat(video[:1], length, 0) for video in videos]
         found: dict[str, np.ndarray] = {}
         for prompt in dict.fromkeys(item.config.prompt for item in items):
+            # -1..1 -> 0..1, with a batch of one: [1, T, 3, H, W]
             video = render(self.scenes[prompt], length, 8 * first.height)[None] / 2 + 0.5
             if control == "vae":
                 latents = vae.encode(video.to(session.device))
@@ -383,6 +393,7 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     videos = [path for item in planned.items for path in item.mp4s]
     if twins := [path for path, count in Counter(videos).items() if count > 1]:
         raise ConfigError(f"two of --policies would write {twins[0]}; rename a file of one")
+    # The longest name of each folder is tried now: a disk refuses names of over 255 bytes.
     longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
     for path in (*(folder / TABLE for folder in folders), *longest.values()):
         require_writable(path)
@@ -411,6 +422,7 @@ def merged(comparison: Comparison) -> dict[str, Any]:
     """Return all items of a comparison as one table: policies, prompts, seeds, and a row for each video."""
     read = [comparison.store.read(item.name) for item in comparison.items]
     rows = [row for row in read if row is not None and "seconds" in row]
+    # A policy's cost is that of its first batch.
     costs: dict[str, Any] = {}
     for row in rows:
         if cost := row.pop("cost"):

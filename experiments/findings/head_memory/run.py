@@ -190,6 +190,7 @@ def about(study: HeadMemory) -> dict[str, Any]:
     for claim, trials in by_claim(one for _, stage in study.stages() for one in stage).items():
         if claim.startswith(("without", "sample")):  # heads are chosen by these
             continue
+        # Folds of a claim are disjoint; draws of one claim cover the captions again.
         rows = np.concatenate([one.rows for one in trials])
         said = np.concatenate([study.read(one)[BACK] for one in trials])
         answers[claim] = np.bincount(rows, said) / np.bincount(rows)  # a mean over draws
@@ -202,6 +203,7 @@ def about(study: HeadMemory) -> dict[str, Any]:
 
 def agreement_of_halves(study: HeadMemory) -> dict[str, Any]:
     """Return, by rule, Spearman's ρ between scores of halves and with the effect, and the heads chosen."""
+    # Are scores of half of the captions those of the other half?
     one, other = (study.scores_of(study.everyone[number::HALVES]) for number in range(HALVES))
     folds = [study.scores_of(study.others(fold)) for fold in range(len(study.folds))]
     layers = np.broadcast_to(np.arange(len(one["effect"]))[:, None], one["effect"].shape)
@@ -264,6 +266,7 @@ def random_curve(draws: np.ndarray) -> list[list[float]]:
     generator = np.random.default_rng(0)
     (orders, _, captions), drawn = draws.shape, []
     for _ in range(DRAWS):
+        # Orders are resampled, and then captions, which all orders share.
         of_orders = draws[generator.integers(orders, size=orders)].mean(0)
         drawn.append(of_orders[:, generator.integers(captions, size=captions)].mean(1))
     of_draws = draws.mean(2)  # [draws, counts]
@@ -319,6 +322,7 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     """Report how attention predicts the effect of removing frame 0; found [prompts, layers, H] each."""
     effect, beyond = found["effect"], found["effect"] - found["control"]
     shape = effect.shape[1:]
+    # Layer and norm of z explain much of the effect: partial rho is given both.
     given = [np.broadcast_to(np.asarray(layers, float)[:, None], shape), found["norm"].mean(0)]
     measured = [name for name in found if name.endswith(("pass", "passes"))]
     labels = kinds(found["share of positive logits, first pass"].mean(0), Thresholds())
@@ -333,6 +337,7 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
             for suffix, values in (("", effect), ("_beyond_control", beyond))
             for partial, others in (("", ()), ("partial_", given))
         }
+    # The interval of each head alone, not adjusted for their number.
     above = [bootstrap(beyond[:, layer, head]).low > 0 for layer, head in np.ndindex(shape)]
     return {
         "prompts": len(effect),

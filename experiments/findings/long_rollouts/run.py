@@ -170,6 +170,7 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
             found["unnamed_color"] = _interval(mine["color"][unnamed])
         return found | ({"cost": costs[label]} if label in costs else {})
 
+    # Own policies are drawn too, as long as there are colours.
     shown = [label for label in (FULL, *SHOWN, *own) if label in videos][:MOST_SHOWN]
     return {
         "primary": f"share of seconds {FROM} to {seconds} in which the tracker finds colour and shape right",
@@ -210,6 +211,7 @@ def _by_prompt(videos: Sequence[Sequence[Video]]) -> dict[str, np.ndarray]:
             **{name: float("nan" if (x := video["whole"][name]) is None else x) for name in OF_WHOLE},
         }
 
+    # Seeds are averaged first: the unit is the prompt.
     rows = [[measured(video) for video in of_prompt] for of_prompt in videos]
     names = (*OF_TRACKER, *OF_SECONDS, *OF_WHOLE)
     return {name: np.array([np.mean([one[name] for one in row]) for row in rows]) for name in names}
@@ -221,6 +223,7 @@ def against_full(values: Mapping[str, Values], own: Sequence[str]) -> dict[str, 
     A user's own policies come last, and have no adjusted p.
     """
     family = [label for label in FAMILY if label in values]
+    # Paired by prompt, seed and noise.
     gains = {label: values[label][PRIMARY] - values[FULL][PRIMARY] for label in (*family, *own)}
     return _paired(gains, len(family))
 
@@ -235,6 +238,7 @@ def at_equal_bytes(
     held = {label: costs[label]["cache_bytes"] for label in values if costs.get(label)}
     windows, found, gains = [label for label in EQUAL if label in held], {}, {}
     for label in (name for name in held if name.startswith("mini_") and windows):
+        # Nearest on a scale of ratios: half and twice the bytes are as far.
         window = min(windows, key=lambda one: abs(np.log(held[one] / held[label])))
         gains[label] = gain = values[label][PRIMARY] - values[window][PRIMARY]
         by_kind = {str(kind): _interval(gain[kinds == kind]) for kind in dict.fromkeys(kinds)}
@@ -260,6 +264,7 @@ def answers(values: Mapping[str, Values]) -> dict[str, Any]:
         if pairs := [pair for pair in asked if set(pair) <= set(values)]:
             found[question] = {"pairs": len(pairs)}
             for name in (PRIMARY, "motion"):
+                # [prompts], the mean over pairs of policies
                 gain = np.mean([values[one][name] - values[other][name] for one, other in pairs], 0)
                 found[question][name] = {"difference": _interval(gain), "p": round(sign_flip_p(gain), 5)}
     return found
@@ -269,6 +274,7 @@ def _curves(videos: Sequence[Sequence[Video]]) -> dict[str, Any]:
     """Return mean and interval over prompts of some measures at every second."""
     found = {}
     for name, source in CURVES.items():
+        # [prompts, seconds]
         rows = [np.mean([np.array(v[source][name], float) for v in of_prompt], 0) for of_prompt in videos]
         each = zip(*(bootstrap(second) for second in np.transpose(rows)), strict=True)
         found[name] = {
@@ -335,11 +341,13 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
             for number, prompt in enumerate(pipe.config.reference_prompts[: args.prompts]):
                 pipe.generate(prompt, seed=pipe.config.seed + number)
         matrices = [seen.atlas(run).view(step=0).frame_matrices() for run in seen.runs]
+        # [prompts, layers · H, F, F]
         every_head = np.stack([m.reshape(-1, *m.shape[-2:]) for m in matrices if m is not None])
         for length in sorted(args.lengths):
             cut, sizes = every_head[:, :, :length, :length], [3] * (length // 3)
             effect = first_frame_effect(cut, sizes).effect  # [prompts, heads]
             placebos = placebo_effects(cut, sizes, PLACEBOS)  # [prompts, heads, placebos]
+            # A policy with a window has not seen every placebo's frame.
             known = placebos[..., ~np.isnan(placebos).any((0, 1))]
             largest = np.abs(known.mean((0, 1))).max(initial=0)
             exceeds = (effect[..., None] > np.abs(known)).all(-1).mean()
