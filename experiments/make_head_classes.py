@@ -10,9 +10,6 @@ the heads with the most mass on older frames, 0 the others (policy per_head). tr
 model out with its whole past and writes its mean queries as an .npz (policy triattention).
 """
 
-from pathlib import Path
-
-from experiments.caches.files import replacing
 from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
@@ -27,26 +24,12 @@ def run(argv=None):
     flag("--num", type=count, help="heads of class dummy, or of the most mass; half of all where not given")
     flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)
-    rolls_out = args.rule == "triattention"
-    if (args.atlas is None) != rolls_out:
+    if (args.atlas is None) != (args.rule == "triattention"):
         raise ConfigError("give an atlas, but for --rule triattention, which rolls --config_path out")
-    output = Path(args.output_path or f"outputs/head_classes/{args.rule}.{'npz' if rolls_out else 'csv'}")
+    config = config_from(args) if args.atlas is None else None
+    from experiments.studies.head_classes import write_classes  # after the flags: a --help needs no torch
 
-    import numpy as np  # after the flags: a --help needs no torch
-
-    from experiments.caches import load_cache
-    from experiments.studies.head_classes import classes_of, query_means
-
-    if rolls_out:
-        with replacing(output) as file:
-            np.savez_compressed(file, **query_means(config_from(args)))
-        print(output)
-        return
-    classes = classes_of(args.rule, load_cache(args.atlas), args.step, args.num, args.block)
-    with replacing(output) as file:
-        np.savetxt(file, classes, "%d", ",")
-    counts = zip(*np.unique(classes, return_counts=True), strict=True)
-    print(f"{output}: {', '.join(f'{n} of class {label}' for label, n in counts)}")
+    write_classes(args, config)
 
 
 if __name__ == "__main__":

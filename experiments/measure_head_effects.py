@@ -15,7 +15,6 @@ a window, --budget frames on average. Effects and times are in a JSON beside it.
 measured again.
 """
 
-import json
 from pathlib import Path
 
 from experiments.running.cli import add_engine_flags, config_from, count, main, refuse, run_parser
@@ -43,49 +42,9 @@ def run(argv=None):
     if not args.sink + block <= args.window < args.budget < frames:
         sizes = f"--sink {args.sink}, --window {args.window}, --budget {args.budget}"
         raise ConfigError(f"{sizes}: sink and a block of {block} <= window < budget < {frames} frames")
-    import numpy as np  # after the flags: a --help needs no torch
+    from experiments.studies.paired_prompts import measure_heads  # after the flags: a --help needs no torch
 
-    from experiments.caches.files import replacing, require_writable
-    from experiments.extraction.provenance import environment
-    from experiments.running.engine import called, dask_client, work_through
-    from experiments.running.progress import observed
-    from experiments.session import load
-    from experiments.studies.paired_prompts import HeadEffects, budget_rows, read_pairs, tried
-
-    pairs = read_pairs(args.pairs)
-    require_writable(out)
-    with observed(args, "pair") as watch, dask_client(args, config.device) as client:
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
-        session = called(client, load(config).prepare, (), texts)
-        every = session.model_config.num_layers
-        layers = sorted({*(args.layers or range(every))})
-        if len(layers) < every:  # no budget to use: other heads may have larger effects
-            out = out.with_stem(f"{out.stem}_rehearsal")
-        work = HeadEffects(config, session, args.folder, args.window, args.sink, args.measure, layers)
-        items = {work.name(pair): pair for pair in pairs}
-        work_through(work, items, args.folder, watch, client)
-        found = [work.results.read(name) or {} for name in items]
-        effects = np.array([one["effects"] for one in found])
-        rows = budget_rows(effects.mean(0), args.budget, args.window, args.sink, frames)
-        with replacing(out) as file:
-            np.savetxt(file, rows, "%d", ",", header="layer,head,window,sink", comments="")
-        report = {
-            "environment": called(client, environment, session.device),
-            "pairs": [[*pair.texts, pair.seed] for pair in pairs],
-            "effects": effects.mean(0).round(5).tolist(),
-            "effects of pairs": effects.tolist(),
-            "layers": layers,
-            "seconds of pairs": [one["seconds"] for one in found],
-            "seconds of heads": [one["seconds of heads"] for one in found],
-        }
-        report |= called(client, tried, config, session, pairs[0], str(out))
-        with replacing(out.with_suffix(".json")) as file:
-            file.write(json.dumps(report, ensure_ascii=False).encode() + b"\n")
-        print(f"{out}: {report['seconds with budget']} s a rollout, {report['seconds without']} s without")
-        whole, heads = (np.mean(report[f"seconds of {of}"]) for of in ("pairs", "heads"))
-        all_heads = whole + heads * (every / len(layers) - 1)
-        parts = f"{heads:.0f} s of them for {len(layers)} layers"
-        print(f"{whole:.0f} s a pair, {parts}: {all_heads:.0f} s for all {every}")
+    measure_heads(args, config, out)
 
 
 if __name__ == "__main__":

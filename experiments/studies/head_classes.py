@@ -1,14 +1,17 @@
 """Classes of heads by the rules of head-wise cache policies, and the mean queries that TriAttention needs."""
 
+import argparse
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
-from experiments.caches.files import CacheError
+from experiments.caches import load_cache
+from experiments.caches.files import CacheError, replacing
 from experiments.caches.view import open_profiles
 from experiments.session import load
 from wan.blocks import block_frames
@@ -84,3 +87,18 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     pairs, sizes = (torch.stack([one[i] / one[2] for one in of_layers]).float().cpu() for i in (0, 1))
     found = {"q_mean_real": pairs[..., 0], "q_mean_imag": pairs[..., 1], "q_abs_mean": sizes}
     return {name: values.numpy() for name, values in found.items()}
+
+
+def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
+    """Write the classes of an atlas as a CSV, or the mean queries of a config's rollout as an .npz."""
+    output = Path(args.output_path or f"outputs/head_classes/{args.rule}.{'npz' if config else 'csv'}")
+    if config is not None:
+        with replacing(output) as file:
+            np.savez_compressed(file, **query_means(config))
+        print(output)
+        return
+    classes = classes_of(args.rule, load_cache(args.atlas), args.step, args.num, args.block)
+    with replacing(output) as file:
+        np.savetxt(file, classes, "%d", ",")
+    counts = zip(*np.unique(classes, return_counts=True), strict=True)
+    print(f"{output}: {', '.join(f'{n} of class {label}' for label, n in counts)}")

@@ -5,6 +5,8 @@ without it: what differs later is carried by cached keys and values. A head's ef
 moves when the head loses that past, or takes the other run's; no tracker is needed.
 """
 
+import argparse
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +17,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from experiments.extraction.provenance import fingerprint
+from experiments.caches.files import replacing, require_writable
+from experiments.extraction.provenance import environment, fingerprint
 from experiments.extraction.rollout import RunObserver
-from experiments.running.engine import Results, cached
-from experiments.session import Session, pipeline_of
+from experiments.running.engine import Results, cached, called, dask_client, work_through
+from experiments.running.progress import observed
+from experiments.session import Session, load, pipeline_of
 from experiments.studies.interventions import Batch, Head, knockouts, outside
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -187,3 +191,45 @@ def tried(config: RunConfig, session: Session, pair: Pair, path: str) -> dict[st
     # In standard deviations of the latents: 0 is the same video.
     apart = (latents[0] - latents[1]).float().square().mean().sqrt() / latents[0].float().std()
     return found | {"distance / standard deviation": round(apart.item(), 4)}
+
+
+# --- From flags to a CSV of budgets
+def measure_heads(args: argparse.Namespace, config: RunConfig, out: Path) -> None:
+    """Measure the pairs that are missing; write the budget as a CSV, and effects and times beside it."""
+    pairs = read_pairs(args.pairs)
+    require_writable(out)
+    with observed(args, "pair") as watch, dask_client(args, config.device) as client:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
+        session = called(client, load(config).prepare, (), texts)
+        every = session.model_config.num_layers
+        layers = sorted({*(args.layers or range(every))})
+        if len(layers) < every:  # no budget to use: other heads may have larger effects
+            out = out.with_stem(f"{out.stem}_rehearsal")
+        # 1. Measure every head in each pair; what is done is read.
+        work = HeadEffects(config, session, args.folder, args.window, args.sink, args.measure, layers)
+        items = {work.name(pair): pair for pair in pairs}
+        work_through(work, items, args.folder, watch, client)
+        found = [work.results.read(name) or {} for name in items]
+        effects = np.array([one["effects"] for one in found])
+        # 2. Give the heads of largest mean effect the whole past.
+        rows = budget_rows(effects.mean(0), args.budget, args.window, args.sink, config.num_frames)
+        with replacing(out) as file:
+            np.savetxt(file, rows, "%d", ",", header="layer,head,window,sink", comments="")
+        report = {
+            "environment": called(client, environment, session.device),
+            "pairs": [[*pair.texts, pair.seed] for pair in pairs],
+            "effects": effects.mean(0).round(5).tolist(),
+            "effects of pairs": effects.tolist(),
+            "layers": layers,
+            "seconds of pairs": [one["seconds"] for one in found],
+            "seconds of heads": [one["seconds of heads"] for one in found],
+        }
+        # 3. Try the budget in a rollout, so that its time and its distance are known.
+        report |= called(client, tried, config, session, pairs[0], str(out))
+        with replacing(out.with_suffix(".json")) as file:
+            file.write(json.dumps(report, ensure_ascii=False).encode() + b"\n")
+        print(f"{out}: {report['seconds with budget']} s a rollout, {report['seconds without']} s without")
+        whole, heads = (np.mean(report[f"seconds of {of}"]) for of in ("pairs", "heads"))
+        all_heads = whole + heads * (every / len(layers) - 1)
+        parts = f"{heads:.0f} s of them for {len(layers)} layers"
+        print(f"{whole:.0f} s a pair, {parts}: {all_heads:.0f} s for all {every}")
