@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from experiments.extraction.cache_builders import Run
-from experiments.extraction.devices import threads_for
+from experiments.extraction.provenance import threads_for
 from experiments.extraction.rollout import RunObserver, sample
 from experiments.session import Session, build_model
 from wan import checkpoint

@@ -49,9 +49,8 @@ def run(argv=None):
     from experiments.base_session import BaseSession, as_one_block
     from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
     from experiments.extraction.cache_builders import base_atlas_cache, base_layer_cache
-    from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
     from experiments.extraction.project_files import CONFIGS, config_for
-    from experiments.running.run import make_outputs
+    from experiments.running.run import make_caches
     from wan.capture import CaptureRequest
     from wan.checkpoint import read_model_config
 
@@ -86,17 +85,8 @@ def run(argv=None):
         layers, kind = [layer], "layer"
         builds = {f"layer{layer}.pt": partial(base_layer_cache, layer=layer, step=steps[0])}
     request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
-    # a layer cache holds both branches of guidance, an atlas one
-    nbytes = estimate_bytes(config, [request], config.base.num_steps) * (1 if args.all_layers else 2)
-
-    def make(watch):
-        session = BaseSession(config)
-        session.prepare([request], None, watch, decodes="" if args.save_video is None else SAVE_VIDEO)
-        return session.generate(requests=[request], observer=watch)
-
     outputs = {str(folder / name): build for name, build in builds.items()}
-    what = f"{config.base.num_steps} steps of {config.num_frames} frames"
-    make_outputs(args, config, outputs, nbytes, make, what, "step")
+    make_caches(args, config, [request], outputs, BaseSession)
     if not args.quiet:
         path = next(iter(outputs))
         from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")

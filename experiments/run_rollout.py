@@ -27,7 +27,6 @@ def run(argv=None):
         require_ffmpeg,
         require_writable,
     )
-    from experiments.extraction.devices import choose_device, choose_dtype
     from experiments.extraction.long_rollout import (
         BlockCapture,
         LatentFile,
@@ -36,7 +35,7 @@ def run(argv=None):
         path_of,
     )
     from experiments.extraction.memory import amount
-    from experiments.extraction.provenance import fingerprint
+    from experiments.extraction.provenance import choose_device, choose_dtype, fingerprint
     from experiments.extraction.rollout import memory
     from experiments.extraction.video import load_vae
     from experiments.running.locks import claimed, remove_leftovers, require_space

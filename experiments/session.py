@@ -27,7 +27,6 @@ from torch import Tensor
 from experiments.caches.files import replacing, require_same
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Run
-from experiments.extraction.devices import choose_device, choose_dtype, encoding_device, threads_for
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.project_files import find_config, policy_settings
 from experiments.extraction.prompt_embeds import (
@@ -37,7 +36,17 @@ from experiments.extraction.prompt_embeds import (
     needs_encoder,
     with_given_prompt,
 )
-from experiments.extraction.provenance import check_sources, files_of, fingerprint, identity, provenance
+from experiments.extraction.provenance import (
+    check_sources,
+    choose_device,
+    choose_dtype,
+    encoding_device,
+    files_of,
+    fingerprint,
+    identity,
+    provenance,
+    threads_for,
+)
 from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
 from wan import checkpoint
 from wan.cache import CachePolicy

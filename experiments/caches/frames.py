@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from experiments.caches.formats import AVERAGE
+
 CHUNK_ELEMENTS = 2**20  # 4 MiB of float32: a chunk is still in the CPU's cache when it is summed
 
 
@@ -107,3 +109,25 @@ def spread_tokens(
     index = at.expand(*curves.shape[:-1], -1)
     spread = torch.full((*curves.shape[:-1], len(place) * S), float("nan"))
     return spread.scatter_reduce(-1, index, curves[..., tokens].float(), "mean", include_self=False)
+
+
+# --- Averages of evicted frames, which are of no frame
+def most_averages(slot_frame: Tensor) -> int:
+    """Return how many averages a row of slots [..., slots] holds at most."""
+    return int((slot_frame == AVERAGE).sum(-1).max()) if slot_frame.numel() else 0
+
+
+def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
+    """Pick values [H, rows, slots] of the averages in slot_frame [slots] -> [H, rows, count], NaN: absent."""
+    picked = values[..., slot_frame == AVERAGE].float()
+    return torch.nn.functional.pad(picked, (0, count - picked.shape[-1]), value=torch.nan)
+
+
+def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mean: bool) -> Tensor:
+    """Take the mean or sum over each average's tokens of curves [H, rows, Lk] -> [H, rows, count].
+
+    The tokens of a slot lie together; an average begins where key_token [Lk] is 0.
+    """
+    there = key_frame == AVERAGE
+    number = (there & (key_token == 0)).cumsum(0)[there]
+    return by_key_frame(curves[..., there], number - 1, int(number.max()), mean)

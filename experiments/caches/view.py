@@ -115,27 +115,6 @@ def average_names(count: int) -> tuple[str, ...]:
     return tuple(f"μ{n}" for n in range(1, count + 1))
 
 
-def most_averages(slot_frame: Tensor) -> int:
-    """Return how many averages a row of slots [..., slots] holds at most."""
-    return int((slot_frame == AVERAGE).sum(-1).max()) if slot_frame.numel() else 0
-
-
-def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
-    """Pick values [H, rows, slots] of the averages in slot_frame [slots] -> [H, rows, count], NaN: absent."""
-    picked = values[..., slot_frame == AVERAGE].float()
-    return torch.nn.functional.pad(picked, (0, count - picked.shape[-1]), value=torch.nan)
-
-
-def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mean: bool) -> Tensor:
-    """Take the mean or sum over each average's tokens of curves [H, rows, Lk] -> [H, rows, count].
-
-    The tokens of a slot lie together; an average begins where key_token [Lk] is 0.
-    """
-    there = key_frame == AVERAGE
-    number = (there & (key_token == 0)).cumsum(0)[there]
-    return frames.by_key_frame(curves[..., there], number - 1, int(number.max()), mean)
-
-
 # --- The view
 class LayerValues(NamedTuple):
     """Frame attention of one layer."""
@@ -394,7 +373,7 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
             return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
         matrix = _in_quantity(_stored(entry, "frame"), quantity, S)
         if entry.slot_frame is not None and (slots := _stored(entry, "slot")):
-            gone = averages_of_slots(_in_quantity(slots, quantity, S), entry.slot_frame, count)
+            gone = frames.averages_of_slots(_in_quantity(slots, quantity, S), entry.slot_frame, count)
         return LayerValues(matrix.mean(1), matrix, spread, gone)
 
     return _Pass(list(entries), queries, keys, queries, count, read)
@@ -442,15 +421,15 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     keys, count = _seen(profiles), 0
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
     if matrices is not None and cache.slot_frame is not None and (of_slots := _stored(cache, "slot", p)):
-        slots, count = _in_quantity(of_slots, quantity, S), most_averages(cache.slot_frame)
+        slots, count = _in_quantity(of_slots, quantity, S), frames.most_averages(cache.slot_frame)
 
     def read(layer: int) -> LayerValues:
         i, curve, gone = cache.layers.index(layer), None, None
         if slots is not None and cache.slot_frame is not None and count:
             shown = cache.slot_frame[i]
-            gone = torch.full((cache.num_heads, cache.num_frames, most_averages(shown)), torch.nan)
+            gone = torch.full((cache.num_heads, cache.num_frames, frames.most_averages(shown)), torch.nan)
             for queries, of_block in zip(block_ranges(cache.block_sizes), shown, strict=False):
-                gone[:, queries] = averages_of_slots(slots[i][:, queries], of_block, gone.shape[-1])
+                gone[:, queries] = frames.averages_of_slots(slots[i][:, queries], of_block, gone.shape[-1])
         if by_means and cache.key_curve is not None:
             curve = cache.key_curve[i, p]
             if cache.key_frame is None or cache.key_token is None:
@@ -485,7 +464,7 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     matrix, gone = _by_frame(curves, entry, keys, cache, mean), None
     if _num_averages(entry):
         assert entry.key_frame is not None and entry.key_token is not None
-        gone = averages_of_tokens(curves, entry.key_frame, entry.key_token, mean)
+        gone = frames.averages_of_tokens(curves, entry.key_frame, entry.key_token, mean)
     return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry, keys, S), gone)
 
 
@@ -509,7 +488,7 @@ def _num_averages(entry: Tokens) -> int:
     """Count the averages of evicted frames, among the keys of a token matrix or among the slots."""
     if not entry.has_tokens:
         slot_frame = getattr(entry, "slot_frame", None)
-        return 0 if slot_frame is None else most_averages(slot_frame)
+        return 0 if slot_frame is None else frames.most_averages(slot_frame)
     if entry.key_frame is None or entry.key_token is None:
         return 0
     return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())

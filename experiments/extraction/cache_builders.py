@@ -5,21 +5,22 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from experiments.caches import frames
-from experiments.caches.activations import Activations
 from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
-from experiments.caches.view import averages_of_slots, averages_of_tokens, most_averages
 from wan.blocks import block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.keys import RotaryTable, key_frames, key_tokens
+
+if TYPE_CHECKING:
+    from experiments.caches.activations import Activations
 
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
@@ -45,7 +46,7 @@ class Run:
     common: dict[str, Any]
     stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
     preview: Any = None  # a small decoder, for show()
-    activations: dict[str, Activations] = field(default_factory=dict)  # by site
+    activations: dict[str, "Activations"] = field(default_factory=dict)  # by site
 
     # --- The video
     @cached_property
@@ -294,11 +295,13 @@ def layer_cache(run: Run, layer: int) -> dict[str, Any]:
         values, averages = call.values, None
         if "slot_logits" in values:
             slot_frame = torch.tensor(call["slot_frame"])
-            if count := most_averages(slot_frame):
-                averages = averages_of_slots(values["slot_logits"][0], slot_frame, count)
+            if count := frames.most_averages(slot_frame):
+                averages = frames.averages_of_slots(values["slot_logits"][0], slot_frame, count)
         elif "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
             curves = frames.query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
-            averages = averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
+            averages = frames.averages_of_tokens(
+                curves, values["key_frame"][0], values["key_token"][0], mean=True
+            )
         if averages is not None:
             pieces.append((call["query_frames"], averages))
     columns = rows_of(pieces, run.config.num_frames) if pieces else None

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_same
 from experiments.caches.formats import NO_KEY
-from experiments.extraction.devices import decoding_threads, threads_for
-from experiments.extraction.provenance import video_tag
+from experiments.extraction.provenance import decoding_threads, threads_for, video_tag
 from experiments.extraction.rollout import RunObserver, capturing, check_latents, check_values, out_of_memory
 from experiments.extraction.video import GrowingVideo, dtype_of, frames_at_once, stream_of, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from experiments.extraction.devices import encoding_device
+from experiments.extraction.provenance import encoding_device
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, queries_of

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.extraction.devices import code_version, device_name, encoding_device, fingerprint, versions
+from experiments.extraction.provenance import (
+    code_version,
+    device_name,
+    encoding_device,
+    fingerprint,
+    versions,
+)
 from wan.checkpoint import CheckpointError, describe_files, read_weights_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, require_text, short_repr

@@ -1,9 +1,10 @@
-"""Provenance of a run's numbers: files, settings, versions, device. No path, time or host.
+"""Where a run computes, and what its numbers depend on: files, settings, versions; no path, time or host.
 
 Every output carries one fingerprint of all that its numbers depend on (identity). Whatever resumes, skips
 what is done, pairs files or takes an older one compares it (require_same of experiments/caches/files.py).
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -11,29 +12,29 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from experiments.extraction.devices import (
-    choose_device,
-    choose_dtype,
-    code_version,
-    device_name,
-    encoding_device,
-    versions,
-)
-from experiments.extraction.devices import fingerprint as fingerprint
-from wan import checkpoint
+import wan
+from experiments.caches import frames
+from wan import backends, checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE
-from wan.config import DTYPES, RunConfig
+from wan.config import DTYPES, ModelConfig, RunConfig, check_device
 from wan.errors import ConfigError, short_repr
 from wan.interventions import Ablate, Edit, Source, edits_of
 from wan.text_encoder import encoder_files
+
+PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
+SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
 
 # Settings that change a rollout's numbers and have no field of their own in caches.
 SETTINGS = (
@@ -54,7 +55,79 @@ NOT_OF_NUMBERS = (
 )
 
 
+# --- Where a run computes
+def choose_device(name: str, offload: bool = False) -> torch.device:
+    """auto, cpu, cuda or cuda:N (which becomes the current GPU) -> a device that is there."""
+    if check_device(name) == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise ConfigError(f"device {name} was asked for; CUDA devices here: {there}; use --device cpu")
+    if offload and device.type != "cuda":
+        raise ConfigError(f"--offload serves a GPU, and the device is {device}; leave it out")
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches a kernel on the current GPU, wherever its tensors are
+    backends.check(device)
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto is bfloat16 on a GPU and float32 elsewhere."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
+    """Return where umT5 runs, which its bits depend on: t5_cpu alone says it, whatever else is offloaded."""
+    return torch.device("cpu") if config.t5_cpu else device
+
+
+def threads_for(noise: Tensor, model_config: ModelConfig) -> AbstractContextManager[None]:
+    """One CPU thread for the rollout of a small model: two were 80 times slower on a busy machine."""
+    small = noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24
+    return frames.one_thread() if small else nullcontext()
+
+
+def decoding_threads(device: torch.device, height: int, width: int) -> AbstractContextManager[None]:
+    """One CPU thread for the decoder of small latents: two were seven times slower on a busy machine."""
+    small = device.type == "cpu" and height * width < SMALL_LATENT
+    return frames.one_thread() if small else nullcontext()
+
+
 # --- One identity
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of the packages whose code computes."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # a checkout that is on the path, but not installed
+            found[name] = version(name)
+    return found | {"torch": str(torch.__version__)}  # its build too, which PyPI's wheels do not name
+
+
+def device_name(device: torch.device) -> str:
+    """Return cpu, or the name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@cache
+def code_version() -> str:
+    """Return 16 hex digits that change with any source file of wan: the model and its samplers."""
+    digest, folder = hashlib.sha256(), Path(wan.__file__).parent
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
+    """Return 32 hex digits that change with any of the values, such as identity's, and of those in more."""
+    said = json.dumps({**values, **more}, sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
 def identity(
     config: RunConfig, weights_sha256: str | None = None, edits: Sequence[Edit] | None = None, **more: Any
 ) -> dict[str, Any]:

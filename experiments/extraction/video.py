@@ -22,8 +22,7 @@ from experiments.caches.files import (
     require_same,
     tag_in,
 )
-from experiments.extraction.devices import choose_device, choose_dtype, decoding_threads
-from experiments.extraction.provenance import video_tag
+from experiments.extraction.provenance import choose_device, choose_dtype, decoding_threads, video_tag
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder

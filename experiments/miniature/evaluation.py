@@ -20,8 +20,7 @@ from torch import Tensor
 from experiments.base_session import as_one_block
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.extraction import devices
-from experiments.extraction.provenance import environment
+from experiments.extraction.provenance import choose_device, environment, threads_for
 from experiments.miniature.moving_shapes import FPS, FRAMES, SIDE, Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
 from experiments.miniature.training import decode, psnr, vae_quality
@@ -64,7 +63,7 @@ class Miniature:
 
     def __init__(self, config: RunConfig):
         self.config = config
-        self.device = devices.choose_device(config.device)
+        self.device = choose_device(config.device)
         self.batch = GPU_BATCH if self.device.type == "cuda" else CPU_BATCH
         self.sizes = checkpoint.read_model_config(config.ckpt_dir)
         self.vae = VAE.from_pretrained(config.ckpt_dir, device=self.device)
@@ -107,7 +106,7 @@ class Miniature:
             seeded = (replace(config, seed=i + n) for n in range(len(prompts)))
             drawn = (draw_noise(one, self.sizes, torch.float32, self.device) for one in seeded)
             noise, renoise = zip(*drawn, strict=True)
-            with devices.threads_for(noise[0], self.sizes):
+            with threads_for(noise[0], self.sizes):
                 yield prompts, torch.cat(noise), torch.cat(renoise, 1)
 
 

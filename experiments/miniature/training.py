@@ -30,8 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import replacing, require_writable
-from experiments.extraction.devices import choose_device, choose_dtype
-from experiments.extraction.provenance import environment
+from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.miniature import SHIPPED
 from experiments.miniature.moving_shapes import (
     FPS,

@@ -1,24 +1,97 @@
-"""One rollout by several GPUs, again and again: a worker and the processes that it starts keep the model."""
+"""One rollout by several GPUs of a host: a process for each, and the first of them prints and writes.
 
+A script's processes are torchrun's, and end with the rollout (join_processes). A worker of a sweep starts its
+own, which keep the model (Group).
+"""
+
+import argparse
+import logging
 import os
+import signal
 import socket
+import sys
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from typing import NoReturn
+
+import torch
 
 from experiments.caches.files import RunError
 from experiments.extraction.cache_builders import Run
-from experiments.extraction.devices import choose_device
+from experiments.extraction.provenance import choose_device
 from experiments.extraction.rollout import RunObserver
+from experiments.running.cli import EXPLAINED, fail
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
+from wan.checkpoint import read_model_config
 from wan.config import RunConfig
+from wan.errors import ConfigError
 from wan.wings import parallel
 
 
+# --- A script: torchrun's agent starts a process for each GPU
+def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """Join the processes of a rollout, and return the config of this one.
+
+    Starts the processes where --gpus asks for more than there are, and then does not return. Raises
+    ConfigError for missing GPUs, and for a number over which the rollout does not split.
+    """
+    rank = this_rank()
+    if rank.count > 1 and config.gpus not in (1, rank.count):
+        raise ConfigError(f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave it out")
+    config = replace(config, gpus=max(config.gpus, rank.count))
+    there = torch.cuda.device_count()
+    if config.device != "cpu" and there < config.gpus and not os.environ.get("LOCAL_RANK"):
+        raise ConfigError(f"--gpus {config.gpus}, and the number of GPUs here is {there}; try --device cpu")
+    sizes = read_model_config(config.ckpt_dir)
+    per_frame = sizes.tokens_per_frame(config.height, config.width)
+    tokens = [frames * per_frame for frames in config.block_sizes]
+    parallel.check_size(config.gpus, config.model, sizes.num_heads, tokens)
+    if rank.count == 1:
+        _start_processes(args, config.gpus)
+    config = on_own_device(config, rank)
+    if not rank.is_first:
+        args.quiet, args.log_file = True, None
+    parallel.join(choose_device(config.device))
+    return config
+
+
+def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
+    """Run this command in count processes, and end as the first of them that fails."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # the agent's own report of what the processes printed already
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launch = LaunchConfig(1, 1, count, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1)
+    launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
+    try:
+        elastic_launch(launch, sys.executable)(sys.argv[0], *args.words)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except (SignalException, KeyboardInterrupt):
+        raise SystemExit(130) from None
+    else:
+        raise SystemExit(0)
+    if explained := [code for code in codes.values() if code in EXPLAINED]:
+        raise SystemExit(explained[0])
+    for rank, code in codes.items():
+        if code < 0 and -code != signal.SIGTERM:
+            name = signal.Signals(-code).name
+            hint = "; there may have been too little host memory" if name == "SIGKILL" else ""
+            fail(f"process {rank} of {count} was ended by {name}, and the others with it{hint}", 1)
+    fail(f"one of {count} processes was lost, and the others with it", 1)
+
+
+# --- A worker: it makes many rollouts with the processes that it started
 class Group:
     """This process and the others of a rollout, a GPU each; it ends when one of them does."""
 

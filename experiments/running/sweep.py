@@ -14,10 +14,9 @@ from typing import Any
 
 from experiments.caches.files import CacheError, mp4_tag, replacing, require_same
 from experiments.caches.store import peek
-from experiments.extraction.devices import choose_device, choose_dtype
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
-from experiments.extraction.provenance import fingerprint, identity, video_tag
+from experiments.extraction.provenance import choose_device, choose_dtype, fingerprint, identity, video_tag
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through

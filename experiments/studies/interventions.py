@@ -19,8 +19,7 @@ from torch import Tensor
 from experiments.analysis import stats
 from experiments.caches import save_cache
 from experiments.caches.files import replacing, require_ffmpeg, require_same
-from experiments.extraction.devices import threads_for
-from experiments.extraction.provenance import check_sources, fingerprint, video_tag
+from experiments.extraction.provenance import check_sources, fingerprint, threads_for, video_tag
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of

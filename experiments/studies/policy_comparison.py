@@ -23,10 +23,16 @@ from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
 from experiments.caches.files import mp4_tag, replacing, require_writable
-from experiments.extraction.devices import choose_dtype, threads_for
 from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
-from experiments.extraction.provenance import environment, fingerprint, identity, vae_files
+from experiments.extraction.provenance import (
+    choose_dtype,
+    environment,
+    fingerprint,
+    identity,
+    threads_for,
+    vae_files,
+)
 from experiments.extraction.rollout import RunObserver, capturing, memory
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from experiments.caches import frames, load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import AVERAGE
+from experiments.caches.frames import averages_of_tokens
 from experiments.caches.store import layer_from_atlas, one_layer
-from experiments.caches.view import averages_of_tokens, open_call, open_passes, open_profiles
+from experiments.caches.view import open_call, open_passes, open_profiles
 from wan.blocks import block_ranges, later_block, visible_frames
 
 

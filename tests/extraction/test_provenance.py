@@ -10,7 +10,7 @@ import torch
 
 from experiments import session as sessions
 from experiments.caches.files import CacheError, require_same
-from experiments.extraction import devices, provenance
+from experiments.extraction import provenance
 from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs
@@ -74,11 +74,11 @@ def test_what_computes_counts(config, monkeypatch):
 
 def test_the_code_of_the_sampler_counts_by_what_its_files_hold(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
-    monkeypatch.setattr(devices.wan, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(provenance.wan, "__file__", str(tmp_path / "__init__.py"))
     found = []
     for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "2"), ("deep/c.py", "")):
         (tmp_path / name).write_text(text)
-        found.append(devices.code_version.__wrapped__())
+        found.append(provenance.code_version.__wrapped__())
     assert len(set(found)) == len(found)
 
 

@@ -20,8 +20,7 @@ from experiments.analysis.panels import choose_heads
 from experiments.analysis.stats import pearson, rounded, spearman
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
+from experiments.extraction.provenance import choose_device, environment
 from experiments.figures import atlas, heads
 from experiments.findings.report import finding_parser, save_finding
 from experiments.running.cli import main

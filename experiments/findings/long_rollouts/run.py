@@ -32,8 +32,7 @@ from experiments.analysis.long_rollouts import CONTROLS, PRIMARY, TITLES, LongRo
 from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
 from experiments.caches.files import require_ffmpeg, save_report
 from experiments.captured import capture
-from experiments.extraction.devices import choose_device
-from experiments.extraction.provenance import environment
+from experiments.extraction.provenance import choose_device, environment
 from experiments.figures.long_rollouts import long_strips, policy_dots
 from experiments.figures.style import save_svg
 from experiments.findings.report import finding_parser, save_finding
