@@ -8,10 +8,7 @@ A layer that was done by the same notebook, cache and code is not done again, if
 import os
 from pathlib import Path
 
-from experiments.running.cli import Parser, main
-from wan.errors import ConfigError
-
-FOLDER = Path("notebooks")
+from experiments.running.cli import Parser, count, main
 
 
 def run(argv=None):
@@ -21,31 +18,25 @@ def run(argv=None):
     flag("cache", type=Path, help="a cache of many layers, or a folder of layerN.pt")
     flag("layers", nargs="+", help="numbers from 0, ranges such as 0-29, or all")
     flag("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
-    flag("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
+    flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
     args = parser.parse_args(argv)
-    if args.jobs < 1:
-        parser.error(f"--jobs must be at least 1, not {args.jobs}")
 
     from experiments.figures.folder import save_contact_sheet  # after the flags: a --help needs no torch
     from experiments.figures.html_page import save_page
     from experiments.running.locks import claimed
-    from experiments.running.notebooks import NOTEBOOKS, LayerCaches, NotebookRuns
+    from experiments.running.notebooks import NotebookRuns
 
-    name = Path(args.notebook).name
-    mine, is_path = FOLDER / name, name != args.notebook or Path(args.notebook).is_file()
-    if name in NOTEBOOKS and is_path and Path(args.notebook).resolve() != mine.resolve():
-        raise ConfigError(f"{args.notebook} is not {mine}, which this script executes; give {name}")
+    name = args.notebook.removeprefix("notebooks/")
     folder = args.output_dir or Path("outputs") / Path(name).stem / args.cache.stem
-    caches = LayerCaches(name, args.cache, folder / "caches")
-    layers = caches.choose(args.layers)
+    runs = NotebookRuns(name, args.cache, folder)
+    layers = runs.choose(args.layers)
     with claimed({str(folder / "index.html"): 0}):
-        runs = NotebookRuns(mine, caches, folder)
         try:
             runs.run(layers, args.jobs)
         except KeyboardInterrupt:
             print(f"\nthe layers that are done stay in {folder}; the same command continues there")
             raise
-        svg = NOTEBOOKS[name].sheet
+        svg = runs.notebook.sheet
         figures = {f"Layer {layer}": runs.figures(layer) / svg.format(layer) for layer in layers}
         sheet = save_contact_sheet(folder / "contact_sheet.svg", figures, f"{name}, {args.cache.name}")
         page = save_page(folder / "index.html", args.cache, layers=layers)

@@ -1,4 +1,4 @@
-"""A notebook executed for layer after layer; finished layers are not executed again."""
+"""A notebook executed for layer after layer by papermill; finished layers are not executed again."""
 
 import hashlib
 import json
@@ -7,20 +7,21 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import nbformat
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, DeadKernelError
-from papermill.iorw import load_notebook_node
-from papermill.parameterize import parameterize_notebook
+import papermill
+from nbclient.exceptions import DeadKernelError
+from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, replacing
 from experiments.caches.store import one_layer, open_layers
 from wan.checkpoint import sampled_sha256
+from wan.errors import ConfigError
 
 Cache = Mapping[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -53,18 +54,20 @@ NOTEBOOKS = {
 }
 
 
-class LayerCaches:
-    """The layers of a cache file, or of a folder of layerN.pt, as a notebook takes them.
+class NotebookRuns:
+    """A notebook of notebooks/, layers of a cache file or of a folder of layerN.pt, and a folder for results.
 
-    plt_fig4 gets an atlas of one layer, written to a folder of its own: its figures of all layers would be
-    the same every time.
+    folder/layerN/*.svg are the figures of a layer. folder/notebooks/layerN.ipynb is its executed notebook,
+    which is written last. plt_fig4 gets an atlas of one layer, in folder/caches: its figures of all layers
+    would be the same every time.
     """
 
-    def __init__(self, notebook: str, source: str | Path, folder: str | Path):
+    def __init__(self, name: str, source: str | Path, folder: str | Path):
         """Raises CacheError for a notebook that is not in the table and for a cache that it does not open."""
-        if notebook not in NOTEBOOKS:
-            raise CacheError(f"{notebook} is not one of {', '.join(NOTEBOOKS)}")
-        self.notebook, self.source, self.folder = NOTEBOOKS[notebook], Path(source), Path(folder)
+        if name not in NOTEBOOKS:
+            raise CacheError(f"{name} is not one of {', '.join(NOTEBOOKS)}")
+        self.path, self.notebook = ROOT / "notebooks" / name, NOTEBOOKS[name]
+        self.source, self.folder = Path(source), Path(folder)
         self.cache: Cache | None = None
         self.files: dict[int, Path] = {}
         if self.source.is_dir():
@@ -83,7 +86,7 @@ class LayerCaches:
             first, _, last = word.partition("-")
             if word == "all":
                 chosen.update(self.layers)
-            elif re.fullmatch("[0-9]{1,4}(-[0-9]{1,4})?", word) and int(first) <= int(last or first):
+            elif re.fullmatch("[0-9]{1,4}(-[0-9]{1,4})?", word):
                 chosen.update(range(int(first), int(last or first) + 1))
             else:
                 raise CacheError(f"layer {word!r} is not a number from 0, a range such as 0-29, or all")
@@ -94,32 +97,14 @@ class LayerCaches:
 
     def parameters(self, layer: int) -> dict[str, Any]:
         """Return the parameters for one layer, without the save folder. Paths are absolute."""
-        path, notebook, chosen = self.file_of(layer), self.notebook, {}
+        path, notebook, chosen = self.files.get(layer, self.source), self.notebook, {}
         if self.cache is not None:
             if notebook.layer:
                 chosen[notebook.layer] = notebook.value(self.cache, layer)
             if self.cache["format"] == "atlas" and notebook.layer != "LAYER":
-                path = self.folder / f"layer{layer}.pt"
+                path = self.folder / "caches" / f"layer{layer}.pt"
                 save_cache(path, one_layer(self.cache, layer))
         return {notebook.cache: str(path.resolve())} | chosen
-
-    def file_of(self, layer: int) -> Path:
-        """Return the file that holds a layer."""
-        return self.files.get(layer, self.source)
-
-
-class NotebookRuns:
-    """One notebook, the layers of a cache, and a folder for the results.
-
-    folder/layerN/*.svg are the figures of a layer. folder/notebooks/layerN.ipynb is its executed notebook: it
-    is written last and names the figures.
-    """
-
-    def __init__(self, notebook: Path, caches: LayerCaches, folder: Path):
-        self.notebook, self.caches, self.folder = notebook, caches, folder
-        drawn_with = sorted(path for pattern in DRAWN_WITH for path in ROOT.glob(pattern))
-        self.code = [_sha256(path) for path in (notebook, *drawn_with)]
-        logging.getLogger("papermill").setLevel(logging.ERROR)
 
     def figures(self, layer: int) -> Path:
         return self.folder / f"layer{layer}"
@@ -127,29 +112,34 @@ class NotebookRuns:
     def executed(self, layer: int) -> Path:
         return self.folder / "notebooks" / f"layer{layer}.ipynb"
 
-    def mark(self, layer: int) -> dict[str, Any]:
-        """Return what the executed notebook of a finished layer says: its inputs, its figures' checksums.
+    @cached_property
+    def code(self) -> list[str]:
+        """Hash the notebook, and the code and the published numbers that it draws by."""
+        drawn_with = sorted(path for pattern in DRAWN_WITH for path in ROOT.glob(pattern))
+        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in (self.path, *drawn_with)]
 
-        The inputs are the notebook, its cache, and the code and the published numbers that it draws by.
-        """
-        cache = self.caches.file_of(layer)
+    def fingerprint(self, layer: int) -> str:
+        """Return a hash of all that the figures of a layer depend on."""
+        cache = self.files.get(layer, self.source)
         inputs = [layer, self.code, str(cache.resolve()), sampled_sha256(cache)]
-        figures = {path.name: _sha256(path) for path in sorted(self.figures(layer).glob("*.svg"))}
-        return {"fingerprint": hashlib.sha256(json.dumps(inputs).encode()).hexdigest(), "figures": figures}
+        return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def is_done(self, layer: int) -> bool:
-        """Check that the executed notebook is of today's inputs, and its figures are as it left them."""
+        """Check that the executed notebook is of today's inputs, and that its figures are there."""
         try:
             done = json.loads(self.executed(layer).read_text(encoding="utf-8"))["metadata"]["done"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError):
             return False
-        return done == self.mark(layer)
+        there = all((self.figures(layer) / name).is_file() for name in done["figures"])
+        return there and done["fingerprint"] == self.fingerprint(layer)
 
     def run(self, layers: Sequence[int], jobs: int) -> None:
         """Execute the layers that are not done, jobs at a time. RunError where one fails; others stay."""
+        logging.getLogger("papermill").setLevel(logging.ERROR)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each kernel
         waiting = [layer for layer in layers if not self.is_done(layer)]
         done = {"initial": len(layers) - len(waiting), "total": len(layers)}
-        with tqdm(desc=self.notebook.stem, unit="layer", **done) as bar, ThreadPoolExecutor(jobs) as threads:
+        with tqdm(desc=self.path.stem, unit="layer", **done) as bar, ThreadPoolExecutor(jobs) as threads:
             runs = [threads.submit(self._run_layer, layer) for layer in waiting]
             try:
                 for one in as_completed(runs):
@@ -160,36 +150,29 @@ class NotebookRuns:
 
     def _run_layer(self, layer: int) -> None:
         figures, executed = self.figures(layer), self.executed(layer)
-        failed = executed.with_suffix(".failed.ipynb")
-        for old in (executed, failed, *figures.glob("**/*.svg")):
+        unfinished = executed.with_suffix(".failed.ipynb")
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        for old in (executed, *figures.glob("**/*.svg")):
             old.unlink(missing_ok=True)
-        parameters = self.caches.parameters(layer) | {"SAVE_DIR": str(figures.resolve())}
-        notebook = parameterize_notebook(load_notebook_node(str(self.notebook)), parameters)
-        for cell in notebook.cells:
-            if cell.cell_type == "code":  # those behind a cell that fails would keep stored outputs
-                cell.outputs, cell.execution_count = [], None
-        client = NotebookClient(notebook, kernel_name="python3", timeout=None, record_timing=False)
-        client.resources = {"metadata": {"path": str(self.notebook.parent)}}
+        parameters = self.parameters(layer) | {"SAVE_DIR": str(figures.resolve())}
+        if unknown := parameters.keys() - papermill.inspect_notebook(str(self.path)).keys():
+            raise ConfigError(f"{self.path.name} has no parameter {min(unknown)}")
+        # papermill would change this process's folder, which its threads share: the kernel starts in it
+        in_folder = {"metadata": {"path": str(self.path.parent)}}
+        options = {"kernel_name": "python3", "progress_bar": False, "resources": in_folder}
         try:
-            client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})
-        except CellExecutionError as error:
-            _write(notebook, failed)
+            notebook = papermill.execute_notebook(self.path, unfinished, parameters, **options)
+        except PapermillExecutionError as error:
             reason = f"{error.ename}: {error.evalue.partition(chr(10))[0]}"
-            raise RunError(f"layer {layer}: {reason}; see {failed}") from None
+            raise RunError(f"layer {layer}: {reason}; see {unfinished}") from None
         except DeadKernelError:
             raise RunError("a kernel died, perhaps for want of memory; try --jobs 1") from None
         for svg in figures.glob("*/*.svg"):  # a notebook may make a folder for its layer
             svg.replace(figures / svg.name)
         for made in filter(Path.is_dir, list(figures.iterdir())):
             made.rmdir()
-        notebook.metadata["done"] = self.mark(layer)
-        _write(notebook, executed)
-
-
-def _write(notebook: nbformat.NotebookNode, path: Path) -> None:
-    with replacing(path) as file:
-        file.write(nbformat.writes(notebook).encode())
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+        names = sorted(path.name for path in figures.glob("*.svg"))
+        notebook.metadata["done"] = {"fingerprint": self.fingerprint(layer), "figures": names}
+        with replacing(executed) as file:
+            file.write(nbformat.writes(notebook).encode())
+        unfinished.unlink()

@@ -48,8 +48,9 @@ from experiments.figures import style
 from experiments.figures.folder import save_contact_sheet
 from experiments.findings.long_rollouts import run as policy_findings
 from experiments.running import cli
-from experiments.running.notebooks import LayerCaches, NotebookRuns
+from experiments.running.notebooks import NotebookRuns
 from wan.blocks import later_block
+from wan.errors import ConfigError
 
 PUBLISHED = ROOT / "cache/published"
 
@@ -464,7 +465,7 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys, warm_executable):
     assert re.findall(r">Layer (\d+)</text>", sheet) == ["0", "3"]
     page = (out / "index.html").read_text()
     assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["layers"] == [0, 3]
-    runs = NotebookRuns(NOTEBOOK, LayerCaches(NOTEBOOK.name, layer_folder, out / "caches"), out)
+    runs = NotebookRuns(NOTEBOOK.name, layer_folder, out)
     save_cache(layer_folder / "layer0.pt", synthetic_caches.layer(0) | {"prompt": "another"})
     assert [runs.is_done(N) for N in LAYERS] == [False, True]
 
@@ -472,33 +473,36 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys, warm_executable):
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch, warm_executable):
     """A cache that is damaged after the layers were chosen."""
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
-    monkeypatch.setattr(LayerCaches, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})
+    monkeypatch.setattr(NotebookRuns, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})
     flags = ["plt_fig4.ipynb", tmp_path / "a.pt", "1", "--output_dir", tmp_path / "out"]
     with pytest.raises(SystemExit) as ended:
         cli.main(run_notebooks.run, [*map(str, flags)])
     said = capfd.readouterr().err
     assert ended.value.code == 1 and "error: layer 1: CacheError: ../cache/none.pt not found" in said
     assert (tmp_path / "out" / "notebooks" / "layer1.failed.ipynb").is_file()
+    monkeypatch.setattr(NotebookRuns, "parameters", lambda self, layer: {"CACHE": "none.pt"})
+    with pytest.raises(ConfigError, match="has no parameter CACHE"):
+        run_notebooks.run([*map(str, flags)])
 
 
 def test_the_parameters_of_each_notebook(tmp_path, layer_folder):
     save_cache(tmp_path / "atlas.pt", synthetic_caches.atlas())
     save_cache(tmp_path / "inference.pt", synthetic_caches.inference())
     folder = tmp_path / "slices"
-    of_folder = LayerCaches("extract_all_attention.ipynb", layer_folder, folder)
+    of_folder = NotebookRuns("extract_all_attention.ipynb", layer_folder, folder)
     given = of_folder.parameters(3)
     assert of_folder.layers == [0, 3] and given == {"CACHE_PATH": str(layer_folder / "layer3.pt")}
     assert not folder.exists()
     whole = load_cache(tmp_path / "atlas.pt")
-    given = LayerCaches("extract_all_attention.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
+    given = NotebookRuns("extract_all_attention.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
     assert given == {"CACHE_PATH": str(tmp_path / "atlas.pt"), "LAYER": 5} and not folder.exists()
-    figure4 = LayerCaches("plt_fig4.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
+    figure4 = NotebookRuns("plt_fig4.ipynb", tmp_path / "atlas.pt", folder).parameters(5)
     assert figure4["HEADS"] == [[5, 0, "L5H0"], [5, 1, "L5H1"], [5, 2, "L5H2"]]
     one = load_cache(figure4["CACHE_PATH"])
     assert one["layers"] == [5] and same(one["frame_mass"], whole["frame_mass"][2:])
-    atlas = LayerCaches("layer_atlas.ipynb", tmp_path / "atlas.pt", folder).parameters(1)
+    atlas = NotebookRuns("layer_atlas.ipynb", tmp_path / "atlas.pt", folder).parameters(1)
     assert atlas == {"CACHE_PATH": str(tmp_path / "atlas.pt"), "LAYER": 1}
-    calls = LayerCaches("plot_figure4.ipynb", tmp_path / "inference.pt", folder).parameters(5)
+    calls = NotebookRuns("plot_figure4.ipynb", tmp_path / "inference.pt", folder).parameters(5)
     assert calls == {"CACHE_PATH": str(tmp_path / "inference.pt"), "WEIGHT_INDEX": 1}
 
 
