@@ -759,10 +759,8 @@ def fingerprint(edits: Iterable[Edit]) -> str:
 
 
 # --- Edits in YAML and CSV files
-def edits_of(values: Any, where: str) -> list[Edit]:
+def edits_of(values: Iterable[Any], where: str) -> list[Edit]:
     """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
-    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise ConfigError(f"{where}: interventions are a list: - {{edit: knockout, frames: first, ...}}")
     edits = []
     for number, each in enumerate(values, 1):
         try:

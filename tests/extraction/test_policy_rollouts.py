@@ -226,7 +226,6 @@ def test_what_an_intervention_left_out_is_absent(tiny):
 def test_places_that_are_not_in_the_video(tiny):
     for message, places, blocks in (
         ("frame 9 is not in 0..8", [(9, 0, 0)], None),
-        ("row 4 is not in 0..3", [(1, 4, 0)], None),
         ("column -1 is not in 0..3", [(1, 0, -1)], None),
         ("named twice", [(1, 0, 0), (1, 0, 0)], None),
         ("lies in block 2", [(8, 0, 0)], [0]),

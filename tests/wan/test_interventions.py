@@ -1,4 +1,4 @@
-"""Edits as values, and single edited calls against float64 softmax and RoPE written out by hand."""
+"""Edits as values and in files, and single edited calls against float64 softmax and RoPE by hand."""
 
 import cmath
 import json
@@ -11,11 +11,23 @@ from helpers.rollouts import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.running.cli import config_from, run_parser
 from wan import interventions
 from wan.attention import attention
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, Call
 from wan.errors import ConfigError
-from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Move, Patch, fingerprint, intervene
+from wan.interventions import (
+    Ablate,
+    InterventionError,
+    Jitter,
+    Knockout,
+    Move,
+    Patch,
+    fingerprint,
+    intervene,
+    read_ablated_heads,
+    read_edits,
+)
 from wan.keys import MIXED, KeyLayout, Slot
 from wan.sites import ActivationSite, Pass, Site
 
@@ -54,12 +66,9 @@ def test_edits_survive_python_and_json_and_are_told_apart():
 A_SOURCE = {"seed": 1}
 REFUSED = {  # what is named -> the fields as a YAML has them
     "passes 'both'.*denoise, clean, all": {"edit": "knockout", "frames": 0, "passes": "both"},
-    "knockout: .*passes.*denoise": {"edit": "knockout", "frames": 0},
     "frames .*or tokens": {"edit": "knockout", "passes": "all"},
     "frames 'last'": {"edit": "knockout", "frames": "last", "passes": "all"},
     r"heads \[-1\]": {"edit": "ablate", "how": "zero", "heads": [-1], "passes": "all"},
-    r"blocks \[1.0\]": {"edit": "ablate", "how": "zero", "blocks": [1.0], "passes": "all"},
-    "source None is not another run": {"edit": "ablate", "how": "resample", "passes": "all"},
     "'residpost'.*resid_post": {"edit": "patch", "what": "residpost", "source": A_SOURCE, "passes": "all"},
     "source 'x' is not another run": {"edit": "patch", "what": "z", "source": "x", "passes": "all"},
     "what='kv'": {"edit": "patch", "what": "z", "source": A_SOURCE, "frames": [0], "passes": "all"},
@@ -76,6 +85,73 @@ def test_what_is_not_an_edit_is_refused_in_one_line(message):
     with pytest.raises(InterventionError, match=message) as error:
         interventions.edit_from_dict(REFUSED[message])
     assert "\n" not in str(error.value)
+
+
+# --- Edits in files, and in flags
+def written(tmp_path, text, name="edits.yaml"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_yaml_and_back(tmp_path):
+    record = interventions.record_of(EDITS)
+    assert read_edits(written(tmp_path, json.dumps(record["edits"]))) == EDITS  # JSON is YAML
+    assert len(record["hash"]) == 16 and record["words"].startswith("Knockout(layers=5")
+    bare = "- {edit: ablate, how: zero, layers: 3, heads: [0, 2], passes: denoise}"
+    assert read_edits(written(tmp_path, bare)) == [Ablate("zero", layers=[3], heads=[0, 2], passes="denoise")]
+
+
+HOSTILE = {
+    "intervention 1: edit 'k' is not one": "interventions: knockout\n",
+    "intervention 2: edit 'cut' is not one": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
+    "passes 'no' is not one of|passes False is not": "- {edit: knockout, frames: 0, passes: no}\n",
+    "not a YAML file of interventions": "- {edit: [",
+    "not a YAML file of interventions: could not determine": "- !!python/object/apply:os.system [echo]\n",
+    "duplicate key layers in line 1": "- {edit: ablate, how: zero, layers: 5, layers: 3}\n",
+    "holds no intervention": "[]\n",
+    "is larger than 1048576 bytes": "#" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_a_hostile_yaml_is_one_line(tmp_path, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        read_edits(written(tmp_path, HOSTILE[message]))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_a_csv_of_heads_to_drop(tmp_path):
+    path = written(tmp_path, "0,1,0\n0,0,0\n1, 1,0\n", "heads.csv")
+    assert read_ablated_heads(path, 3, 3, "denoise") == [
+        Ablate("zero", layers=[0], heads=[1], passes="denoise"),
+        Ablate("zero", layers=[2], heads=[0, 1], passes="denoise"),
+    ]
+    for message, text in {
+        r"is \(3, 3\) .* takes 4 layers x 3 heads": "0,1,0\n0,0,0\n1,1,0\n",
+        r"of \[0, 1, 2\]; .* 1 drops a head": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
+        r"of \[0\]; .* 1 drops a head": "0,0,0\n" * 4,
+        "is not a CSV of layers x heads: ": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            read_ablated_heads(written(tmp_path, text, "heads.csv"), 4, 3, "all")
+    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it is no plain file"):
+        read_ablated_heads("/dev/zero", 3, 3, "all")
+
+
+def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):
+    def edits_by(*flags):
+        words = ["--config_path", "configs/wan_mini.yaml", *flags]
+        return config_from(run_parser("a script", "cache/x.pt").parse_args(words)).interventions
+
+    edits = [edit.to_dict() for edit in EDITS]
+    assert edits_by() == [] != edits_by("--interventions", str(written(tmp_path, json.dumps(edits)))) == edits
+    heads = str(written(tmp_path, "0,0,0,0,0,0,0,0,0,0,0,0\n" * 7 + "1,0,0,0,0,0,0,0,0,0,0,0", "heads.csv"))
+    both = ["--ablate_heads", heads, "--ablate_passes", "clean"]
+    assert edits_by(*both) == [Ablate("zero", layers=7, heads=0, passes="clean").to_dict()]
+    for wrong in (both[:2], both[2:]):
+        with pytest.raises(ConfigError, match="go together"):
+            edits_by(*wrong)
 
 
 # --- Single calls

@@ -156,10 +156,8 @@ REFUSED = {  # what is said -> settings; a file by its content
     "class 'near' of .* has no policy": CLASSES | {"policies": {"far": FULL}},
     "different positions": CLASSES | {"policies": {"far": FULL, "near": {"name": "relative"}}},
     "'near' has no clean": CLASSES | {"policies": {"far": FULL, "near": WINDOW | {"released": "longlive"}}},
-    "give a CSV": CLASSES | {"file": b""},
     "give a CSV of layers x heads": CLASSES | {"file": b"layer,head,class\n0,0,a\n99999999999,0,a\n"},
     "rows of different lengths": CLASSES | {"file": b"a,b\nc\n"},
-    "is not text in UTF-8": CLASSES | {"file": b"\xff\xfea"},
     "ar_start 0 has no middle frames": {"name": "dummy_forcing", "ar_start": 0},
     "num_dummy 61 of a model of 60 heads": {"name": "dummy_forcing", "num_dummy": 61},
     "cannot be read": {"name": "forcing_kv"},
@@ -167,7 +165,6 @@ REFUSED = {  # what is said -> settings; a file by its content
     "length of 1 to 3": STATIC | {"temporal_context_length": 4},
     r"its file has \(1, 2\) layers and heads, the model \(5, 12\)": STATIC,
     "give a CSV, Forcing-KV's JSON or an array": STATIC | {"heads": LABELS},
-    "nowhere.npz' cannot be read": TRI | {"statistics": "nowhere.npz"},
     "or a mapping of q_mean": TRI | {"statistics": {"q_mean": 1}},
 }
 

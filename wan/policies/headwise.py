@@ -525,11 +525,9 @@ class TriAttention(HeadwisePolicy):
         return self.window + 1 if how == "recache" and self.source else super().switch_from(how)
 
     def start(self, cache: HeadwiseCache) -> None:
-        most, pairs = self.window * cache.tokens_per_frame, cache.head_dim // 2
+        most = self.window * cache.tokens_per_frame
         problem = f"budget_tokens {self.budget_tokens} must be below those of the window, {most}"
         self.require(self.budget_tokens < most, problem)
-        problem = f"statistics have {self.q_mean.shape[2]} frequencies, heads of this model {pairs}"
-        self.require(self.q_mean.shape[2] == pairs, problem)
         self._noise, self._last = torch.Generator().manual_seed(self.random_seed), 0
         if self.source and self._before["noise"] is not None:
             self._noise.set_state(self._before["noise"])
