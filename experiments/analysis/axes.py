@@ -31,6 +31,7 @@ def slots_of(atlas: dict, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
     held = [atlas[name] for name in ("frame_logits", "frame_mass") if name in atlas]
     if not held:
         raise CacheError("this cache holds no frame matrices: what its blocks saw is not known")
+    # A cache of whole frames: what any head of a block's last query has is what its slots held
     seen = ~held[0][layer, 0].isnan().all(0)  # [F queries, F keys]
     rows = [np.flatnonzero(seen[end - 1].numpy()) for end in np.cumsum(atlas["block_sizes"])]
     frames = np.full((len(rows), max(map(len, rows))), NO_SLOT)
@@ -70,6 +71,7 @@ def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="
     """Return what the last block's queries see in one layer and pass, along an axis."""
     if axis not in AXES:
         raise CacheError(f"KEY_AXIS {axis!r} is not one of {', '.join(AXES)}")
+    # 1. Slots of the last block that was done, and their values [H, slots], mean over its queries
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
     queries = list(block_ranges(list(atlas["block_sizes"]))[block])
     frames, positions = (rows[block] for rows in slots_of(atlas, i))
@@ -77,14 +79,17 @@ def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="
     frames, positions = frames[:count], positions[:count]
     by_slot = _slot_values(atlas, i, step, quantity)[:, queries, :count].mean(1)
     marks = slot_marks(atlas, i, block)
+    # 2. By position: slots in the order of RoPE, or as they lie where a position is not known
     if axis == "position":
         order = range(count) if positions.min() < 0 else np.argsort(positions, kind="stable").tolist()
         labels = tuple(str(positions[n]) if positions[n] >= 0 else "·" for n in order)
         return KeyColumns(axis, labels, tuple(marks[n] for n in order), by_slot[:, list(order)])
+    # 3. By frame: all frames of the video, then a column for each average
     averages = np.flatnonzero(frames == AVERAGE)
     whole = _stored(atlas, "frame", i, step, quantity)[:, queries].mean(1)  # [H, F]
     of_frame = {int(frames[n]): marks[n] for n in reversed(range(count)) if frames[n] >= 0}
     if "tokens_kept" in atlas:
+        # Chosen tokens lie in slots of no frame: their frames are marked by what is kept of them
         kept = np.flatnonzero(atlas["tokens_kept"][i, block].numpy()).tolist()
         of_frame = dict.fromkeys(kept, SPECIAL[CHOSEN]) | of_frame
     F = whole.shape[1]
@@ -109,6 +114,7 @@ def key_matrix(
         names = (*map(str, range(whole.shape[2])), *(f"μ{k}" for k in range(1, count + 1)))
         matrix = np.concatenate([whole, np.full((*whole.shape[:2], count), np.nan, np.float32)], 2)
         columns = np.where(is_average, whole.shape[2] + np.cumsum(is_average, 1) - 1, -1)
+    # Slots at one position: shares of mass add, logits do not
     reduce = np.mean if quantity == "mean_logit" else np.sum
     for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))[: as_cache(atlas).done]):
         for column in {int(c) for c in columns[block] if c >= 0}:
@@ -121,6 +127,7 @@ def slot_marks(atlas: dict, i: int, block: int) -> list[str]:
     """Name the slots that a block sees: memories are between the sink and the run of newest frames."""
     frames = slots_of(atlas, i)[0][block]
     frames = frames[frames != NO_SLOT].tolist()
+    # The newest frames are a run of neighbours at the end
     recent = len(frames) - 1
     while recent and frames[recent - 1] == frames[recent] - 1:
         recent -= 1
@@ -136,6 +143,7 @@ def _slot_values(atlas: dict, i: int, step: int | None, quantity: str) -> np.nda
     if f"slot_{STORED[quantity]}" in atlas:
         return _stored(atlas, "slot", i, step, quantity)
     whole, (frames, _) = _stored(atlas, "frame", i, step, quantity), slots_of(atlas, i)
+    # [H, F, F] -> [H, F, slots], block by block
     found = np.full((*whole.shape[:2], frames.shape[1]), np.nan, np.float32)
     for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))):
         there, rows = np.flatnonzero(frames[block] >= 0), np.array(queries)[:, None]
@@ -183,6 +191,7 @@ def choose_view(
     if not (use_video if use_video is not None else "orig_num_frames" in cache):
         return FrameView("latent", np.arange(F))
     n = num_video_frames or cache.get("orig_num_frames", 1 + stride * (F - 1))
+    # The first video frame is a latent one alone, then groups of stride (Wan2.1: 4)
     latent = np.array([video_to_latent_frame(i, stride) for i in range(n)])
     if latent[-1] + 1 != F:
         fits = f"ORIG_NUM_FRAMES may be {max(1, 2 + stride * (F - 2))}..{1 + stride * (F - 1)}"

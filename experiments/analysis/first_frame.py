@@ -41,6 +41,7 @@ class Cells:
     def __init__(self, mask: np.ndarray):
         self.q, self.k = np.nonzero(mask)
         rows, distances = (values[:, None] == np.unique(values) for values in (self.q, self.q - self.k))
+        # Indicators of rows and of distances [cells, rows + distances]; they overlap, so take their span
         columns = np.concatenate([rows, distances], 1).astype(np.float64)
         u, sizes, _ = np.linalg.svd(columns, full_matrices=False)
         self.basis = u[:, sizes > 1e-9 * sizes.max(initial=1)]  # [cells, rank]
@@ -61,8 +62,10 @@ def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstF
     """Fit s, its residual error and R² to matrices [..., F, F], each [...]."""
 
     def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
+        # Frisch-Waugh: s is the regression on [k = 0] outside of what rows and distances span
         z, identified = cells.of_keys([0])
         rest, size, freedom = cells.outside(y), (z**2).sum(), len(y) - cells.basis.shape[1] - 1
+        # R² is of what differs within a query's row: softmax ignores its mean
         within = y - cells.rows @ ((cells.rows.T @ y) / cells.rows.sum(0)[:, None])
         effect = (z.T @ y)[0] / size
         residual = ((rest - z * effect) ** 2).sum(0)
@@ -109,6 +112,7 @@ def key_frame_contrasts(
             return np.full((first, y.shape[1]), np.nan)
         contrast = np.eye(first)  # takes f to f − its line
         contrast[:, reference] -= points @ np.linalg.pinv(points[reference])
+        # A contrast is known if it has no share in directions that the cells leave open
         values, vectors = np.linalg.eigh(z.T @ z)
         free = values <= RANK_TOLERANCE * max(values[-1], 1)
         inverse = vectors[:, ~free] / values[~free] @ vectors[:, ~free].T
@@ -128,6 +132,7 @@ def _of_heads(
 ) -> np.ndarray:
     """Apply fit to matrices [..., F, F], heads with the same attended cells together: [n, ...]."""
     F = matrix.shape[-1]
+    # [..., F, F] -> [heads, F F]
     flat = np.asarray(matrix, np.float64).reshape(-1, F * F)
     there = np.isfinite(flat) & wanted.ravel()
     results = np.full((n, len(flat)), np.nan)
@@ -189,6 +194,7 @@ class FirstFrame(NamedTuple):
     @property
     def above_placebos(self) -> np.ndarray:
         """Mark heads whose effect exceeds the size of every placebo of frames 1..24 [layers, heads]."""
+        # Later frames exist in long videos alone: counting them would make those stricter
         first = self.placebos[..., np.asarray(self.frames) <= LAST_PLACEBO]
         return self.fit.effect > np.abs(first).max(-1, initial=0)
 

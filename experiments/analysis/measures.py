@@ -75,6 +75,7 @@ def head_statistics(profile: np.ndarray) -> HeadStatistics:
     highest = np.where(attended, A, -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         spread = highest.max(-1) - np.where(attended, A, np.inf).min(-1)
+        # Logits have no natural 0; a ratio means something only well above it
         near_zero = (A < 0).any(-1) & (middle < SMALL_MIDDLE * spread)  # a ratio to it would be noise
         return HeadStatistics(
             first=first,
@@ -127,6 +128,7 @@ def wave(
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
         return np.full(y.shape[:-1], np.nan), np.full(y.shape[:-1], np.nan)
+    # [n, 4]: level, trend, and both phases of the wave
     basis = np.stack([np.ones_like(f), f, np.cos(frequency * f), np.sin(frequency * f)], -1)
     line, coefficients = basis[:, :2], y @ np.linalg.pinv(basis).T
     rss = ((y - coefficients @ basis.T) ** 2).sum(-1)
@@ -140,6 +142,7 @@ def best_period(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
 
     NaN where it explains less than half of the variance, or is an end of the periods that were searched.
     """
+    # From 2.5 frames, near the shortest that samples can show, to half the context
     span = max(np.ptp(context), 6) if len(context) else 6
     frequencies = np.linspace(4 * np.pi / span, 2 * np.pi / 2.5, 400)
     r2 = np.nan_to_num(np.stack([wave(profile, context, w)[1] for w in frequencies], -1), nan=-np.inf)
@@ -273,6 +276,7 @@ def band_profile(
     if "frame_logits_by_band" not in cache or layer not in view.layers or not 0 <= head < view.num_heads:
         return None
     passes = [at.step for at in as_cache(cache).passes()]
+    # [N, P, H, F, F, bands] -> [F, F, bands]
     of_head = cache["frame_logits_by_band"][view.layers.index(layer), passes.index(view.step), head]
     values = of_head[list(view.query_frames)].float().mean(0).numpy()
     return values, cache.get("rope_bands", [f"band {i}" for i in range(values.shape[-1])])

@@ -81,15 +81,18 @@ def choose_heads(
 
 def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     """Return a head's profile, and its curve per key token where one axis can hold both."""
+    # [H, Lk]
     curve, S = view.key_curve(layer), view.frame_seq_length
     if view.quantity == "mass":
         curve = None  # a frame's mass is the sum of its tokens' probabilities: not one axis
     if curve is not None:  # key tokens of a window -> their places among all frames
+        # [H, Fk S] -> [F S] of this head
         spread = np.full((view.num_frames, S), np.nan, np.float32)
         spread[list(view.key_frames)] = curve[head].reshape(-1, S)
         curve = spread.reshape(-1)
     profile, gone = np.split(view.key_profile(layer)[head], [view.num_frames])
     averages = gone if gone.size else None
+    # Without a preference each of so many frames, or of their S tokens, would get the same
     frames = len(view.key_frames) + view.num_averages
     alike = {"mass": 1 / frames, "mean_prob": 1 / (frames * S)}.get(view.quantity)
     return HeadPanel(label, layer, head, profile, curve, no_preference=alike, averages=averages)

@@ -99,6 +99,7 @@ def heads_of(
         raise CacheError(f'HEADS must be "auto" or a list of (layer, head, label), not {heads!r}')
     if view.model == FIGURE4_MODEL:
         return FIGURE4_HEADS
+    # The heads of the largest first-frame effect; without matrices of the largest first - middle
     matrix = view.frame_matrices() if view.quantity == "mean_logit" else None
     effect = None if matrix is None else first_frame_effect(matrix, view.block_sizes).effect
     if effect is None or not np.isfinite(effect).any():
@@ -192,6 +193,7 @@ def match_rows(
     for label, curve in curves.items():
         ranking, own = rank_heads(views, curve), [at[:2] for at in heads if at[2] == label]
         counted = {"of heads": len(ranking), "context frames": len(compared_frames(views[0], curve))}
+        # Papers count heads from 1 or from 0: both readings are ranked
         for what, shift in (("shown", 0), ("if counted from 1", 1)):
             for layer, head in own if not shift or all(min(at) > 0 for at in own) else ():
                 at = {"layer": layer - shift, "number": head - shift, "pass": step}

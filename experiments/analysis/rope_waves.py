@@ -26,6 +26,7 @@ JITTER = 0.35  # null frequencies are ω e^u, u uniform in ± this
 
 def temporal_frequencies(head_dim: int, base: float = 10000.0) -> np.ndarray:
     """Return the temporal RoPE frequencies of a head, in radians a latent frame, fastest first."""
+    # Wan gives height and width 2 (D // 6) channels each and time the rest; two make a frequency
     count = (head_dim - 4 * (head_dim // 6)) // 2
     return base ** (-np.arange(count) / count)
 
@@ -90,6 +91,7 @@ def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
 def held_out_r_squared(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     """Return R² of frames that were held out: every third frame in turn, pooled over the three folds."""
     curves, predicted = np.asarray(curves, np.float64), np.empty_like(curves, dtype=np.float64)
+    # A line through neighbours would predict a block of held-out frames badly: take every third
     for fold in range(3):
         out = np.arange(len(distances)) % 3 == fold
         predicted[..., out] = fit_waves(curves[..., ~out], distances[~out], frequencies).at(distances[out])
@@ -139,6 +141,7 @@ def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.n
     q, k = np.nonzero(context_cells(list(block_sizes)))
     columns = np.concatenate([wave_columns(q - k, frequencies), (k == 0)[:, None]], 1)
     y = np.asarray(matrix, np.float64)[..., q, k].reshape(-1, len(q))
+    # Rows are taken out of both sides, instead of a column for each
     rows = (q[:, None] == np.unique(q)).astype(np.float64)  # [cells, rows]
     within = lambda v: v - rows @ ((rows.T @ v) / rows.sum(0)[:, None])  # noqa: E731
     x, t = within(columns), within(y.T)  # [cells, 2 B + 1], [cells, heads]
@@ -196,6 +199,7 @@ def panels_of_view(
         return {}, {}
     if not np.isfinite(matrix[..., context_cells(view.block_sizes)]).all():
         return {}, {}
+    # Block 1 has too few context frames for waves: start at block 2
     fit, queries = fit_matrix(matrix, view.block_sizes, frequencies), block_ranges(list(view.block_sizes))
     splits = [split_first(matrix, view.block_sizes, fit, b) for b in range(2, len(queries))]
     starts, last = np.array([b.start for b in queries[2:]]), min(len(queries), 8)

@@ -109,6 +109,7 @@ def nested_bootstrap(groups: Sequence[np.ndarray]) -> Interval:
     if len(groups) == 1:
         return bootstrap(groups[0])
     generator, count = np.random.default_rng(0), len(groups)
+    # Groups first: their number is what limits the interval
     drawn = np.stack(  # [groups, draws, groups]: another draw of values for each time that a group is drawn
         [x[generator.integers(len(x), size=(DRAWS, count, len(x)))].mean(-1) for x in groups]
     )
@@ -155,6 +156,7 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
     """Adjust p-values [n] for n comparisons (Holm 1979), in their order."""
+    # The smallest p times n, the next times n - 1, ...; none below the one before it
     p = np.asarray(p_values, np.float64)
     order = p.argsort(kind="stable")
     adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])
@@ -174,6 +176,7 @@ def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
     """Structural similarity per frame (Wang et al. 2004) of videos [F, C, H, W] in 0..1, square windows."""
 
+    # Means of all windows by sums from the corner: four lookups each
     def mean(x: np.ndarray) -> np.ndarray:
         sums = np.pad(x, [(0, 0)] * (x.ndim - 2) + [(1, 0), (1, 0)]).cumsum(-1).cumsum(-2)
         right, left = sums[..., window:], sums[..., :-window]

@@ -39,6 +39,7 @@ def open_sweep(
         raise CacheError(f"{folder} has {len(paths)} atlases, a sweep needs two or more; run: {MAKE}")
     caches = {path.stem: load_cache(path, expect=("atlas",)) for path in paths}
     views = {name: open_profiles(cache, step, "mean_logit") for name, cache in caches.items()}
+    # Heads are compared by index: model, sizes, pass and queries must be the same
     (first, one), *others = views.items()
     for name, view in others:
         for what in SAME:
@@ -59,6 +60,7 @@ def measures_of(views: Views) -> dict[str, np.ndarray]:
 
 def stability(values: np.ndarray) -> np.ndarray:
     """|mean| / standard deviation (n − 1) of values [atlases, N, H] -> [N, H]; NaN without a spread."""
+    # Unlike a t value it does not grow with the number of atlases
     spread = np.std(values, 0, ddof=1)
     return np.abs(np.mean(values, 0)) / np.where(spread > 0, spread, np.nan)
 
@@ -103,6 +105,7 @@ def moved(one: Profiles, other: Profiles) -> np.ndarray:
     same = ("layers", "num_heads", "num_frames", "quantity")
     if differ := [name for name in same if getattr(one, name) != getattr(other, name)]:
         raise CacheError(f"the models differ in {', '.join(differ)}: their heads cannot be matched by index")
+    # Own blocks are noise, and blocks may differ between the models
     cells = context_cells(one.block_sizes) & context_cells(other.block_sizes)
     difference = np.where(cells, matrices(one).astype(np.float64) - matrices(other), np.nan)
     difference -= mean_without_nan(difference)[..., None]  # softmax ignores a constant of each row

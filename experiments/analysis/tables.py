@@ -33,6 +33,7 @@ def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show
 
 def _cells(values: Sequence[Any]) -> list[str]:
     """Values of a column as text: numbers with as many decimals as give the largest 4 digits."""
+    # Integers stay as they are; the decimals of a column are those of its largest float
     numbers = [isinstance(value, Real) and not isinstance(value, Integral) for value in values]
     sizes = [abs(v) for v, is_number in zip(values, numbers, strict=True) if is_number and isfinite(v) and v]
     decimals = min(max(3, 3 - floor(log10(max(sizes, default=1)))), 12)
@@ -66,6 +67,7 @@ def describe(view: Profiles) -> dict[str, str]:
 def calls(cache: Mapping[str, Any]) -> list[dict[str, Any]]:
     """List what was captured, a row per call; of an atlas, a row per pass."""
     if cache["format"] == "atlas":
+        # Layers of a pass lie together: calls p n .. (p + 1) n - 1
         n, layers = len(cache["layers"]), ranges(cache["layers"])
         labels = [open_profiles(cache, at.step).pass_label for at in as_cache(cache).passes()]
         numbers = [ranges(range(p * n, (p + 1) * n)) for p in range(len(labels))]

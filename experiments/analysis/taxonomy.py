@@ -65,6 +65,7 @@ def head_kinds(logits: Profiles | None, thresholds: Thresholds) -> np.ndarray | 
 
 def local_mass_share(mass: np.ndarray, thresholds: Thresholds) -> np.ndarray:
     """Share of mass on frames [skip_frames:] on the last near_frames (Forcing-KV), [..., F] -> [...]."""
+    # The first frames are a sink of their own (Forcing-KV), so they count neither way
     skip, near = thresholds.skip_frames, thresholds.near_frames
     A = np.asarray(mass, np.float64)
     if A.shape[-1] <= skip + near:
@@ -165,6 +166,7 @@ def label_agreements(
     for name, rate in rates.items():
         ours = kinds(rate, thresholds)
         by_layer = bootstrap((ours == labels).mean(1))
+        # Any threshold between two rates gives the same labels: the rates themselves are enough
         single = max(
             float((np.where(rate > cut, above, below) == labels).mean())
             for cut, above, below in product(np.unique(rate), KINDS, KINDS)
@@ -177,6 +179,7 @@ def label_agreements(
 def threshold_transfer(rates: Mapping[str, np.ndarray], labels: np.ndarray) -> list[dict[str, Any]]:
     """A row per view: thresholds chosen on it, and the share of labels that they give on every view."""
     rows, grid = [], np.linspace(0, 1, 101)
+    # Every pair of hundredths
     pairs = [Thresholds(anchor, veil) for anchor, veil in product(grid, grid) if veil < anchor]
     for name, rate in rates.items():
         shares = [agreement(kinds(rate, pair), labels) for pair in pairs]

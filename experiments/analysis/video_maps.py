@@ -21,6 +21,7 @@ def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
     words: list[str] = []
     word_of_token = []
     for token in tokens:
+        # Sentencepiece marks the first token of a word; control tokens such as </s> are words
         control = token.startswith("<") and token.endswith(">")
         if control or token.startswith("▁") or not words or words[-1].startswith("<"):
             words.append("")
@@ -102,22 +103,26 @@ def open_map(
     if place is None or place not in there:
         known = str([*there][:8])[1:-1] or "word maps alone"
         raise CacheError(f"query {place} is not in this cache; it has {known}")
+    # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
     block, row = there[place]
     n, p, h = _indices(typed, layer, step, head)
     assert block.map_mass is not None and block.map_logits is not None
     assert block.key_frame is not None and block.key_token is not None
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
     stored = mass if quantity == "mass" else block.map_logits[n, p, h, row].float().numpy()
+    # 2. Which keys it saw, and which of them have a place in the video
     frames, tokens = block.key_frame[n, p].numpy(), block.key_token[n, p].numpy()  # [Lk]
     seen = ~np.isnan(stored) & (frames != NO_KEY)
     if block.attended is not None:
         seen &= block.attended[n, p, h].numpy()
     placed = seen & (frames >= 0)
+    # 3. Keys to places [F, S]: two slots may hold one token; times the keys seen, an even mass is 1
     count, total = (np.zeros((typed.num_frames, typed.frame_seq_length)) for _ in range(2))
     np.add.at(count, (frames[placed], tokens[placed]), 1)
     np.add.at(total, (frames[placed], tokens[placed]), stored[placed])
     values = total * seen.sum() if quantity == "mass" else total / np.maximum(count, 1)
     grid = np.where(count > 0, values, np.nan).astype(np.float32).reshape(-1, typed.rows, typed.columns)
+    # 4. Its pass and block, for titles
     at, own = typed.passes()[p], tuple(block.query_frames)
     return VideoMap(
         grid,
@@ -146,6 +151,7 @@ def word_maps(
         return None
     n, p, h = _indices(typed, layer, step, head)
     words, word_of_token = words_of(typed.words)
+    # A word that comes twice has its number
     names = [f"{word} ({n})" if words.index(word) < n else word for n, word in enumerate(words)]
     frames = [frame for block in blocks for frame in block.query_frames]
     rows = [block.word_map[n, p, h].float().numpy() for block in blocks if block.word_map is not None]

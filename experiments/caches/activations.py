@@ -54,6 +54,7 @@ class Activations(Sequence[Tensor]):
 
     def at(self, **where: Any) -> "Activations":
         """Return the calls of a layer, block, step, is_clean_pass or branch: at(layer=5, step=0)."""
+        # A misspelt name fails in getattr: 'Place' object has no attribute ...
         rows = [
             (place, value)
             for place, value in zip(self.places, self.values, strict=True)
@@ -85,6 +86,7 @@ class Activations(Sequence[Tensor]):
         table, found = self.coordinates, {}
         for place, value in zip(self.places, self.values, strict=True):
             found[tuple(getattr(place, name) for name in table)] = value
+        # A tensor needs every combination of coordinates once, each of one shape
         keys, shapes = [*product(*table.values())], {tuple(value.shape) for value in self.values}
         if len(shapes) > 1 or len(found) < len(keys):
             raise CacheError(
@@ -104,6 +106,7 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
     path = Path(path)
     if path.suffix != ".safetensors":
         raise CacheError(f"activations go into a .safetensors, and {path} does not end so")
+    # A tensor a call; what safetensors has no type for goes into its metadata, as JSON
     tensors = {
         f"{site}/{n:06d}": x.cpu().contiguous() for site, table in tables.items() for n, x in enumerate(table)
     }
@@ -140,6 +143,7 @@ def load_activations(path: str | Path) -> dict[str, Any]:
 def joined(tables: Iterator[Mapping[str, Any]]) -> dict[str, Activations]:
     """Return tables of several files as one of each site."""
     found: dict[str, Activations] = {}
+    # Calls of later files follow those of earlier ones, site by site
     for table in tables:
         for site, part in table.items():
             if isinstance(part, Activations):

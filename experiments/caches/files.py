@@ -75,7 +75,8 @@ def target_of(path: str | Path) -> Path:
 
 def part_of(path: Path) -> Path:
     """Return where a file is while it is being written by this process of this host."""
-    host = zlib.crc32(platform.node().encode(errors="surrogateescape"))  # disks are shared
+    # Two hosts may write to one disk, and their processes may have one number
+    host = zlib.crc32(platform.node().encode(errors="surrogateescape"))
     return path.with_name(f".{path.name}.{os.getpid()}-{host:08x}.part")
 
 
@@ -113,6 +114,7 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
 
 def mp4_tag(path: str | Path) -> str | None:
     """Return the text that encode_mp4 put into an mp4; None if it is missing, torn, or has none."""
+    # The boxes of a whole file reach to its end
     boxes = list(mp4_boxes(path)) if Path(path).is_file() else []
     if not boxes or boxes[-1][2] != Path(path).stat().st_size:
         return None
@@ -134,6 +136,7 @@ def mp4_boxes(path: str | Path) -> Iterator[tuple[bytes, int, int]]:
     with open(path, "rb") as file:
         while end + 16 <= total:
             file.seek(start := end)
+            # ISO 14496-12: 4 bytes of size, 4 of kind; size 1 means that 8 bytes of size follow
             size, kind, large = struct.unpack(">I4sQ", file.read(16))
             end += large if size == 1 else size
             if size in range(2, 8) or not size or end > total:
@@ -159,6 +162,7 @@ def encode_mp4(
     require_ffmpeg()
     import imageio.v3 as iio
 
+    # Repeat pixels: interpolated ones would look like what the model made
     enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat(enlarge, 1).repeat(enlarge, 2)
     described = ["-metadata", f"description={about}"] if about else []

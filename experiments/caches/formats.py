@@ -73,10 +73,9 @@ def declared_fields(kind: type[Fields]) -> dict[str, Declared]:
     """Return what a dataclass declares of each field, from its annotations."""
     found, hints = {}, get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        hint = hints[field.name]
-        text, hint = (
-            ("", hint) if get_origin(hint) is not Annotated else (hint.__metadata__[0], hint.__origin__)
-        )
+        text, hint = "", hints[field.name]
+        if get_origin(hint) is Annotated:  # its text says types and lengths; else the types are enough
+            text, hint = hint.__metadata__[0], hint.__origin__
         options = get_args(hint) if NoneType in get_args(hint) else (hint,)
         names = [(get_origin(one) or one).__name__ for one in options if one is not NoneType]
         text = " | ".join([text or " | ".join(names), *["none"] * (NoneType in options)])
@@ -521,6 +520,7 @@ def _check_fields(
     values: Mapping[str, Any], kind: type[Fields], where: str = "", outer: Mapping[str, int] = {}
 ) -> None:
     """Raise CacheError for the first field that is missing, or of another type or length than is declared."""
+    # 1. Lengths that fields of this dict say, or of the one around it
     sizes = {letter: n for letter, n in outer.items() if letter in LENGTHS}
     for letter, name in LENGTHS.items():
         if isinstance(value := values.get(name), (int, list, Tensor)):
@@ -528,6 +528,7 @@ def _check_fields(
     for tokens, frames in (("L", "F"), ("Lq", "Fq"), ("Lk", "Fk")):
         if frames in sizes and "S" in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
+    # 2. Every field against its declaration; the entries of lists of dicts likewise
     for name, declared in declared_fields(kind).items():
         value = values.get(name, MISSING)
         if value is MISSING and not declared.is_required:

@@ -26,7 +26,8 @@ def _row_chunks(tokens: Tensor, S: int) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (head, query frame, float32 rows [n, Lk]) of tokens [H, Lq, Lk], for a moment."""
     H, Lq, Lk = tokens.shape
     n = min(S, max(1, CHUNK_ELEMENTS // Lk))
-    buffer = torch.empty(n, Lk, device=tokens.device)  # reused: a fresh float32 copy costs more than the sum
+    # The buffer is reused: a fresh float32 copy of every chunk costs more than its sum
+    buffer = torch.empty(n, Lk, device=tokens.device)
     for h in range(H):
         for start in range(0, Lq, S):
             for row in range(start, start + S, n):
@@ -93,7 +94,7 @@ def spread_keys(values: Tensor, key_frames: Sequence[int], num_frames: int) -> T
 def by_key_frame(curves: Tensor, key_frame: Tensor, num_frames: int, mean: bool) -> Tensor:
     """Mean or sum of curves [..., Lk] over the tokens of each frame in key_frame [Lk] -> [..., F]."""
     members = (key_frame[:, None] == torch.arange(num_frames)).float()  # [Lk, F]
-    counts = members.sum(0)
+    counts = members.sum(0)  # [F] tokens of each frame among the keys
     values = curves.float() @ members
     return (values / counts if mean else values).masked_fill(counts == 0, float("nan"))
 
@@ -102,10 +103,12 @@ def spread_tokens(
     curves: Tensor, key_frame: Tensor, key_token: Tensor, frames: Sequence[int], S: int
 ) -> Tensor:
     """Put curves [..., Lk] at their tokens (mean of two slots) -> [..., len(frames)·S], NaN elsewhere."""
+    # 1. The column of every key whose frame is shown: frame-major, as tokens are
     place = {frame: i for i, frame in enumerate(frames)}
     pairs = zip(key_frame.tolist(), key_token.tolist(), strict=True)
     columns = [(place[f] * S + t, i) for i, (f, t) in enumerate(pairs) if f in place]
     at, tokens = (torch.tensor(x) for x in zip(*columns, strict=True))
+    # 2. A token that two slots hold gets the mean of both
     index = at.expand(*curves.shape[:-1], -1)
     spread = torch.full((*curves.shape[:-1], len(place) * S), float("nan"))
     return spread.scatter_reduce(-1, index, curves[..., tokens].float(), "mean", include_self=False)

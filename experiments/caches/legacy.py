@@ -68,6 +68,7 @@ def modernise(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
+    # All layers hold the last block's queries: [1, H, Lq, Lk]
     S, entries = int(raw["frame_seq_length"]), raw["attention_weights"]
     _, H, Lq, Lk = _tokens(entries[0]).shape
     frames, notes = _true_frames(raw, Lk // S)
@@ -96,7 +97,8 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _layer(raw: dict[str, Any]) -> dict[str, Any]:
     matrix = torch.as_tensor(raw["full_frame_attention"])
-    H, F = matrix.shape[:2]
+    H, F = matrix.shape[:2]  # [H, F, F]
+    # The base model's script wrote orig_num_frames, and has one block; its pass is not in the file
     bidirectional = "orig_num_frames" in raw
     blocks = [F] if bidirectional else _blocks(raw, F)
     last = list(range(max(F - 3, 0), F)) if bidirectional else block_frames(blocks, -1)
@@ -124,8 +126,10 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
     S, calls = int(raw["frame_seq_length"]), raw["attention_weights"]
     frames, notes = _true_frames(raw, max(_tokens(call).shape[3] for call in calls) // S)
     blocks, by_layer, tagged = _blocks(raw, frames), dict[int, list[Any]](), []
+    # 1. Each layer's calls in the order of the rollout: that tells their block and pass
     for call in calls:
         by_layer.setdefault(int(call["layer_idx"]), []).append(call)
+    # 2. Tags of every call
     for call in calls:
         layer = int(call["layer_idx"])
         own = next(i for i, other in enumerate(by_layer[layer]) if other is call)
@@ -152,6 +156,7 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _place(position: int, count: int, blocks: list[int], query_frames: int) -> tuple[int, dict[str, Any]]:
     """Block and pass of one of a layer's count calls; where calls are missing, the last block and no pass."""
+    # Steps at t = 1000 ... then the clean pass at 0; what lies between, older files do not say
     passes, left_over = divmod(count, len(blocks))
     block = position // max(passes, 1)
     if left_over or passes < 1 or blocks[block] != query_frames:
@@ -175,6 +180,7 @@ def _true_frames(raw: Mapping[str, Any], Fk: int) -> tuple[int, list[str]]:
 
 
 def _key_frames(raw: Mapping[str, Any], Fk: int, seen: int) -> tuple[list[int], list[str]]:
+    # Files of a window wrote 0..Fk-1 for key frames: local numbers, not those of the video
     keys = [int(frame) for frame in raw.get("key_frames", [])]
     if Fk == seen:
         return list(range(seen)), []

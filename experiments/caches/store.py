@@ -62,6 +62,7 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         if id(value) not in kept:
+            # A view of a larger storage is copied: torch.save would write the whole storage
             x = value.detach()
             in_place = x.device.type == "cpu" and x.untyped_storage().nbytes() == x.nbytes
             kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
@@ -83,6 +84,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     expect names the formats that will do, () all. Raises CacheError: not there, not a cache, damaged,
     of another format, or with fields that are missing or wrong. Nothing in the file is executed.
     """
+    # 1. Not there: say what is, and how to make it
     path, expect = Path(path), tuple(expect)
     if path.suffix == ".safetensors" and path.is_file() and not expect:
         return load_activations(path)
@@ -91,12 +93,14 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
         others = f"; there is {names}" if there and path.name.startswith("layer") else ""
         raise CacheError(f"{path} not found{others}; run: {_command(path, expect)}")
+    # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too
     again = f"make it again: {_command(path, expect)}"
     try:
         with torch.serialization.safe_globals(legacy.ALLOWED):
             raw = load_tensors(path, mmap)
     except UnreadableError as error:
         raise CacheError(f"{path} cannot be read as a cache: {error}; {again}") from error
+    # 3. Today's fields, checked
     try:
         if not isinstance(raw, dict):
             raise CacheError(f"holds a {type(raw).__name__}, not a dict")
@@ -149,7 +153,7 @@ def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:
     """Return one layer of an atlas in one pass (None: the first) as a layer cache. CacheError: absent."""
     view = open_profiles(atlas, step, "mean_logit")
-    profile, matrix, _, averages = view.values(layer)
+    profile, matrix, _, averages = view.values(layer)  # [H, F], [H, F, F], -, [H, F, averages]
     one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
     last = list(range(view.num_frames))[-3:] if one_block else list(view.query_frames)
     if matrix is None:
@@ -170,6 +174,7 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         command = f"python experiments/run_extraction_each.py --output_dir {folder}"
         raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
     caches = {path: load_cache(path, expect=formats) for path in paths}
+    # Layers of different runs, or a file copied under another name, would be drawn as one rollout
     views = [open_profiles(cache) for cache in caches.values()]
     layers = [layer for view in views for layer in view.layers]
     rollouts = {

@@ -182,7 +182,7 @@ class Profiles:
     def key_profile(self, layer: int) -> np.ndarray:
         """[H, F + num_averages] float32: frame_profile, then the averages of evicted frames."""
         gone = self.values(layer).averages
-        if gone is not None:
+        if gone is not None:  # [H, rows, averages] -> [H, averages], the mean over the queries
             gone = gone[:, [self.matrix_rows.index(frame) for frame in self.query_frames]].mean(1)
         return self._beside(self.frame_profile(layer), gone)
 
@@ -274,6 +274,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     mean_logit from logits, mass from probabilities. CacheError for an absent pass or quantity.
     """
     typed = as_cache(cache)
+    # 1. The quantity and the pass that are asked for
     quantity = quantity or ("mean_logit" if typed.is_logits else "mass")
     if quantity not in QUANTITIES:
         raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
@@ -287,6 +288,7 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     if at is None:
         known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
         raise CacheError(f"pass {step} is not in this cache; it has {known}")
+    # 2. Layers and frames, as the format has them; values are read when they are asked for
     found = READERS[type(typed)](typed, at, quantity)
     notes, total = list(typed.notes or ()), len(typed.block_sizes)
     if typed.done < total:
@@ -367,11 +369,12 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
         entry = entries[layer]
         if entry.has_tokens:
             return _from_tokens(entry, keys, cache, quantity)
+        # Coarser granularity: a curve by key token, a matrix by frames, or both
         curve, gone = entry.key_curve if quantity == "mean_logit" else None, None
         spread = None if curve is None else _at_frames(curve, entry, keys, S)
         if curve is not None and entry.frame_logits is None:
             return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
-        matrix = _in_quantity(_stored(entry, "frame"), quantity, S)
+        matrix = _in_quantity(_stored(entry, "frame"), quantity, S)  # [H, Fq, F]
         if entry.slot_frame is not None and (slots := _stored(entry, "slot")):
             gone = frames.averages_of_slots(_in_quantity(slots, quantity, S), entry.slot_frame, count)
         return LayerValues(matrix.mean(1), matrix, spread, gone)
@@ -404,6 +407,7 @@ def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
 
 def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     p, S, by_means = cache.passes().index(at), cache.frame_seq_length, quantity == "mean_logit"
+    # 1. Matrices of this pass [N, H, F, F], and the profiles of the last block [N, H, F]
     last = block_frames(cache.block_sizes, cache.done - 1)
     exact = cache.last_block_frame_logits if by_means else None  # where the matrix is quantised
     matrices = slots = None  # [layers, H, F, F], [layers, H, F, slots]
@@ -418,11 +422,13 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
                 last = list(block)
                 break
         profiles = matrices[..., last, :].float().mean(-2)
+    # 2. The frames that the last block sees, their tokens in key_curve, and averages among the slots
     keys, count = _seen(profiles), 0
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
     if matrices is not None and cache.slot_frame is not None and (of_slots := _stored(cache, "slot", p)):
         slots, count = _in_quantity(of_slots, quantity, S), frames.most_averages(cache.slot_frame)
 
+    # 3. One layer of them: averages block by block, since a block's slots hold frames of its own
     def read(layer: int) -> LayerValues:
         i, curve, gone = cache.layers.index(layer), None, None
         if slots is not None and cache.slot_frame is not None and count:
@@ -433,7 +439,7 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
         if by_means and cache.key_curve is not None:
             curve = cache.key_curve[i, p]
             if cache.key_frame is None or cache.key_token is None:
-                curve = curve[:, columns]
+                curve = curve[:, columns]  # [H, L] -> [H, Lk]
             else:
                 curve = frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
         return LayerValues(profiles[i], None if matrices is None else matrices[i], curve, gone)
@@ -461,7 +467,7 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     if tokens is None:
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
     curves = reduce(tokens[0], S)
-    matrix, gone = _by_frame(curves, entry, keys, cache, mean), None
+    matrix, gone = _by_frame(curves, entry, keys, cache, mean), None  # [H, Fq, Lk] -> [H, Fq, F]
     if _num_averages(entry):
         assert entry.key_frame is not None and entry.key_token is not None
         gone = frames.averages_of_tokens(curves, entry.key_frame, entry.key_token, mean)
@@ -486,6 +492,7 @@ def _at_frames(curve: Tensor, entry: Tokens, keys: Sequence[int], S: int) -> Ten
 
 def _num_averages(entry: Tokens) -> int:
     """Count the averages of evicted frames, among the keys of a token matrix or among the slots."""
+    # A token matrix has a row of tokens for each average, which begins at token 0
     if not entry.has_tokens:
         slot_frame = getattr(entry, "slot_frame", None)
         return 0 if slot_frame is None else frames.most_averages(slot_frame)
@@ -501,7 +508,8 @@ def _stored(values: Fields, of: str, p: int | None = None) -> dict[str, Tensor]:
 
 
 def _in_quantity(stored: Mapping[str, Tensor], wanted: str, S: int) -> Tensor:
-    """Return the stored values that give a quantity, converted to it; mass is S times mean_prob."""
+    """Return the stored values that give a quantity, converted to it."""
+    # A frame's mass is the sum over its S tokens, mean_prob their mean; logits turn into neither
     factors = {(name, name): 1.0 for name in QUANTITIES}
     factors |= {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
     for name, values in stored.items():

@@ -30,11 +30,13 @@ def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title="Measures of every head"
 ) -> Figure:
     """Draw a panel per measure, scales from the 2nd to 98th percentile, shared by logits and by effects."""
+    # Six maps are a sweep's, two measures in three ways: a row for each measure
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
     columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
     figure, axes = st.panels(len(shown), columns, (3.0, _height(len(layers)) + 0.3))
     for axis, (panel, values) in zip(axes, shown, strict=True):
         name = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"
+        # Units that are compared share a scale; a share of 1 has its own ends
         alike = [v for m, v in shown if (m.scale, m.unit) == (panel.scale, panel.unit) and m.unit in SHARED]
         cmap, low, high = _range(panel.scale, np.stack(alike) if alike else values)
         image = _map(axis, values, layers, f"{name}\n{panel.queries}", cmap=cmap, vmin=low, vmax=high)
@@ -55,6 +57,7 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
     legend: dict[str, Artist] = {}
     for axis, (panel, labels) in zip(axes, shown, strict=True):
         legend |= {name: Patch(facecolor=COLORS[name], label=name) for name in panel.names.values()}
+        # Labels are any integers: colours count them in the order of the names
         values = np.full(labels.shape, np.nan)
         for i, label in enumerate(panel.names):
             values[labels == label] = i
@@ -123,11 +126,13 @@ def placebo_strips(
     effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, subtitle=""
 ) -> Figure:
     """Draw a strip a head of effects [heads] and placebos [heads, frames], and the mean by frame below."""
+    # Column 0 holds the effect, the columns of placebo frames theirs, others stay NaN
     columns = np.concatenate([[0], frames])
     values = np.full((len(effect), columns[-1] + 1), np.nan)
     values[:, columns] = np.concatenate([effect[:, None], placebos], 1)
     options: dict[str, Any] = {"sharex": True, "height_ratios": [2.6, 1]}
     figure, (strips, means) = st.panels(2, 1, (6.0, 1.9), **options)
+    # Heads by their effect, the largest on top
     order = np.argsort(-effect, kind="stable")
     image = st.heat_map(strips, values[order], **st.color_scale(values, "mean_logit", 98))
     strips.set(ylabel="Heads, by their effect of frame 0")
@@ -147,6 +152,7 @@ def placebo_strips(
 def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: str, subtitle="") -> Figure:
     """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
     figure, (left, right) = st.panels(2, 2, (4.5, 2.4))
+    # Left: by distance. Right: by key frame
     there = np.isfinite(excess).any(0)
     distances, values = np.arange(excess.shape[1])[there], excess[:, there]
     low, high = np.nanquantile(values, [0.25, 0.75], axis=0)
@@ -176,6 +182,7 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -
     axis.plot(values, color="0.6", linewidth=0.5)
     axis.plot(np.nanmean(values, 1), "o-", color=DARK, linewidth=1.8, markersize=4, label="mean over heads")
     axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
+    # Names of passes share the width, less 0.5 inches of the y axis
     room = 0.9 * (figure.get_figwidth() - 0.5) / max(1, len(values))
     axis.set_xticks(range(len(values)), [st.wrapped(name, st.SMALL, room) for name in effects])
     axis.set(ylabel="First-frame effect s (logits)", xlim=(-0.4, len(values) - 0.6))
@@ -192,6 +199,7 @@ def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], subtitle: str, *, bl
         axis.fill_between(range(len(values)), low, high, color=color, alpha=0.2, linewidth=0)
         axis.plot(values, marker=marker, color=color, markersize=4, linewidth=1.3, label=name)
     longest = max(values.shape[1] for values in contrasts.values())
+    # Blocks are told apart by their shade: a contrast may be one of blocks
     for start in range(0, longest, 2 * block):
         axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
     axis.axhline(0, color="0.4", linewidth=0.8)
@@ -225,6 +233,7 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     """Draw a line per effect [F], in units of the distance between two seeds; on a logarithmic scale."""
     figure, (axis,) = st.panels(1, 1, (7.0, 2.5))
     positive = {name: np.where(values > 0, values, np.nan) for name, values in changes.items()}
+    # A floor far below all effects would squeeze them: its size goes into the legend
     of_effects = [v for name, v in positive.items() if name != "floor" and np.isfinite(v).any()]
     least = min([np.nanmin(v) for v in of_effects], default=0)
     for name, values in positive.items():  # no change at all has no place on this scale
@@ -237,6 +246,7 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     axis.axhline(1, color="0.4", linewidth=0.8, label="as far away as another seed")
     axis.set_yscale("log")
     low, high = axis.get_ylim()
+    # Ticks between powers of ten only where the range is short
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.yaxis.set_major_formatter("{x:g}")
@@ -301,6 +311,7 @@ def knockout_curves(
     lines = {"random order, mean": random, **orders}
     for n, ((name, values), color) in enumerate(zip(lines.items(), ORDER_COLORS, strict=False)):
         rows = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]])
+        # Orders stand side by side, but for the ends, which all share
         shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))
         _intervals(axis, shifted, rows, name, n, color=color)
     _draw_ceilings(axis, "h", ceilings)

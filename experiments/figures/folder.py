@@ -22,6 +22,7 @@ FONT = 'font-family="Arial, DejaVu Sans, Helvetica, sans-serif"'
 def about(view: Any, cache_path: str | Path) -> dict[str, str]:
     """Return a figure's metadata: model, pass, source, the cache with its hash and script."""
     path = Path(cache_path)
+    # A hash tells two caches of one name apart
     mark = f"{path.stat().st_size} bytes"
     if path.stat().st_size <= HASHED_BYTES:
         mark = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
@@ -51,6 +52,7 @@ class FigureFolder:
         if width is not None and width not in WIDTHS and not is_size:
             named = "None, column, page or 1 to 40 inches"
             raise CacheError(f"FIGURE_WIDTH must be {named}, not {width!r}")
+        # Drawing functions know no folder: the width is a setting of the style
         use_size(width, height)
         self.folder, self.metadata, self.pdf = Path(folder), dict(metadata), pdf
         self.paths: list[Path] = []
@@ -72,6 +74,7 @@ class FigureFolder:
 
 def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str) -> Path:
     """Write figures (label -> SVG file) as a grid, in their order, whole or not at all."""
+    # 1. The drawing of each SVG, with its size in points
     bodies = {}
     for i, (label, file) in enumerate(figures.items()):
         text = Path(file).read_text(encoding="utf-8")
@@ -80,6 +83,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         body = re.sub(r"<metadata>.*?</metadata>", "", root[3], flags=re.DOTALL)
         body = re.sub(r'((?:\bid="|url\(#|href="#))', rf"\g<1>c{i}_", body)  # else two figures share ids
         bodies[label] = float(root[1]), float(root[2]), body
+    # 2. Rows and columns, of cells as high as the highest figure
     height = max(CELL_WIDTH * h / w for w, h, _ in bodies.values())
     page = len(bodies) * (height + LABEL) / CELL_WIDTH  # so that the page is 4 wide, 3 high
     columns = max(1, min(len(bodies), ceil(sqrt(page * 4 / 3))))
@@ -91,6 +95,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(title)}</text>',
     ]
+    # 3. A label and a nested SVG for each
     for i, (label, (w, h, body)) in enumerate(bodies.items()):
         x, y = GAP + i % columns * (CELL_WIDTH + GAP), TITLE + i // columns * (height + LABEL + GAP)
         bold = f'font-size="14" font-weight="bold" {FONT}'

@@ -43,12 +43,14 @@ def head_curves(
     figure, axes = st.panels(len(panels), columns=2, size=(4.5, 2.6))
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
+        # 1. The profile over its tokens, with room for the highest of both curves
         F, named = len(panel.profile), f"{panel.label}: layer {panel.layer}, head {panel.head}"
         tops = panel.profile if panel.curve is None else np.reshape(panel.curve, (F, -1)).max(1)
         if panel.reference is not None and panel.clipped is not None:
             tops = np.fmax(tops, panel.reference)
             named += f"\n{panel.agreement or ''}"
         marked = _draw_profile(axis, panel, caption, named)
+        # 2. What it is compared with: equal attention to all keys, and the published curve
         if panel.no_preference is not None:
             label = f"no preference: {panel.no_preference:.3g}"
             axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
@@ -60,6 +62,7 @@ def head_curves(
                 arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
                 cut = keys[panel.clipped], panel.reference[panel.clipped]
                 axis.plot(*cut, label="cut off by the paper's plot", **arrows)
+        # 3. Name the highest frame, above the highest token around it
         if np.isfinite(panel.profile).any():
             k, around = int(np.nanargmax(panel.profile)), max(2, F // 8)
             top = np.nanmax(tops[max(0, k - around) : k + around + 1])
@@ -87,6 +90,7 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> d
         edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
         named = f"mean of {panel.group} key tokens" if panel.group > 1 else "per key token"
         axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=named)
+    # The mean of a frame stands in its middle, over tokens of k - 1/2 .. k + 1/2
     axis.plot(np.arange(F), panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label=label)
     axis.set_ylabel((st.LABELS if panel.curve is None else st.TOKEN_LABELS)[caption.quantity])
     gone = np.empty(0) if panel.averages is None else panel.averages
@@ -104,6 +108,7 @@ def _on_frames(
     for text, frames in caption.highlighted_frames.items():
         axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **st.SHADE)
         legend[text] = Patch(**st.SHADE, label=text)
+    # Runs of frames that were not attended: one hatched area each
     missing = np.flatnonzero(np.isnan(profile))
     for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []:
         axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **st.HATCH)
@@ -126,6 +131,7 @@ def head_grid(
     figure, axes = st.panels(n, columns=4 if n <= 16 else 6, size=(2.5, 1.4))
     legend: dict[str, Artist] = {}
     for axis, values, title in zip(axes, profiles, titles, strict=True):
+        # [F + averages]
         if F <= BARS_UP_TO:
             axis.bar(np.arange(F), values[:F], width=0.85, color=BLUE, linewidth=0)
         else:
@@ -144,6 +150,7 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
     figure, axes = st.panels(len(profiles), columns=2, size=(4.5, 2.4))
     legend: dict[str, Any] = {}
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
+        # [atlases, F + averages] -> [F + averages]
         mean, frames, F = values.mean(0), np.arange(values.shape[1]), values.shape[1] - caption.averages
         axis.bar(frames[:F], mean[:F], width=0.8, color=BLUE, alpha=0.6, linewidth=0)
         axis.plot(frames[:F], values[:, :F].T, color="0.35", linewidth=0.5)
@@ -166,6 +173,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
     legend: dict[str, Artist] = {}
     frames, marker = np.arange(F), "o" if F <= MARKERS_UP_TO else ""
     for axis, layer, everything in zip(axes, layers, profiles, strict=True):
+        # Masses are skewed: a deviation around their mean would go below 0
         values, mean = everything[:, :F], everything.mean(0)
         if caption.quantity == "mean_logit":
             std = values.std(0)
@@ -318,12 +326,14 @@ def frame_maps(
     A row per entry of query_frames. heads are their numbers or names, 0, 1, ... by default. keys are labels
     of columns that are not the frames 0, 1, ...; key_axis says whether they are frames or positions.
     """
+    # 1. How many of the last columns are averages; what the heads are called
     gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
     heads = range(H) if heads is None else heads
     which = f", {H} heads" if H > 1 else f", head {heads[0]}"
     which *= not isinstance(heads[0], str)
     title = f"Layer {layer}{which}: {st.NAMES[caption.quantity]}, query × key frames"
+    # 2. A cache of profiles alone: an empty panel says so
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panels(1, 1, size=(7.0, 1.0))
         axis.grid(False)
@@ -331,6 +341,7 @@ def frame_maps(
         axis.add_patch(Rectangle((0, 0), 1, 1, transform=axis.transAxes, zorder=0, **st.HATCH))
         st.label_figure(figure, [], title, caption.about, note="absent: no frame matrix in this cache")
         return figure
+    # 3. A panel a head; square cells where queries are about as many as keys
     square = rows > F / 2
     figure, axes = st.panels(H, columns=4, size=(2.2, 1.9 if square else 1.4) if H > 1 else (5.0, 2.4))
     legend = st.grey_legend(matrices)
@@ -382,6 +393,7 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtit
     for axis, (name, one) in zip(axes, panels.items(), strict=True):
         axis.set_title(name)
         H = len(one.values)
+        # The strip lies above row 0, whose upper edge is at -0.5
         tall = max(1.0, 0.12 * H)
         for column, mark in enumerate(one.marks):
             corner, color = (column - 0.5, -0.6 - tall), MARKS.get(mark, "white")
@@ -400,6 +412,7 @@ def _heat_panels(maps: Sequence[tuple[str, np.ndarray]], columns: int | None) ->
     columns = max(1, min(columns or (4 if n <= 12 else 6), n))
     size = (max(2.0, min(4.0, 7.0 / columns)), max(1.0 if n > columns else 1.7, 0.5 + 0.06 * H))
     figure, axes = st.panels(n, columns, size)
+    # Logits and masses have scales and bars of their own
     for quantity in dict.fromkeys(quantity for quantity, _ in maps):
         of = [(axis, values) for axis, (q, values) in zip(axes, maps, strict=True) if q == quantity]
         everything = np.concatenate([values.ravel() for _, values in of])
@@ -432,6 +445,7 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     size = (3.8, max(2.4, 1.2 + 0.16 * H))
     figure, (left, right) = st.panels(2, 2, size, keep=True, sharey=True, width_ratios=[3, 1])
     image = st.heat_map(left, mass, **st.color_scale(mass, "mass", st.PERCENTILE))
+    # A word takes 0.13 inches; the left panel has 0.45 of the width
     room = max(1, round(n * 0.13 / (0.45 * figure.get_figwidth())))  # every such word has a place
     left.set_xticks(np.arange(n)[::room], words[::room], fontsize=st.TINY, rotation=90)
     left.set(xlabel="Word of the prompt", ylabel="Head", yticks=range(H))
@@ -472,6 +486,7 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
     blocks, slots = frames.shape
     figure, (ax,) = st.panels(1, 1, (1.4 + 0.26 * slots, 0.6 + 0.17 * blocks))
     colors = ScalarMappable(Normalize(0, max(1, num_frames - 1)), plt.get_cmap("viridis"))
+    # Special slots have colours of their own, which no frame has
     cells = colors.to_rgba(frames)
     for code, name in SPECIAL.items():
         cells[frames == code] = to_rgba(MARKS[name])
@@ -497,6 +512,7 @@ def last_block_attention(
     mass: np.ndarray, frames: np.ndarray, positions: np.ndarray, title: str, subtitle=""
 ) -> Figure:
     """Draw mass [H, slots] of the last block: heads over slots, named by frame and position."""
+    # Codes of slot_frame beside frames, see experiments/caches/formats.py
     codes, said = {-1: "avg", -2: "0", -3: "tok"}, {MIXED: "", NO_SLOT: ""}
     pairs = zip(frames.tolist(), positions.tolist(), strict=True)
     labels = [codes.get(f, f"f{f}") + said.get(p, f"\n@{p}") for f, p in pairs]

@@ -77,16 +77,19 @@ def page_of(
     second cache of as many heads and frames. CacheError where the profiles alone do not fit, for a bad video,
     for maps of another rollout and for a second cache of other sizes.
     """
+    # 1. Passes of the cache, and pictures of its video
     source = Path(source)
     passes = open_passes_of(source, layers)
     view = one_of(passes[0])
     shown, note = pictures_for(source, video, view.num_frames)
     frames, notes = list(map(_data_uri, shown or ())), [note] if note else []
+    # 2. What is left of max_mb after the program and the pictures: maps and a second cache take half at most
     page = _template()
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
     keys = keys_of(source, passes)
     other = None if compare is None else other_of(compare, view, room // 2)
+    # 3. Matrices get what is left then
     data = fit(passes, room - size_of(seen) - size_of(keys) - size_of(other), notes)
     if other:
         add_differences(data["passes"], other["passes"])
@@ -130,6 +133,7 @@ def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[View
         opened = [(cache, open_quantity(cache, None, quantity)) for cache in caches]
         of_caches = [open_passes(cache, view) for cache, view in opened if view]
         for p, views in enumerate(zip(*of_caches, strict=False)):
+            # The layers of a folder, one a view, as one view of many layers
             by_layer = {layer: view for view in views for layer in view.layers}
             shown, gone = tuple(layers or sorted(by_layer)), max(view.num_averages for view in views)
             read = lambda layer, by_layer=by_layer: by_layer[layer].values(layer)  # noqa: E731
@@ -163,6 +167,7 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
         "quantities": {q: {"label": LABELS[q], "unit": ABOUT[q][0], "name": ABOUT[q][1]} for q in passes[0]},
         "passes": [_pass_data(views, averages) for views in passes],
     }
+    # Two bytes a cell, or one; then fewer passes
     base = size_of(data) + 302  # for one more note
     if base > max_bytes:
         said = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
@@ -243,6 +248,7 @@ def size_of(data: Any) -> int:
 
 def words(text: object, longest: int) -> str:
     """Cut what a cache says to a length, without letters that no page shows or that turn the text around."""
+    # Control, format, private letters and halves of pairs: invisible, or they turn lines around
     text = str(text)[: longest + 1]
     shown = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in text)
     return shown if len(text) <= longest else shown[: longest - 1] + "…"
@@ -251,6 +257,7 @@ def words(text: object, longest: int) -> str:
 def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
     """Code values [..., n] as base64 of uint c: low + (high - low) (c / top)^power; top + 1 is NaN."""
     values = np.asarray(values, np.float64)
+    # Every row [n] has its own ends; the highest code says absent
     there, top = np.isfinite(values), 256**cell_bytes - 2
     some = there.any(-1)
     low = np.where(some, np.where(there, values, np.inf).min(-1), 0.0)
@@ -278,6 +285,7 @@ def keys_of(path: Path, passes: Sequence[Views]) -> dict[str, Any] | None:
     along: dict[str, Any] = {}
     for axis in AXES:
         coded: list[dict[str, Any]] = [{} for _ in passes]
+        # [N, H, columns] of every pass and quantity
         for of_pass, views in zip(coded, passes, strict=True):
             for q, view in views.items():
                 columns = [key_columns(cache, layer, view.step, q, axis) for layer in view.layers]
@@ -291,6 +299,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     """Return the maps of the view's rollout in max_bytes, patches pooled to fit; else CacheError."""
     cache = load_cache(path, expect=("maps",))
     typed = MapsCache.from_dict(cache)
+    # 1. Of the same rollout, by source, length, settings and edits
     ours, theirs = typed.config or {}, view.settings
     differing = ["source"] * (source_of(typed) != view.source) + ["length"] * (
         typed.num_frames != view.num_frames
@@ -302,12 +311,14 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     if not (places := places_of(cache)):
         make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
         raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")
+    # 2. Maps of every pass, layer, head and query
     found = [
         [[[open_map(cache, n, h, at.step, p) for p in places] for h in typed.heads] for n in typed.layers]
         for at in typed.passes()
     ]
     first = [by_layer[0][0] for by_layer in found]  # of each pass, a map per query
     values = np.array([[[[m.values for m in row] for row in rows] for rows in layers] for layers in found])
+    # 3. Pool patches until they fit
     # base64 of a byte a value, and two numbers a row; values are [P, N, h, n, F, rows, columns]
     while (values.size * 4 // 3 + values[..., 0, 0, 0].size * 16) > max_bytes - 2000:
         if values.shape[-2:] == (1, 1):
@@ -354,6 +365,7 @@ def _template() -> str:
     light = dict(re.findall(r"--(\w+): (#\w+);", parts["theme.css"].partition("}")[0]))
     drawing = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], parts["drawing.css"])
     script = "\n".join(parts[f"{name}.js"] for name in SCRIPTS).replace("DRAWING_STYLE", to_json(drawing), 1)
+    # The policy of the page allows the script with this hash, and no other
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = parts["page.html"]
     for name, content in (("STYLE", style), ("SCRIPT", script), ("DIGEST", digest)):

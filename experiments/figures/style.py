@@ -131,6 +131,7 @@ DECIMALS = re.compile(rb"(\d\.\d\d)\d+")  # of points: a hundredth is enough
 
 def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes of a figure as "svg" or "pdf"."""
+    # Fonts of a PDF as TrueType (42): journals refuse type 3
     content = BytesIO()
     still = {"figure.constrained_layout.use": False}  # else the next drawing finds a layout
     with plt.rc_context(STYLE | still | {"savefig.bbox": None, "pdf.fonttype": 42}):
@@ -145,6 +146,7 @@ def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
 
 def wrapped(text: str, points: float, inches: float) -> str:
     """Break lines so that they are about so wide at most; "t = 1000" stays on one line."""
+    # A letter of Arial is about 0.59 of its height wide; 72 points are an inch
     letters = max(8, int(inches * 72 / (0.59 * points)))
     lines = text.replace(" = ", "\u00a0=\u00a0").split("\n")
     return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
@@ -157,6 +159,7 @@ def panels_of(figure: Figure) -> list[Axes]:
 
 def _fit(figure: Figure) -> None:
     """Break lines and leave out ticks that have no room, and let no panel be too low."""
+    # 1. What label_figure left: the height of the header, and the width of a panel
     layout, shown, height = figure.get_layout_engine(), panels_of(figure), figure.get_figheight()
     assert isinstance(layout, ConstrainedLayoutEngine)
     header = (1 - layout.get()["rect"][3]) * height  # inches, of label_figure
@@ -164,12 +167,15 @@ def _fit(figure: Figure) -> None:
     rows, columns = np.max([grid.get_geometry() for grid in grids], 0)
     cell = figure.get_figwidth() / columns - 0.5
     alone = sum(bool(axis.get_xlabel()) for axis in shown) == 1
+    # 2. Titles and x labels in lines as wide as their panels
     for axis in shown:
         title = axis._left_title  # type: ignore[attr-defined]
         title.set_text(wrapped(title.get_text(), title.get_fontsize(), cell))
         label = axis.xaxis.label
         label.set_text(wrapped(label.get_text(), 8, figure.get_figwidth() - 1 if alone else cell))
+    # A line of 8 points takes 0.14 inches
     height += 0.14 * rows * max(axis.get_title(loc="left").count("\n") for axis in shown)
+    # 3. Lay out, leave out ticks without room, grow: each changes what the others have
     for _ in range(LAYOUT_ROUNDS):
         figure.set_figheight(_size[1] or height)
         layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
@@ -180,6 +186,7 @@ def _fit(figure: Figure) -> None:
             _thin(axis.xaxis, wide)
             _thin(axis.yaxis, high)
         height += 1.25 * rows * max(0, LOWEST - min(_inches(axis)[1] for axis in shown))
+    # 4. The last layout; constrained layout centres the y label on the figure, not on its panels
     figure.set_figheight(_size[1] or height)
     layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
     layout.execute(figure)
@@ -200,11 +207,13 @@ def _thin(axis: Axis, inches: float) -> None:
     some = axis.get_major_ticks()[0].label1
     if not some.get_visible() or some.get_rotation():
         return
+    # Letters are 0.62 of their height wide; one above the other they need their height
     labels, points = axis.get_major_formatter().format_ticks(list(places)), float(some.get_fontsize())
     letter = points / 72 * (0.62 if axis is axis.axes.xaxis else 0)
     room = [max(map(len, label.split("\n"))) * letter + (0.05 if letter else points / 72) for label in labels]
     ends = axis.get_transform().transform(np.array(axis.get_view_interval()))
     at = (axis.get_transform().transform(places) - ends[0]) / (ends[1] - ends[0]) * inches
+    # The first step at which no two labels touch
     for step in STEPS:
         numbers = [int(label) if label.isdecimal() else i for i, label in enumerate(labels)]
         kept = [i for i, n in enumerate(numbers) if n % step == 0 or labels[i] == "μ"]
@@ -260,16 +269,19 @@ def label_figure(
     legend and a note. The figure grows by their height."""
     (width, height), top = figure.get_size_inches(), 0.03
     from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # type: ignore[arg-type]
+    # 1. Title and subtitle from the top edge down, outside the layout: it would centre them on the axes
     for gid, text, points, color in (("title", title, TITLE, "0"), ("subtitle", subtitle, SMALL, "0.3")):
         if text:
             text = wrapped(text, points, width - 0.1)
             said: dict[str, Any] = {"fontsize": points, "color": color, "va": "top", "transform": from_top}
             figure.text(0.04, -top, text, gid=gid, **said).set_in_layout(False)
             top += (text.count("\n") + 1) * points * 1.3 / 72 + 0.03
+    # 2. The x label under the lowest panels, once in the middle where there are more than two
     rows = [axis.get_subplotspec().rowspan.start for axis in axes]  # type: ignore[union-attr]
     lowest = [axis for axis, row in zip(axes, rows, strict=True) if row == max(rows)]
     for axis in lowest if len(lowest) <= 2 else [lowest[(len(lowest) - 1) // 2]]:
         axis.set_xlabel(x)
+    # 3. Legend and note below, in as many columns as the longest label leaves room for
     shown, below = list((legend or {}).values()), 0.0
     if shown or note:
         labels = [wrapped(str(handle.get_label()), SMALL, width - 0.6) for handle in shown]
@@ -280,6 +292,7 @@ def label_figure(
         style: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "borderpad": 0.1}
         style |= {"ncols": columns, "borderaxespad": 0.1, "title": title_of_legend, "title_fontsize": SMALL}
         figure.legend(shown, labels, alignment="left", **style)
+    # 4. The figure grows by what was added, so that panels keep their size
     bars = [axis for axis in figure.axes if axis.get_subplotspec() is None and axis.get_ylim() == (0, 1)]
     if width < NARROW:  # colour bars of several panels lie below them
         below += 0.45 * len(bars)
@@ -322,6 +335,7 @@ def picture_grid(
 
     Returns the figure, its axes row by row, and which columns are shown.
     """
+    # Pictures are at least 0.62 inches wide; names of rows need 1.3 inches beside them
     height, width = next(iter(rows.values()))[0].shape[:2]
     shown = columns_with_room(len(columns), 0.62 * max(1.0, width / height), beside=1.3)
     n = len(shown)
@@ -341,6 +355,7 @@ def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
     """Put pictures [H, W, 3] of frames under their places on the frame axis, of as many as have room."""
     (left, right), (wide, high) = axis.get_xlim(), _inches(axis)
     ratio = pictures[0].shape[1] / pictures[0].shape[0]
+    # A picture is at least 0.3 inches high, and covers several frames where these are narrower
     of_frame = 0.9 * wide / (right - left)  # inches
     step = int(np.ceil(0.3 * ratio / of_frame))
     tall = of_frame * step / ratio
@@ -428,6 +443,7 @@ def color_bar(
     **options: Any,
 ) -> Colorbar:
     """Draw a colour bar; an end gets an arrow where values go beyond it."""
+    # Colours end at a percentile: arrows say that values go on
     low, high = image.get_clim()
     if values is not None and low is not None and high is not None:
         below, above = bool((values < low).any()), bool((values > high).any())

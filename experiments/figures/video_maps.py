@@ -31,9 +31,11 @@ COPIED = 1.0  # seconds by which a video that was copied with its cache may be t
 
 def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
     """Lay values [rows, columns] over a picture [h, w, 3] uint8 -> uint8; NaN leaves it pale."""
+    # Interpolate values and their cover alike: absent cells do not pull their neighbours to 0
     there = np.isfinite(values)
     cover = bilinear(there.astype(float), picture.shape[:2])
     heat = bilinear(np.where(there, values, 0), picture.shape[:2]) / np.maximum(cover, 1e-9)
+    # Neutral is 0 for a mass and the middle of the scale for a logit
     at = np.clip(scale.norm(heat), 0, 1)
     far = at if isinstance(scale.norm, PowerNorm) else np.abs(2 * at - 1)
     over = (alpha * (LEAST + (1 - LEAST) * far))[..., None]
@@ -54,6 +56,7 @@ def scale_of(maps: Sequence[VideoMap], frames: Sequence[int] | None = None) -> S
 
     It ends at the largest value of earlier blocks in the frames: an own token would leave the past pale.
     """
+    # [F, rows, columns] of each map
     chosen = frames or range(len(maps[0].values))
     past = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
     some = past if any(np.isfinite(values).any() for values in past) else [seen.values for seen in maps]
@@ -92,6 +95,7 @@ def map_strip(
     alpha=ALPHA,
 ) -> Figure:
     """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
+    # The query is shown in its own frame, which comes first
     first = maps[0]
     own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
     columns = [own, *(frame for frame in frames if frame != own)]
@@ -180,6 +184,7 @@ def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMa
     scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
     shown = []
     for n, pixels in enumerate(frames):
+        # Video frame n shows the map of its latent frame
         frame, size = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
         out = blend(pixels, seen.values[frame], scale, alpha)
         if frame in seen.noise_frames:
@@ -226,6 +231,7 @@ def video_frames(
     except Exception as error:  # ffmpeg's own errors have no common type
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CacheError(f"{path} cannot be read as a video: {reason[0][:200]}") from None
+    # Latent frame 0 is one video frame, every other one four
     expected = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     if count != expected:
         raise CacheError(f"{path} has {count} frames; {num_frames} latent frames are {expected}")
@@ -243,6 +249,7 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     if not path.is_file():
         raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
     remedy = "make the cache again with --save_video, or name a video of the same rollout"
+    # A fingerprint decides; without one a video must not be older than its cache
     made_of, tag = peek(layers[0] if layers else source).get("fingerprint"), mp4_tag(path)
     if made_of and (tag or video is None):
         require_same(path, (tag or "").partition(" ")[0], made_of, remedy)

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import imageio.v3 as iio
 import numpy as np
@@ -91,7 +90,6 @@ def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tiny, tmp_p
     monkeypatch.setattr(video, "has_room", lambda latents: True)
     config = replace(tiny.config, ckpt_dir="checkpoints/wan-mini")
     latents = torch.randn(1, 6, 16, 8, 8, generator=torch.Generator().manual_seed(0))
-    run = SimpleNamespace(latents=latents, common={"fingerprint": "f"}, config=config)
     with video.LiveVideo(config, tmp_path / "v.mp4") as live:
         live.ready()
         live.add(latents[:, :3])
@@ -99,7 +97,7 @@ def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tiny, tmp_p
         assert len(iio.imread(live.growing)) == 9  # the first block plays
         monkeypatch.setattr(live, "decoder", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError))
         live.add(latents[:, 3:])
-        live.save(run)
+        live.save(latents, "f")
     assert [path.name for path in tmp_path.iterdir()] == ["v.mp4"]
     assert mp4_tag(live.path) == video_tag("f", config) and b"VAE in float32" in live.path.read_bytes()
     pixels = video.to_pixels(StreamedDecoder(live.vae.result())(latents))[0].numpy().repeat(4, 1).repeat(4, 2)
