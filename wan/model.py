@@ -14,7 +14,6 @@ from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
-from wan.policies import of_window
 from wan.sites import Site, hook_point, wanted, watchers
 
 Cache = AnyCache | None
@@ -478,15 +477,11 @@ class CausalWanModel(WanModel):
         num_frames: int,
         height: int,
         width: int,
-        policy: CachePolicy | None = None,
+        policy: CachePolicy,
         block_size: int = 3,
     ) -> AnyCache:
-        """Return an empty cache for num_frames latent frames of height x width in blocks of block_size.
-
-        Without a policy it is that of the model's local_attn_size and sink_size.
-        """
+        """Return an empty cache for num_frames latent frames of height x width in blocks of block_size."""
         config, device, shard = self.config, self.device, self.head_shard
-        policy = policy or of_window(self.local_attn_size, self.sink_size)
         _, patch_h, patch_w = config.patch_size
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
 

@@ -50,6 +50,7 @@ from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule
+from wan.policies import of_window
 from wan.vae import channels_last, from_patches, to_patches
 
 # --- Sizes of the models
@@ -733,7 +734,7 @@ class FewStep(TeacherForcing):
         text = model.text_keys_values(encode_text(self.encoder, self.clips, rows))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
         # 2. Keys and values of the clean clip
-        cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:])
+        cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:], of_window(-1, 0))
         cache.advance(frames, text)
         model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
         # 3. The same frames again, noisy, by Euler steps of the guided flow

@@ -37,6 +37,7 @@ from wan.checkpoint import (
     read_transformer_state,
 )
 from wan.model import CausalWanModel
+from wan.policies import of_window
 
 LR = 1e-3
 MINI = ROOT / "checkpoints" / "wan-mini"
@@ -163,7 +164,7 @@ def test_a_path_is_what_a_guided_rollout_takes_after_the_clips_own_past(stage, c
     sigmas = training.teacher_sigmas()
     clip, rows = clips.latents[1:].transpose(1, 2), torch.tensor([2, 0])  # its caption, and the empty one
     text = model.text_keys_values(encode_text(loss.encoder, clips, rows))
-    cache = model.new_kv_cache(2, 6, 8, 8)
+    cache = model.new_kv_cache(2, 6, 8, 8, of_window(-1, 0))
     for frames in (range(3), range(3, 6)):
         cache.advance(frames, text)
         x = paths[1:, 0, frames.start : frames.stop]

@@ -14,7 +14,7 @@ from wan.errors import ConfigError
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, intervene
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
-from wan.policies import PromptSwitch, make_policy
+from wan.policies import PromptSwitch, make_policy, of_window
 from wan.text2video import TextToVideoPipeline
 
 ARRAYS = golden_arrays("causal")
@@ -82,7 +82,8 @@ def test_the_first_block_takes_its_own_steps():
 
     schedule = FlowSchedule(5.0)
     levels = [(float(t), float(schedule.sigma(t))) for t in schedule.warp([1000, 750, 500, 250])]
-    cache, text = model.new_kv_cache(1, 2, 2, 10, block_size=1), model.text_keys_values(embeds)
+    cache = model.new_kv_cache(1, 2, 2, 10, of_window(-1, 0), block_size=1)
+    text = model.text_keys_values(embeds)
     for frame, chosen in ((0, levels), (1, levels[::2])):
         cache.advance(range(frame, frame + 1), text)
         x = noise[:, frame : frame + 1]
