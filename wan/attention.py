@@ -91,6 +91,7 @@ def attention(
         return out.transpose(1, 2)
     if site is None or not is_seen:
         return attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
+    # Somebody looks: the call goes by as a value, which edits replace before the softmax.
     call = Call(site, current_pass(), q, k, v, layout)
     out = _attend_watched(call)
     if by := observer():
@@ -105,6 +106,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
     A group goes through attention at once. Captures get a call for each of its layouts; under captures
     or edits each of these calls has a softmax of its own.
     """
+    # 1. Where nobody edits, one fused call per group.
     items, len_q, _, head_dim = groups[0].q.shape
     num_heads = sum(len(group.numbers) for group in groups)
     out, calls = groups[0].q.new_empty(items, len_q, num_heads, head_dim), []
@@ -116,6 +118,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
                 out = whole.transpose(1, 2)
             else:
                 out.index_copy_(2, heads, whole.transpose(1, 2))
+        # 2. A call for each layout of the group's heads, to those who look.
         for rows, layout in parts() if is_watched or by else ():
             of_heads = tuple(numbers[row] for row in rows)
             asks, keys, seen = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
@@ -127,6 +130,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
             else:
                 call.lse = select(lse, rows, 1)
             calls.append(call)
+    # 3. Captures see all heads of the layer at once.
     if by:
         by.observe_groups(calls)
     if items != batch:
@@ -141,9 +145,11 @@ def site_name(site: Site, name: str) -> str:
 
 def _attend_watched(call: Call) -> Tensor:
     """Compute the output [B, Lq, H, D] of a call that is shown to all who watch, before and after."""
+    # 1. Edits change q, k, v and the bias.
     layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
     hook_point(call.site.kind, layer, call, shard, of_heads)
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # as edits left them
+    # 2. The softmax. FlashAttention-4 gives the mass of key frames beside it, where that is captured.
     slots = 0
     if call.of_heads is None and (by := observer()) and backends.gives_tails(q, k, v):
         slots = by.slots_weighed(call.site, call.layout)
@@ -154,6 +160,7 @@ def _attend_watched(call: Call) -> Tensor:
     else:
         out, call.lse = attention_with_lse(q, k, v)
     out = out.transpose(1, 2)
+    # 3. Only who watches scores or pattern pays for the matrix [B, H, Lq, Lk].
     names = site_name(call.site, "scores"), site_name(call.site, "pattern")
     if not any(wanted(name, layer) for name in names):
         return out
@@ -202,6 +209,7 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
         parts.append((out, lse if not added.any() else lse + send(added, lse.device)[:, None]))
     if len(parts) == 1:
         return parts[0]
+    # As FlashAttention joins blocks of keys (arXiv 2205.14135): a part weighs e^(its lse - lse of all).
     lse = torch.stack([part for _, part in parts]).logsumexp(0)  # [B, H, Lq]
     merged = torch.zeros_like(parts[0][0], dtype=torch.float32)
     for out, part in parts:

@@ -106,6 +106,7 @@ def imported(name: str) -> ModuleType:
 # --- Calls over [B, H, L, D]
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether FlashAttention-4 computes a call on a GPU; never in a training step."""
+    # What the kernel can do, where it is the faster one, and where it is installed.
     head_dim = q.shape[3]
     fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
     if not fits or k.shape[2] < FEWEST_KEYS or not has_fa4(q.device):

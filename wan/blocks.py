@@ -20,6 +20,7 @@ def block_sizes(
 
     Raises ConfigError where the frames do not fit, naming the nearest counts that do.
     """
+    # F = first + n · blocks, where first is 1 or 0
     n, first = num_frame_per_block, int(independent_first_frame)
     if n < 1:
         raise ConfigError(f"num_frame_per_block must be at least 1, not {n}")
@@ -102,6 +103,7 @@ def window_levels(
 
     timesteps are those of the steps, from the noisiest on: one for each block of the window.
     """
+    # Block b stands at step newest - b: the oldest block of the window is nearly clean.
     newest, ranges = block + step, block_ranges(block_sizes)
     shown = range(max(0, newest - len(timesteps) + 1), min(len(ranges), newest + 1))
     return {frame: timesteps[newest - b] for b in shown for frame in ranges[b]}

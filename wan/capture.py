@@ -207,9 +207,11 @@ class CaptureRequest:
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
+    # 1. What edits added to the logits [H, Lk]: what is captured is what the softmax saw.
     q, k = call.q, call.k
     on_host = None if call.bias is None else call.bias.per_token()
     bias = None if on_host is None else send(on_host, q.device)
+    # 2. Matrices and curves of tokens need no frames.
     if request.granularity == "token":
         name = "token_logits" if request.is_logits else "token_probabilities"
         matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, bias)
@@ -219,6 +221,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         curve = reductions.with_bias(reductions.key_curve(q, k), bias)
         attended = _attended(curve.shape, on_host, q.device)
         return {"key_curve": curve} | attended | reductions.key_names(call.layout, k)
+    # 3. All else is by frame.
     if call.at is None:
         raise ConfigError(
             f"{request.granularity} granularity needs to know the frames of each call: run the model "
@@ -227,6 +230,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if request.granularity == "map":
         return _map_values(request, call, call.at, on_host)
     num_query_frames = len(call.at.query_frames)
+    # 4. Cross-attention has words in place of frames: a mean logit over padding would say nothing.
     if call.site.kind == "cross":
         mass = reductions.token_mass(q, k, num_query_frames, bias)
         return {"cross_mass": mass} | _attended(mass.shape, on_host, q.device)
@@ -236,6 +240,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     values = reductions.frame_values(
         q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
     )
+    # 5. Means of q and of the block's own k before RoPE, from which curves over distance follow.
     if request.query_key_means:
         S, own = layout.tokens_per_slot, [n for n in layout.own if layout.frames[n] in call.at.query_frames]
         positions = [layout.positions[n] for n in own]
@@ -265,6 +270,7 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
             raise ConfigError(f"head {head} is not in 0..{shard.total - 1}")
     if not shard.is_whole and heads != sorted(heads):
         raise ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
+    # Every process keeps its own heads; gathering puts them one behind the other.
     here = shard.local(heads)
     some = here or [0]  # a process without any of them keeps maps of 0 heads
     q, k = select(call.q, some, 2), select(call.k, some, 2)
@@ -294,12 +300,14 @@ def key_maps(
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]; bias [H, Lk] was added to the logits, -inf where a key
     was left out. Mass is times tokens_per_slot; logits that were left out are NaN.
     """
+    # 1. Which rows of q the queries of this call are: frame f holds rows f·S to f·S + S - 1.
     found = queries_of(queries, query_frames)
     S = q.shape[1] // len(query_frames)
     if late := [query for query in found if query.token >= S]:
         raise ConfigError(f"token {late[0].token} is not in 0..{S - 1}")
     shape = (q.shape[0], q.shape[2], len(found), k.shape[1])
     logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
+    # 2. Single tokens: their rows of the softmax are formed.
     alone = [row for row, query in enumerate(found) if query.token != ALL]
     places = [query_frames.index(found[row].frame) * S + found[row].token for row in alone]
     number = 0
@@ -308,6 +316,7 @@ def key_maps(
             logits[:, :, alone[number]] = reductions.absent(of_token)
             mass[:, :, alone[number]] = of_mass * tokens_per_slot
             number += 1
+    # 3. Whole frames or calls: means over their queries, without the matrix.
     for row, query in enumerate(found):
         if query.token == ALL:
             first = 0 if query.frame == ALL else query_frames.index(query.frame) * S
@@ -364,6 +373,7 @@ class Capture:
     def slots_weighed(self, site: Site, layout: KeyLayout | None) -> int:
         """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""
         at = current_pass()
+        # The kernel knows whole slots of one pass: no chosen tokens, no blocks at several noise levels.
         if layout is None or layout.chosen or at is None or at.parts:
             return 0
         requests = [request for request in self.requests if request.wants(site, at)]
@@ -385,6 +395,7 @@ class Capture:
                 continue
             if request.granularity != "frame" or request.rope_bands:
                 raise ConfigError("where heads keep keys of their own, calls are kept at granularity 'frame'")
+            # Each group has other key frames: columns are those of all, NaN where a head lacks one.
             request = replace(request, query_key_means=False)
             parts = [values_of(request, call) for call in calls]
             columns = [call.known_layout.columns for call in calls]

@@ -184,6 +184,7 @@ def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
 
     Those are native for the transformer, transformers' for umT5 and diffusers' for the VAE.
     """
+    # diffusers' layout holds umT5 and the VAE under the names of the classes that run.
     native, state = is_native(ckpt_dir), read_weights_file(part_file(ckpt_dir, part))
     if part == "transformer":
         return state if native else to_native_names(state)
@@ -243,6 +244,7 @@ def sampled_sha256(path: str | Path) -> str:
     The first MiB holds the header of a .safetensors, the last the directory of a .pt.
     """
     size = Path(path).stat().st_size
+    # A whole hash of 28 GB takes a minute; files that differ do so in some of these places.
     digest = hashlib.sha256(str(size).encode())
     with Path(path).open("rb") as file:
         between = ((size * i // SAMPLES, SAMPLE) for i in range(SAMPLES))
@@ -304,6 +306,7 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     The file holds a state dict, or one of CONTAINERS with one (a warning says so where it is not the one
     that use_ema asks for). Raise CheckpointError for any other file.
     """
+    # 1. The state dict, in the file itself or in one of its entries.
     report, content = LoadReport(Path(path).name), read_weights_file(path)
     order = CONTAINERS if use_ema else WITHOUT_EMA
     state = content
@@ -316,6 +319,7 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, content))}")
 
+    # 2. Names without what training wrappers put before or into them.
     found: StateDict = {}
     for name, tensor in state.items():
         if str(name).endswith("scaled_fp8"):  # marks ComfyUI's files
@@ -327,6 +331,7 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
         if bare in found:
             raise CheckpointError(f"{path} has two keys for {bare}, such as {name}")
         found[bare] = tensor
+    # 3. Native names, and weights of floating point.
     if any(name.startswith(("condition_embedder.", "proj_out.")) for name in found):
         report.names, found = "diffusers'", to_native_names(found)
     found = dequantise(found, report)
@@ -457,6 +462,7 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
     holds the LoRA already: W·D / D·D over all weights W and changes D estimates how many times D is in W. Its
     standard error is √(Σ mean(W²) D·D) / D·D; where that is large, nothing can be said.
     """
+    # along = W·D, size = D·D, noise = Σ mean(W²) D·D, over all layers.
     merged, along, size, noise = dict(state), 0.0, 0.0, 0.0
     for layer, (down, up) in lora.pairs.items():
         name, change = f"{layer}.weight", lora.alpha / lora.rank * (up.float() @ down.float())  # [out, in]
@@ -469,6 +475,7 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
         merged[name] = weight + change
         along, size = along + float((weight * change).sum()), size + square
         noise += float(weight.square().mean()) * square
+    # A LoRA that is in W already makes W·D / D·D about 1; one that is not, about 0.
     if size > 0 and along / size > 0.5 and noise**0.5 / size < 0.1:
         raise CheckpointError(f"{source} holds {lora.file} already; leave lora_path out")
     return merged
@@ -510,6 +517,7 @@ def build_model(
     With dtype None weights keep the dtype of the file. Raise CheckpointError naming source and the first few
     keys that are missing, unexpected or of another shape.
     """
+    # On meta nothing is allocated or drawn: parameters become the tensors of the file.
     with torch.device("meta"):
         model = model_class(**vars(config), **kwargs)
     assign(model, state, source, dtype, device)
@@ -527,6 +535,7 @@ def assign(
 
     Raise CheckpointError for missing, unexpected or misshapen keys, naming the first few.
     """
+    # 1. Strictly the model's names and shapes: one line says all that does not fit.
     wanted = model.state_dict()
     both = [name for name in wanted if name in state]
     problems = {
@@ -546,6 +555,7 @@ def assign(
     ]
     if found:
         raise CheckpointError(f"{source} does not fit the model: {'; '.join(found)}")
+    # 2. Several weights move at a time: one is read from disk while another is copied to the GPU.
     device = torch.empty(0, device=device).device  # with the number that other threads do not know
     moving = {id(tensor): tensor for tensor in state.values()}  # one with two names moves once
     with ThreadPoolExecutor(1 if device.type == "cpu" else MOVES_AT_ONCE) as pool:

@@ -119,6 +119,7 @@ class BaseSampling:
 class RunConfig:
     """All that one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
+    # --- Weights
     model: Annotated[str, 0, 200] = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
     ckpt_dir: Place = "wan_models/Wan2.1-T2V-1.3B"
     checkpoint_path: Place | None = None  # .pt or .safetensors (docs/models.md); None runs the base weights
@@ -128,6 +129,7 @@ class RunConfig:
     lora_alpha: Annotated[float, TINY, MAX_SIZE] | None = None
     release: dict[str, Any] | None = None  # who published the weights, and how (docs/models.md)
 
+    # --- The video
     prompt: Prompt = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
     num_frames: Count = 21  # latent frames
     height: Side = 60  # of a latent frame, 1/8 of the video's
@@ -135,6 +137,7 @@ class RunConfig:
     seed: Annotated[int, -(2**63), 2**63 - 1] = 42
     noise: Annotated[str, NOISES] = "seeded"  # released: as public scripts draw it, here or on one of CARDS
 
+    # --- What a block sees
     num_frame_per_block: Count = 3
     independent_first_frame: bool = False
     local_attn_size: Annotated[int, -1, MAX_FRAMES] = -1  # frames; -1: attend to the whole past
@@ -142,6 +145,7 @@ class RunConfig:
     cache_policy: dict[str, Any] | None = None  # name and fields (wan/policies/)
     prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
 
+    # --- Its steps, from t = 1000 down
     denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
     first_block_steps: list[int] | None = None  # of block 0, where they differ
     warp_denoising_step: bool = True
@@ -152,6 +156,7 @@ class RunConfig:
         "blocks"  # or rolling_forcing: a window of blocks at rising noise levels
     )
 
+    # --- What is captured and edited
     layer_indices: list[int] = field(default_factory=lambda: [1, 5])
     layer_index: int = 3
     step: Frames = 0  # which pass is extracted; 0 is t = 1000
@@ -161,6 +166,7 @@ class RunConfig:
 
     base: BaseSampling = field(default_factory=BaseSampling)
 
+    # --- Where it runs
     device: str = "auto"
     dtype: Annotated[str, DTYPES] = "auto"  # bfloat16 on a GPU, float32 on a CPU
     gpus: Annotated[int, 1, 4096] = 1  # how many make one rollout together, by heads (wan/wings/parallel.py)
@@ -182,6 +188,7 @@ class RunConfig:
             if not falls or steps == []:
                 remedy = f"does not go down within {NUM_TRAIN_TIMESTEPS}..1, or to a last 0"
                 raise ConfigError(f"{name} {short_repr(steps)} {remedy}; try [1000, 750, 500, 250]")
+        # Captures name passes by their index; the clean pass comes last.
         if self.step >= self.num_passes:
             last = self.num_passes - 1
             raise ConfigError(f"step {self.step} is not in 0..{last}; {last} is the clean pass")
@@ -194,6 +201,7 @@ class RunConfig:
             unknown += ["gpus above 1"] * (self.gpus > 1)
             if unknown:
                 raise ConfigError(f"sampler rolling_forcing knows no {unknown[0]}; leave it out")
+        # A window has two spellings, of which only one may be used.
         has_window = self.local_attn_size != -1 or self.sink_size > 0
         if self.cache_policy is not None and has_window:
             said = f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}"
@@ -248,14 +256,17 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     if not Path(path).is_file():
         beside = ", ".join(sorted(p.name for p in Path("configs").glob("*.yaml")))
         raise ConfigError(f"config {path} not found; configs/ holds: {beside}")
+    # 1. The file, whose keys are those of RunConfig.
     from_file = read_yaml(path)
     known = {f.name for f in fields(RunConfig)}
     if unknown := [name for name in from_file if name not in known]:
         said = short_repr(unknown[0])
         raise ConfigError(f"{path}: unknown key {said}{did_you_mean(unknown[0], known)}")
+    # 2. Flags win over the file.
     chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
     for name in {"cache_policy", "prompt_schedule"} & chosen.keys():
         from_file.pop(name, None)  # replaced as a whole, not merged
+    # 3. OmegaConf checks types against the dataclass.
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, chosen)
         settings = OmegaConf.to_container(merged, throw_on_missing=True)

@@ -39,12 +39,14 @@ class CapturingProcessor:
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """hidden_states [B, Lq, dim], text encoder_hidden_states [B, Lk, dim] -> [B, Lq, dim]."""
+        # 1. Projections, norms over all heads together, and RoPE, as WanAttnProcessor has them.
         at = ATTENTION_WEIGHT_CAPTURE.current_pass
         source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))  # [B, L, H, D]
         if rotary_emb is not None:
             q, k = rotate(q, *rotary_emb), rotate(k, *rotary_emb)
+        # 2. Our attention(), which captures meet. All frames are each other's keys.
         layout = None
         if at is not None and self.site.kind == "self":
             layout = KeyLayout.of_frames(at.query_frames, k.shape[1])
@@ -80,6 +82,7 @@ def capture_diffusers(
     }
     if any(attn.add_k_proj is not None for attn in modules.values()):
         raise ConfigError("an image-to-video model attends to image tokens too, which are not captured")
+    # Everything is undone in reverse order, also where a request is refused half-way.
     with ExitStack() as stack:
         for site, attn in modules.items():
             stack.callback(attn.set_processor, attn.processor)

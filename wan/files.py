@@ -87,6 +87,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     path = Path(path)
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
+            # 1. An archive: every record has the checksum that it says.
             zipped, size = is_zipfile(path), path.stat().st_size
             if zipped:
                 with ZipFile(path) as archive, TemporaryDirectory() as folder:
@@ -100,8 +101,9 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                             for record in records:
                                 stored.writestr(record.filename, archive.read(record))
                         return load_tensors(Path(folder) / path.name, mmap=False)
-            # Mapped first, whatever was asked: a storage that claims too much then ends with the file.
+            # 2. Mapped first, whatever was asked: a storage that claims too much then ends with the file.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            # 3. Plain strided tensors in host memory, none larger than the file: those of torch.save.
             for count, value in enumerate(_values(content)):
                 if count > size:
                     raise UnreadableError(f"it unfolds to more values than its {size} bytes")
@@ -112,6 +114,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                 if value.numel() * value.element_size() > size:
                     raise UnreadableError(f"it declares {list(value.shape)}, more than its {size} bytes")
                 value.requires_grad_(False)
+            # 4. A small file is copied, so that it may be written again while its tensors are in use.
             stays = not zipped or (mmap and size > MAPPED_BYTES)
             return content if stays else copy.deepcopy(content)
     except (UnreadableError, MemoryError):

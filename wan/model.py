@@ -58,6 +58,7 @@ class QueryKeyNorm(nn.Module):
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None = None, out: Tensor | None = None
     ) -> Tensor:
         """[B, L, dim] -> [B, L, H, D]; written into out where it is given."""
+        # One kernel reads x once; PyTorch would write the norm and read it again to rotate it.
         if kernels := fused_kernels(x):
             return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, out)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
@@ -78,6 +79,7 @@ class ModulatedNorm(nn.Module):
         """[B, L, dim]; written into out where it is given."""
         if kernels := fused_kernels(x):
             return kernels.modulated_norm(x, scale, shift, self.eps, out)
+        # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
         normed = F.layer_norm(x, (self.dim,), eps=self.eps)
         normed = normed.unflatten(1, (scale.shape[1], -1))  # [B, F, S, dim]
         modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
@@ -116,6 +118,7 @@ class FeedForward(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         widen, gelu, narrow = cast(Iterator[nn.Linear], iter(self))
+        # cuBLAS applies GELU in the product's epilogue; only who watches mlp_pre needs what is before it.
         by_kernel = fused_kernels(x) and x.dtype != torch.float32  # its tanh is not good enough for float32
         if by_kernel and not wanted("mlp_pre", self.layer):
             hidden = self.widened(x)
@@ -181,11 +184,14 @@ class SelfAttention(_Attention):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return queries or keys [B, L, H, D] of a product [B, L, dim], and with_raw those without RoPE."""
         norm, layer = getattr(self, f"norm_{name}"), self.site.layer
+        # 1. Norm and RoPE in one kernel: all that a plain rollout needs.
         rotated = norm(projected, rope)
         if not with_raw and not wanted(name, layer):
             return hook_point(f"{name}_rot", layer, rotated), ()
+        # 2. The same without RoPE, for policies that move keys and for watchers, who may change it.
         plain = norm(projected)
         raw = hook_point(name, layer, plain)
+        # 3. Rotate again only what was changed: another kernel would give other bits.
         if raw is not plain and not torch.equal(raw, plain):
             rotated = rotate(raw, *rope)
         return hook_point(f"{name}_rot", layer, rotated), (raw,) if with_raw else ()
@@ -198,10 +204,11 @@ class SelfAttention(_Attention):
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """Return what heads see with what project() gave, [B, L, H, D]."""
-        q, k, v = own[:3]
+        q, k, v = own[:3]  # [B, L, H, D]
         if kv_cache is not None:
+            # The cache takes this block's keys and gives back those of the past with them.
             seen = kv_cache.write(self.site.layer, q, k, v, own[3] if len(own) > 3 else None)
-            if isinstance(seen, list):
+            if isinstance(seen, list):  # heads that see keys of their own
                 return attention_by_heads(seen, self.site, len(q))
             k, v = seen  # [B, Lk, H, D]
             layout = kv_cache.layouts[self.site.layer]
@@ -266,14 +273,17 @@ class Block(nn.Module):
 
         text are its keys and values, [B, n, H, D] each.
         """
+        # 1. Shift, scale and gate of both sublayers (AdaLN-zero of DiT, arXiv 2212.09748).
         x = hook_point("resid_pre", self.layer, x)
         attend, feed = self.modulations(time)
         if watchers():
+            # Watchers see self-attention's and the FFN's rows as one tensor [B, F or 1, 2, dim].
             rows = [
                 hook_point(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
                 for name, *pair in zip(Modulation._fields, attend, feed, strict=True)
             ]
             attend, feed = (Modulation(*parts) for parts in zip(*rows, strict=True))
+        # 2. Self-attention over the KV cache, cross-attention to the text, FFN; each adds to the stream.
         seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
         x, fed = self.feed(x, seen, attend, feed, text)
         return hook_point("resid_post", self.layer, self.gate2(x, fed, feed.gate))
@@ -297,7 +307,8 @@ class Block(nn.Module):
         self, site: str, x: Tensor, y: Tensor, gate: Tensor | None, feed: Modulation | None
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y (None: x + y), and its norm: norm3's, or with feed that of the FFN's input."""
-        if kernels := fused_kernels(x):  # both at once
+        # A kernel adds and norms in one pass over memory; a watcher's replacement is normed once more.
+        if kernels := fused_kernels(x):
             norm = self.norm3
             how: tuple = (norm.weight, norm.bias, norm.eps, True)
             if feed is not None:
@@ -362,6 +373,7 @@ class WanModel(nn.Module):
             raise ConfigError(
                 f"prompt embeddings of {context.shape[1]} tokens, the model reads {config.text_len}"
             )
+        # The rows of zeros are embedded and attended too, so they are no mask: [B, text_len, text_dim].
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
         text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
         return [block.cross_attn.keys_values(text) for block in self.blocks]
@@ -383,16 +395,20 @@ class WanModel(nn.Module):
             )
         self.config.tokens_per_frame(*x.shape[3:])
 
+        # 1. Latents to tokens, frame by frame and row by row.
         dtype = self.patch_embedding.weight.dtype
         x = self.patch_embedding(x.to(dtype))  # [B, dim, F, h, w]
         grid_h, grid_w = x.shape[3:]
         rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
+        # 2. The noise level of each frame.
         time = self.time_embedding_of(t)  # [B, F or 1, dim]
         rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
+        # 3. The layers. Without a cache the keys are the frames' own.
         layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
         for block, block_text in zip(self.blocks, text, strict=True):
             x = block(x, rows, rope, block_text, kv_cache, mask, layout)
+        # 4. Tokens to flow.
         return self.flow_of(x, time, grid_h, grid_w)
 
     def flow_of(self, x: Tensor, time: Tensor, height: int, width: int) -> Tensor:
@@ -411,6 +427,7 @@ class WanModel(nn.Module):
 
     def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: Cache) -> Rope:
         """Return tables for the positions that a cache gives to queries and keys, else for the frames'."""
+        # Policies such as Infinity-RoPE place queries and keys elsewhere than their frames.
         at = frames if kv_cache is None else kv_cache.key_positions
         keys = self.rotary(at, height, width, self.device)
         asks = at if kv_cache is None else kv_cache.query_positions
@@ -466,8 +483,8 @@ class CausalWanModel(WanModel):
         """
         if frames is None:
             frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
-        t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]
-        x = hook_point("x_t", None, x)
+        t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]  # [B, F or 1]
+        x = hook_point("x_t", None, x)  # [B, F, C, h, w]; convolutions want [B, C, F, h, w]
         flow = self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask)
         return hook_point("flow", None, flow.transpose(1, 2))
 

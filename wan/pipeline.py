@@ -134,9 +134,11 @@ class CausalInferencePipeline:
         fill whole blocks. on_block is called with the block and its latents when it is finished; the rest is
         as in blocks().
         """
-        given = noise[:, :0] if initial_latent is None else initial_latent
+        # 1. Inputs: the given beginning, and the prompt's states [B, n, text_dim].
+        given = noise[:, :0] if initial_latent is None else initial_latent  # [B, G, C, h, w]
         if prompt_embeds is None:
             prompt_embeds = self.encode(text_prompts)
+        # 2. The rollout, block by block; nothing is computed before the loop asks for it.
         rollout = self.blocks(
             TensorNoise(noise, renoise, generator, start=given.shape[1]),
             prompt_embeds,
@@ -151,7 +153,8 @@ class CausalInferencePipeline:
             finished.append(x0)
             if on_block:
                 on_block(block, x0)
-        latents = torch.cat(finished, 1)
+        # 3. Latents to pixels, where there is a VAE.
+        latents = torch.cat(finished, 1)  # [B, G + F, C, h, w]
         video = None if self.vae is None else self.vae.decode(latents)
         return (video, latents) if return_latents else video
 
@@ -176,6 +179,7 @@ class CausalInferencePipeline:
         denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as wanted, without
         a trace in the rollout.
         """
+        # 0. Refuse what could not be done, before anything is computed.
         check_numerics()
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks = self.block_ranges(num_given, num_frames)
@@ -229,6 +233,7 @@ class CausalInferencePipeline:
         Its blocks name the frames that some head of theirs sees; of policies that average or choose, that may
         be the whole past.
         """
+        # 1. Play the policy with caches of no heads: they drop and keep the same slots as real ones.
         config, policy, context = self.model.config, self.cache_policy, self.recompute_context
         blocks, hows = self.block_ranges(given, num_frames), {one.frame: one.how for one in prompt_schedule}
         policies = list(getattr(policy, "policies", {"": policy}).values())  # of per_head several
@@ -239,12 +244,13 @@ class CausalInferencePipeline:
             for one in policies
             if one.keeps_whole_frames
         ]
+        # 2. Of every block, the frames of its past and its passes.
         found, remembered = [], 0
         for number, block in enumerate(blocks):
             how = hows.get(block.start, "keep")
             past = set() if knows_all else {*range(block.start)}
             sink = {*range(max(one.sink for one in policies))} & past
-            left = remembered
+            left = remembered  # clean latents that a recache could use
             for cache in caches:
                 left, again = apply_switch(cache, how, remembered, context)
                 if again:
@@ -254,6 +260,7 @@ class CausalInferencePipeline:
                 past |= {*earlier}
                 sink |= {*earlier[: len(cache.layouts[0].sink)]}
             remembered = min(left + len(block), policy.recomputed_frames or block.stop)
+            # A forward over clean frames of the past comes first where the cache is computed again.
             first = [RECACHE] if how == "recache" or (context and past) else []
             steps = (*first, *(() if block.start < given else self.steps_of(number)), len(self.timesteps))
             more = bool(past) and not knows_all
@@ -289,12 +296,14 @@ class Rollout:
 
     def make_room(self, block: int, frames: range) -> None:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
+        # 1. A new prompt: its cross-attention keys and values take the place of the old ones.
         switch = self.switches.get(frames.start, PromptSwitch(frames.start))
         if frames.start in self.switches:
             prompts = None if switch.prompt is None else [switch.prompt] * self.noise.shape[0]
             embeds = switch.prompt_embeds
             embeds = self.pipeline.encode(prompts) if embeds is None else embeds
             self.text = self.model.text_keys_values(embeds)
+        # 2. What the policy makes of the past under it, and how many of its frames are computed again.
         remembered, again = apply_switch(self.kv_cache, switch.how, len(self.past), self.context)
         del self.past[: len(self.past) - remembered]
         text = self.model.head_shard.of_text(self.text)
@@ -302,6 +311,7 @@ class Rollout:
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
             self.kv_cache.recache(past, text, lasts=not self.context)
             self.predict_flow(torch.cat(self.past[-again:], 1), block, past, RECACHE)
+        # 3. Slots for the block; what has no room leaves.
         self.kv_cache.advance(frames, text, cut=switch.how == "cut")
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:

@@ -90,6 +90,7 @@ def temporal_means(x: Tensor, positions: Sequence[int]) -> Tensor:
     x [B, F·S, H, D] is rotated. All tokens of a frame are turned by one angle in time, that of its position,
     so the mean is turned back.
     """
+    # Only the dims of time can be turned back: height and width differ from token to token.
     table = RotaryTable(x.shape[-1])
     time = x[..., : table.axes_dim[0]].unflatten(1, (len(positions), -1)).float().mean(2)  # [B, F, H, time]
     turned = torch.view_as_complex(time.unflatten(-1, (-1, 2)).contiguous())
@@ -109,6 +110,7 @@ def frame_means(x: Tensor, num_frames: int) -> Tensor:
 
 def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> Tensor:
     """Mean logit of every frame pair from the frames' mean keys [B, Fk, H, D] -> [B, H, Fq, Fk]."""
+    # mean over i, j of q_i · k_j = (mean of q) · (mean of k): no logit is formed.
     sums = q.unflatten(1, (num_query_frames, -1)).sum(2, dtype=torch.float32)  # [B, Fq, H, D]
     tokens = q.shape[1] // num_query_frames
     q_means = sums * (q.shape[-1] ** -0.5 / tokens)  # at once: a mean would divide first
@@ -139,6 +141,7 @@ def frame_mass(
     if kernels_take(q):
         from wan.kernels.mass import query_frame_mass  # Triton is there only beside CUDA
 
+        # The call's lse counts the bias, the kernel's logits do not: e^bias is still to come.
         mass = query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
         if bias is not None:
             mass = _weighted(mass, bias[..., None])
@@ -156,6 +159,8 @@ def _weighted(mass: Tensor, bias: Tensor) -> Tensor:
 
 def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
     """frame_mass [B, H, Fq, Fk] from the sums that the attention kernel kept, tails [2, B, H, Fk, Lq]."""
+    # A tail is the sum of exponentials from a frame's first key to the end: frame n has tail n - tail n + 1.
+    # Each was kept under its own running maximum; here all come to that of the first, over all keys.
     sums, maxima = tails.unbind()
     to_the_end = sums * (maxima - maxima[:, :, :1]).exp2() / sums[:, :, :1]  # from each frame's first key on
     mass = to_the_end - F.pad(to_the_end[:, :, 1:], (0, 0, 0, 1))
@@ -186,6 +191,7 @@ def token_mass(
 
         mass = key_token_mass(q, k, lse, num_query_frames)
         return mass if bias is None else _weighted(mass, bias[:, None])
+    # 1. How many query frames fit at once; where not one does, its queries go in pieces.
     S = q.shape[1] // num_query_frames
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
     if frames == 0:
@@ -194,6 +200,7 @@ def token_mass(
             for frame in q.split(S, dim=1)
         ]
         return torch.stack(sums, 2) / S
+    # 2. Whole frames: [B, H, frames·S, Lk] -> [B, H, frames, Lk].
     keys = _keys_last(k)
     means = [
         _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)

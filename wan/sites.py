@@ -374,13 +374,16 @@ class SiteCapture(Watcher):
     def on_activation(self, x: Tensor, where: ActivationSite) -> None:
         if not self.wants(where.site, where.layer, where.at):
             return
+        # 1. The block before is complete when the first activation of the next one comes.
         if self.on_block and self.kept and self.kept[-1].where.block != where.block:
             self.flush()
+        # 2. Choose, reduce and round on the device: less has to be copied.
         value = self.chosen(x.detach(), where)
         if self.reduce:
             value = self.reduce(value.clone(), where)
         if self.dtype:
             value = value.to(self.dtype)
+        # 3. Copy to the host while the next layers compute.
         is_copy = self.to is not None and torch.device(self.to).type != value.device.type
         # a value that stays must not be overwritten by the layers to come
         value = value.contiguous().to(self.to, non_blocking=True) if is_copy else value.clone()

@@ -68,6 +68,7 @@ class TextToVideoPipeline:
 
         The solver runs in float32, the model in its own dtype. on_step is called with a step and its latents.
         """
+        # 0. A solver of its own, and the text's keys and values of both branches.
         solver, timesteps = self.solver(), self.pass_timesteps
         frames = tuple(range(noise.shape[1]))
         check_watchers(lambda: self.plan(len(frames)))
@@ -79,6 +80,7 @@ class TextToVideoPipeline:
             with during(at):
                 return self.model.flow(x, t, text, frames=range(len(frames))).float()
 
+        # The solver works on [B, C, F, h, w] in float32, as Wan's own does.
         x = noise.float().transpose(1, 2)  # [B, C, F, h, w]
         for step, t in enumerate(solver.timesteps):
             # 1. Flow with the prompt and without; guidance goes further in the direction of the prompt.

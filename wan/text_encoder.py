@@ -134,7 +134,8 @@ class TextEncoder(nn.Module):
     @torch.no_grad()
     def forward(self, prompts: Sequence[str]) -> Tensor:
         """Return states [B, text_len, text_dim]; rows past a prompt's end are zero."""
-        ids, mask = (x.to(self.encoder.device) for x in self.tokenize(prompts))
+        ids, mask = (x.to(self.encoder.device) for x in self.tokenize(prompts))  # [B, text_len]
         with library_reads("the text encoder's config", CheckpointError, "get it again"):
             states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        # Wan was trained with zeros behind the prompt, not with umT5's states of padding.
         return states * mask[..., None].to(states.dtype)

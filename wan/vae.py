@@ -103,6 +103,7 @@ class VAE(nn.Module):
 
         Frames beyond the last whole 1 + 4 n are left out, as diffusers does.
         """
+        # The first frame alone, then groups of four; convolutions carry over what they look back to.
         whole = 1 + (video.shape[1] - 1) // 4 * 4
         x = (video[:, :whole].transpose(1, 2) * 2 - 1).to(self.vae.dtype)  # [B, 3, frames, H, W]
         features = [None] * self.vae._cached_conv_counts["encoder"]
@@ -136,9 +137,11 @@ class StreamedDecoder:
 
         A latent frame is four video frames, the first of a video one.
         """
+        # 1. As the VAE has them; the video's first latent frame is one video frame, and goes alone.
         z = latents.float() * self.model.latents_std[:, 0] + self.model.latents_mean[:, 0]
         at_once = max(1, DECODED_AT_ONCE // (z.shape[3] * z.shape[4]))
         pieces = z.split(at_once, 1) if self.past else (z[:, :1], *z[:, 1:].split(at_once, 1))
+        # 2. Pixels in about -1..1 to 0..1.
         parts = [
             part.float().div_(2).add_(0.5).clamp_(0, 1)
             for piece in pieces
@@ -210,6 +213,7 @@ def feed(
         from wan.kernels import vae as kernels
 
         return kernels.feed(s.y, s.bias, s.residual, s.shuffled, gamma, past, stack, keep)
+    # 1. The sum: [B, T, H, W, C].
     x = unshuffled(s.y) if s.shuffled else s.y
     if s.bias is not None:
         x = x + s.bias
@@ -217,6 +221,7 @@ def feed(
         x = x + s.residual
     if past is None:
         return x, x
+    # 2. What the next convolution reads: two frames of the past, then these, normalised over channels.
     fed = x.new_empty(x.shape[0], x.shape[1] + 2, *x.shape[2:])
     fed[:, :2] = past
     if gamma is None:
@@ -225,6 +230,7 @@ def feed(
         wide = x.float()
         size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp_min_(1e-12)
         fed[:, 2:] = F.silu((wide / size).mul_(gamma), inplace=True)
+    # 3. The last two frames wait for the next piece of the video.
     past.copy_(fed[:, -2:])
     return x, fed
 
@@ -257,6 +263,7 @@ class Conv:
         weight, bias = conv.weight.detach(), conv.bias.detach()
         self.on_gpu, self.padding = has_kernel(weight), weight.shape[-1] // 2
         self.stack = 3 if self.on_gpu and self.padding and weight.shape[1] <= STACKED_CHANNELS else 1
+        # cuDNN is slow at 3 output channels: rows of zeros make them a multiple of row.
         more = -len(weight) % row
         weight, bias = F.pad(weight, (0, 0) * 4 + (0, more)), F.pad(bias, (0, more))
         if self.stack == 3:
@@ -307,6 +314,7 @@ class Attention:
     def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
         x, _ = feed(s, keep=True)
         normed = (F.normalize(x.float(), dim=-1) * self.gamma).to(x.dtype)
+        # A 1 x 1 convolution over channels-last pixels is a product.
         qkv = F.linear(normed, *self.qkv).flatten(2, 3).flatten(0, 1)[:, None]  # [BT, 1, HW, 3C]
         q, k, v = qkv.chunk(3, -1)
         out = F.scaled_dot_product_attention(q, k, v).view(x.shape)
@@ -387,6 +395,7 @@ class Decoder:
 
         The first frame of a video comes alone. past belongs to this video, and is empty at first.
         """
+        # [B, F, C, h, w] -> [B, F, h, w, C], in float32 as diffusers' post_quant_conv of float32 latents.
         x = F.linear(z.movedim(2, -1).float(), *self.post).to(self.dtype)
         for s in self._through(0, Sum(x), past, is_first):
             y = s.y if s.bias is None else s.y + s.bias
@@ -399,6 +408,7 @@ class Decoder:
             yield s
             return
         B, T, H, W, C = s.shape
+        # Later stages have more pixels, and take fewer frames at once.
         frames = max(1, AT_ONCE // (B * H * W * C * s.y.element_size()))
         for start in range(0, T, frames):
             of = slice(start, start + frames)
@@ -484,6 +494,7 @@ class PreviewStream:
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
         """The next latents [B, F, C, h, w] -> their video [B, frames, 3, 8h, 8w]; the first frame is one."""
+        # TAEHV has no first frame of its own: of the four that it makes of the first latents, the last stays.
         batch, is_first = latents.shape[0], not self.before
         x = latents.to(next(self.model.parameters()).dtype)
         for number, layer in enumerate(self.model.decoder):

@@ -41,6 +41,7 @@ def _add_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < dim
     total = tl.load(x_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
+    # 1. The residual stream is stored in its own dtype, and normed as it is stored.
     if ADD:
         y = tl.load(y_ptr + token * dim + columns, mask=inside, other=0.0).to(tl.float32)
         if GATED:
@@ -49,6 +50,7 @@ def _add_norm_kernel(
         rounded = (total + y).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * dim + columns, rounded, mask=inside)
         total = rounded.to(tl.float32)
+    # 2. LayerNorm in two passes over registers: mean, then variance of what is centred.
     if NORM:
         row = token // tokens_per_row
         scale = tl.load(scale_ptr + row * stride_scale + columns, mask=inside, other=0.0).to(tl.float32)
@@ -86,6 +88,7 @@ def _norm_rotate_kernel(
     x = tl.load(x_ptr + token * dim + at, mask=inside, other=0.0).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / dim + eps)
     result = x * inverse_rms * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    # Pairs (even, odd) turn by (cos, sin); the tables hold cos twice, and sin with its sign.
     if ROTATE:
         first = tl.arange(0, BLOCK // 2)[None, :] * 2
         angle, there = token % length * HEAD_DIM + first, first < HEAD_DIM

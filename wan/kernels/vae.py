@@ -65,6 +65,7 @@ def _feed_kernel(
         bias = tl.load(bias_ptr + channels, mask=channels < C, other=0.0).to(tl.float32)
     if NORM:
         gamma = tl.load(gamma_ptr + channels, mask=channels < C, other=0.0).to(tl.float32)
+    # The sum of a pixel's channels is formed, stored and normed without leaving registers.
     if SHUFFLED:  # y [B, T, h + 1, w + 1, 2, 2, C]: the four pixels of one come from windows one apart
         row, column = pixels // width, pixels % width
         window = (row // 2 + row % 2) * (width // 2 + 1) + column // 2 + column % 2

@@ -225,6 +225,7 @@ class ReplayedBlock:
         mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
+        # 1. Training and whoever looks inside a layer need its Python; so do the first calls of a shape.
         by = observer()  # who may need the call itself
         hidden = is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
         if kv_cache is None or mask is not None or hidden or torch.is_grad_enabled():
@@ -238,6 +239,7 @@ class ReplayedBlock:
             self.calls[key] += 1
             return self.eager(x, time, rope, text, kv_cache)
 
+        # 2. Bring the inputs to the addresses that the graphs know.
         if key not in self.inputs:  # of all layers
             kind = OnOneGPU if attn.site.shard is None else OnSeveralGPUs
             self.inputs[key] = kind(x, time, rope, attn.num_heads)
@@ -247,6 +249,7 @@ class ReplayedBlock:
         inputs.take(x, time, rope)
         own_text = self.texts[text[0].shape]
         copy_all(own_text, text)
+        # 3. Graph, attention, graph.
         if ("before", key) not in self.graphs:
             inputs.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
         self._replay(("before", key), lambda: inputs.project(self.block, with_raw))

@@ -38,12 +38,14 @@ class StreamedBlocks(nn.ModuleList):
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype, device: torch.device | str):
         super().__init__(blocks)
         self.device = torch.device(device)
+        # 1. Room for two layers on the device.
         nbytes = streamed_bytes(blocks[0], dtype)
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._on_host: list[list[Tensor]] = []  # per layer, page-locked pieces
         self._running = object()  # the iteration that has the room
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         layer_bytes = torch.empty(nbytes, dtype=torch.uint8)
+        # 2. Page-locked copies on the host, laid out as on the device: one copy moves a layer.
         for layer, block in enumerate(blocks):
             for name, view in _views(block, layer_bytes, dtype).items():
                 view.copy_(block.get_parameter(name))
@@ -55,6 +57,7 @@ class StreamedBlocks(nn.ModuleList):
             block.load_state_dict(_views(block, self._slots[layer % 2], dtype), assign=True)
 
     def __iter__(self) -> Iterator[nn.Module]:
+        # Slot n % 2 holds layer n; while it computes, layer n + 1 comes into the other one.
         self._running = own = object()
         self._fetch(0)
         for layer, block in enumerate(super().__iter__()):

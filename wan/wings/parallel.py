@@ -178,6 +178,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
         own = [shard.tokens(x, 0) for x in (q_cos, q_sin, k_cos, k_sin)]
         return Rope((own[0], own[1]), (own[2], own[3]))
 
+    # Layer 0 takes this process's tokens, the head's output is joined: [B, L/P, dim] in between.
     def own_tokens(block: nn.Module, args: tuple) -> tuple:
         x, rows, _, _, _, mask, *_ = args
         if mask is not None or rows.shape[1] != 1:
@@ -271,6 +272,7 @@ def _joined(
         for of in values:  # also where no head lost a key
             everything = ~of["frame_logits"].isnan() if "frame_logits" in of else torch.ones_like(edited[0])
             of.setdefault("attended", everything)
+    # Heads lie in dim 1 of all values [B, H, ...]; processes are in the order of their heads.
     whole = {
         name: like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 1)
         for name, like in values[0].items()
