@@ -126,12 +126,14 @@ def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str
     """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle."""
     from PIL import Image
 
-    kept = read_report(path, "long_rollouts")
-    pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in kept["rows"].items()}
+    report = read_report(path, "long_rollouts")
+    pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in report["rows"].items()}
     # [side, n · side, 3] uint8, a PNG of 32 colours
     rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
-    about = f"{kept['rule']}\n{kept['model']}, weights {kept['weights_sha256'][:9]}, seed {kept['seed']}"
-    return rows, kept["seconds"], about
+    about = (
+        f"{report['rule']}\n{report['model']}, weights {report['weights_sha256'][:9]}, seed {report['seed']}"
+    )
+    return rows, report["seconds"], about
 
 
 def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float], str]:

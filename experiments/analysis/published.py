@@ -178,9 +178,9 @@ def add_reference(
         if (curve := curves.get(panel.label)) is not None:
             frames = compared_frames(view, curve)
             pair = panel.profile[frames], curve.values[frames]
-            said = f"r = {pearson(*pair):.3f}, RMS {rms_difference(*pair):.2f} over context frames"
-            said += f" {ranges(frames)}"
-            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=said)
+            summary = f"r = {pearson(*pair):.3f}, RMS {rms_difference(*pair):.2f} over context frames"
+            summary += f" {ranges(frames)}"
+            panel = panel._replace(reference=curve.values, clipped=curve.clipped, agreement=summary)
         compared.append(panel)
     return compared
 

@@ -76,10 +76,10 @@ def denoised_again(
 
     def probe(block: int, denoise: Denoise) -> None:
         # The past stays the unedited one: what is found is the direct effect of this block's edit.
-        now = slice(runs.ranges[block].start, runs.ranges[block].stop)
+        own = slice(runs.ranges[block].start, runs.ranges[block].stop)
         for name, way in ways.items():
             if (x0 := way(block, denoise)) is not None:
-                found[name][:, now] = distance(x0, runs.latents[:, now])
+                found[name][:, own] = distance(x0, runs.latents[:, own])
 
     runs.rollout(probe=probe)
     return {name: values / runs.between_seeds for name, values in found.items()}

@@ -268,13 +268,13 @@ def measure(
         found["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
 
         def probe(block: int, denoise: Callable[[], Tensor]) -> None:
-            now = slice(frames[block].start, frames[block].stop)
+            own = slice(frames[block].start, frames[block].stop)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # NaN where nothing is edited
                 with edited(session, config, edits) as made:
                     x0 = denoise()
             if made is not None and any(made.changed):
-                found["direct"][now] = distance(base[:, now], x0)[0].float()
+                found["direct"][own] = distance(base[:, own], x0)[0].float()
 
         session.rollout(config, probe=probe)
     return found

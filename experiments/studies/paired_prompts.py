@@ -174,9 +174,10 @@ def budget_rows(effects: np.ndarray, budget: float, window: int, sink: int, fram
     """Return layer, head, window and sink of every head: the largest effects keep all frames."""
     # whole heads keep F frames, the others `window`: budget · heads = whole · F + (heads - whole) · window
     whole = int(effects.size * (budget - window) / (frames - window) + 1e-9)
-    kept = {divmod(int(n), effects.shape[1]) for n in np.argsort(-effects, axis=None)[:whole]}
+    whole_heads = {divmod(int(n), effects.shape[1]) for n in np.argsort(-effects, axis=None)[:whole]}
     return [
-        [*head, *((frames, 0) if head in kept else (window, sink))] for head in np.ndindex(*effects.shape)
+        [*head, *((frames, 0) if head in whole_heads else (window, sink))]
+        for head in np.ndindex(*effects.shape)
     ]
 
 

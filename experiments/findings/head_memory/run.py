@@ -192,8 +192,8 @@ def about(study: HeadMemory) -> dict[str, Any]:
             continue
         # Folds of a claim are disjoint; draws of one claim cover the captions again.
         rows = np.concatenate([one.rows for one in trials])
-        said = np.concatenate([study.read(one)[BACK] for one in trials])
-        answers[claim] = np.bincount(rows, said) / np.bincount(rows)  # a mean over draws
+        came_back = np.concatenate([study.read(one)[BACK] for one in trials])
+        answers[claim] = np.bincount(rows, came_back) / np.bincount(rows)  # a mean over draws
     found["answers"] = {
         claim: "".join(map(str, map(round, values))) if {*values} <= {0, 1} else rounded(values, 2)
         for claim, values in answers.items()
