@@ -217,6 +217,7 @@ def key_frames(layout: KeyLayout, batch: int) -> tuple[Tensor, Tensor]:
         if slot.items:  # such slots stand at their frames
             positions[:, index * S : (index + 1) * S] = frames[:, index * S : (index + 1) * S]
     if layout.chosen is not None:
+        # Tokens of several frames share a slot: each has a frame and a position of its own.
         at, chosen = _chosen_keys(layout.chosen, S), layout.chosen.on_host
         frames[:, at], positions[:, at] = chosen.frames, chosen.positions
     return frames, positions
@@ -248,6 +249,7 @@ class KeyBias:
 
     def runs(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield tokens and biases [H] of each run of equal slots that some head sees."""
+        # Equal neighbours go through attention as one group of keys.
         slots = self.values.T  # [slots, H]
         ends = [0, *(n for n in range(1, len(slots)) if not torch.equal(slots[n - 1], slots[n])), len(slots)]
         for start, stop in pairwise(ends):

@@ -172,9 +172,11 @@ def released_noise(config: RunConfig, channels: int, device: torch.device) -> tu
     def draw(frames: int) -> Tensor:
         return randn(frames, *frame).to(device)
 
+    # 1. All frames at once; the scripts draw them before anything else.
     noise = draw(config.num_frames)
     steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
     renoise = noise.new_zeros(steps - 1, *noise.shape)
+    # 2. Noise between steps, in the order in which a block's steps, or a window's blocks, ask for it.
     if config.sampler == "rolling_forcing":
         for newest in range(len(blocks) + steps - 1):
             window = range(max(0, newest - steps + 1), min(newest, len(blocks) - 1) + 1)
@@ -212,6 +214,7 @@ class CardGenerator:
         zero = np.zeros_like(turn)
         x, y, z, w = _philox([turn + np.uint64(self.at), zero, thread, zero], self.seed)
         values = np.stack([*_box_muller(x, y), *_box_muller(z, w)])  # [4, turns * threads]
+        # Four values of a thread lie T apart: [turns, 4, T] in order of the tensor.
         self.at += turns
         ordered = values.reshape(4, turns, threads).swapaxes(0, 1).reshape(-1)[:count]
         return torch.from_numpy(ordered).to(torch.bfloat16).reshape(shape)
@@ -220,6 +223,7 @@ class CardGenerator:
 def _philox(counter: list[np.ndarray], seed: int) -> list[np.ndarray]:
     """Return four words of 32 bits for each counter of four, as uint64."""
     low, keys = np.uint64(0xFFFFFFFF), [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    # Multipliers and key increments of Philox 4x32: Salmon et al., SC 2011, as in Random123.
     a, b, c, d = counter
     for _ in range(10):
         one, other = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
