@@ -156,7 +156,7 @@ def _attend_watched(call: Call) -> Tensor:
     if call.bias is not None:
         out, call.lse = attend_by_groups(q, k, v, call.bias)
     elif 0 < slots * backends.TILE <= k.shape[2]:
-        out, call.lse, call.tails = backends.fa4_with_tails(q, k, v, slots)
+        out, call.lse, call.tails = backends.fa4_attention(q, k, v, slots)
     else:
         out, call.lse = attention_with_lse(q, k, v)
     out = out.transpose(1, 2)
@@ -185,7 +185,7 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     if q.device.type == "cuda" and q.dtype != torch.float64 and backends.kernels_can_read(q):
         if backends.takes(q, k, v):
-            return backends.fa4_attention(q, k, v)
+            return backends.fa4_attention(q, k, v)[:2]
         if q.dtype in backends.HALF:
             out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
             return out, lse.reshape(q.shape[:3])

@@ -13,7 +13,6 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +23,13 @@ VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 FA4 = "flash-attn-4"
 HOPPER, BLACKWELL = 9, 10  # major compute capability, of data centres
 HALF = (torch.bfloat16, torch.float16)
-LAUNCHED = "4.0.0b36"  # the version whose kernel kernels/fa4.py launches; others go by their own function
+LAUNCHED = "4.0.0b36"  # the version whose kernel wings/fa4.py launches; others go by their own function
 # On an H200 FlashAttention-4 and cuDNN are within a tenth of each other at 512 keys, the text's, and at 1024;
 # beyond, the former wins. Its own function is slower up to 2048 keys, for its 0.07 ms on the host
 # (docs/benchmarks/attention_h200.json at 01e1ad6).
 FEWEST_KEYS, FEWEST_KEYS_OF_FUNCTION = 512, 9360
 LARGEST_HEAD = 128
-TILE = 128  # queries, and keys, that kernels/fa4.py takes at once: one may hold one frame's beginning
+TILE = 128  # queries, and keys, that wings/fa4.py takes at once: one may hold one frame's beginning
 ROW_BYTES = 16
 
 
@@ -134,27 +133,18 @@ def kernels_can_read(q: Tensor) -> bool:
     return q.shape[-1] * q.element_size() % ROW_BYTES == 0
 
 
-def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention and its natural log-sum-exp, float32 [B, H, Lq], by FlashAttention-4."""
-    if not launches(q):
-        return fa4_by_function(q, k, v)
-    out, lse, _ = _launched(q, k, v, frame_size=0)
-    return out, lse
+def fa4_attention(
+    q: Tensor, k: Tensor, v: Tensor, num_frames: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention by FlashAttention-4, its natural log-sum-exp, float32 [B, H, Lq], and tails.
 
-
-def fa4_by_function(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """fa4_attention by the function of the package."""
-    tokens_first = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, *_ = imported("flash_attn.cute").flash_attn_func(*tokens_first, return_lse=True)
-    return out.transpose(1, 2), lse
-
-
-def fa4_with_tails(q: Tensor, k: Tensor, v: Tensor, num_frames: int) -> tuple[Tensor, Tensor, Tensor]:
-    """fa4_attention and the tails [2, B, H, Fk, Lq] of num_frames key frames (kernels/fa4.py)."""
-    return _launched(q, k, v, k.shape[2] // num_frames)
-
-
-def _launched(q: Tensor, k: Tensor, v: Tensor, frame_size: int) -> tuple[Tensor, Tensor, Any]:
-    tokens_first = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse, tails = imported("wan.wings.fa4").attention(*tokens_first, frame_size)
+    tails [2, B, H, Fk, Lq] of num_frames key frames come where gives_tails() (wan/wings/fa4.py).
+    """
+    tokens_first = (x.transpose(1, 2) for x in (q, k, v))  # [B, L, H, D], as the package has them
+    if launches(q):
+        frame_size = k.shape[2] // num_frames if num_frames else 0
+        out, lse, tails = imported("wan.wings.fa4").attention(*tokens_first, frame_size)
+    else:
+        out, lse, *_ = imported("flash_attn.cute").flash_attn_func(*tokens_first, return_lse=True)
+        tails = None
     return out.transpose(1, 2), lse, tails

@@ -171,7 +171,7 @@ def test_a_captured_mass_follows_from_the_kernels_own_sums(monkeypatch):
 
     latents, expected = captured(granularity="frame")
     monkeypatch.setattr(backends, "gives_tails", lambda *call: True)
-    monkeypatch.setattr(backends, "fa4_with_tails", tails)
+    monkeypatch.setattr(backends, "fa4_attention", tails)
     captured(granularity="frame")
     assert not asked  # a tile could hold the beginnings of two of these frames
     monkeypatch.setattr(backends, "TILE", 5)
@@ -231,8 +231,8 @@ def test_masses_are_those_of_the_softmax(sizes, factor):
 
     q, k, v = call_of(sizes, factor)
     frames = sizes[3]
-    out, lse = backends.fa4_attention(q, k, v)
-    again, lse_again, tails = backends.fa4_with_tails(q, k, v, frames)
+    out, lse, _ = backends.fa4_attention(q, k, v)
+    again, lse_again, tails = backends.fa4_attention(q, k, v, frames)
     assert torch.equal(out, again) and torch.equal(lse, lse_again)
     found = reductions.mass_of_tails(tails, 1)[:, :, 0]
     rows = q.double() * 128**-0.5
