@@ -49,7 +49,8 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
 
 def explained(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for an error."""
-    group = sys.modules.get("wan.wings.parallel")  # loaded where several processes make one rollout
+    # Loaded only where several processes make one rollout. One of them prints the reason
+    group = sys.modules.get("wan.wings.parallel")
     if group is not None and (trouble := group.trouble_with_others(error)):
         if trouble == "lost":  # the other process, or its launcher, prints the reason
             return "another process of this rollout has ended", LOST
@@ -126,10 +127,12 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         """Raises CacheError where an output flag names an input, ConfigError for words that are no text."""
+        # 1. Words that are no text would fail in the middle of a run, when a file's name is printed
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words, strict=False):
             require_text(word, before if before.startswith("-") else "a word")
         found = super().parse_args(words, namespace)
+        # 2. Whatever names an existing file is an input, also behind FIELD=
         inputs, outputs = list[str](), list[str]()
         for name, value in vars(found).items():
             texts = [str(one) for one in (value if isinstance(value, list) else [value]) if one]
@@ -262,11 +265,13 @@ def refuse(args: argparse.Namespace, **remedies: str) -> None:
 
 def config_from(args: argparse.Namespace) -> RunConfig:
     """Return the settings of a run_parser's flags: the YAML, overridden by the flags that were given."""
+    # 1. The YAML, and flags that were given: None is a flag that was not
     names = [field.name for field in fields(RunConfig) if field.name not in FILE_FIELDS]
     given: dict[str, Any] = {name: getattr(args, name, None) for name in names}
     if args.gpu_id is not None:
         given["device"] = f"cuda:{args.gpu_id}"
     if args.cache_policy:
+        # local_attn_size and sink_size of the YAML mean a policy too, and are replaced with it
         given |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
     if args.prompt_schedule:
         given["prompt_schedule"] = schedule_settings(args.prompt_schedule)
@@ -281,6 +286,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     from wan.checkpoint import read_model_config
     from wan.interventions import edits_of, read_ablated_heads, read_edits
 
+    # 2. Edits: a file's in place of the YAML's; heads that are dropped come on top
     path, heads, passes = args.interventions, args.ablate_heads, args.ablate_passes
     if (heads is None) != (passes is None):
         raise ConfigError("--ablate_heads and --ablate_passes (denoise, clean or all) go together")
@@ -317,6 +323,7 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
 
     Raises ConfigError for flags and files that do not fit.
     """
+    # 1. Flags that mean one run, beside those that mean many
     checkpoints = getattr(args, "checkpoints", None)
     if not args.output_dir:
         raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
@@ -325,14 +332,16 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
             raise ConfigError(f"--{one} and --{many} exclude each other")
     if args.save_video:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
+    # 2. A folder for each checkpoint, named as its file; None is the base weights
     folder = Path(args.output_dir)
     prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
     slugs = slugs_of(prompts)
     weights: dict[str | None, Path] = {config.checkpoint_path: folder}
-    if checkpoints:  # a folder each, named as its file; None is the base weights
+    if checkpoints:
         weights = {None if c == BASE else c: folder / (c if c == BASE else Path(c).stem) for c in checkpoints}
         if len(set(weights.values())) < len(weights):
             raise ConfigError("two of --checkpoints would share a folder; rename one")
+    # 3. Checkpoints outermost: a process holds one model, and loads each once
     return {
         str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
             config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
@@ -363,6 +372,7 @@ def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
     slugs, taken = dict[str, str](), set[str]()
     for prompt, slug in names.items():
         if len(slug.encode()) > max_bytes or slug in taken:
+            # Bytes, not characters: disks limit the bytes of a name, and Chinese takes three for one
             cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
             digits = hashlib.sha256(prompt.encode()).hexdigest()
             slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in taken)

@@ -107,7 +107,7 @@ def _make_at_worker(work: Work, run: str, name: str, item: Any) -> Exception | N
     watch.run = run
     try:
         if watch.stopping:
-            raise StoppedError("stopped")
+            return StoppedError("stopped")
         if not work.is_done(name, item):  # by a worker that was lost just after
             work.make(name, item, watch)
     except (StoppedError, ConfigError) as error:
@@ -139,6 +139,7 @@ def _make_here(work: Work, items: Mapping[str, Any], watch: Progress) -> Ends:
 def _make_by_workers(work: Work, items: Mapping[str, Any], watch: Progress, client: "Client") -> Ends:
     from distributed import as_completed
 
+    # 1. Give Dask all items at once: it spreads them, retries them, and gives a lost worker's items to others
     run, told = uuid.uuid4().hex, False
     make, names = partial(_make_at_worker, work, run), list(items)
     # pure: Dask would hash all that it is given
@@ -146,6 +147,7 @@ def _make_by_workers(work: Work, items: Mapping[str, Any], watch: Progress, clie
     name_of = {future.key: name for future, name in zip(futures, names, strict=True)}
     ending = as_completed(futures, loop=client.loop, with_results=True)
     del futures  # Dask forgets the results whose futures are gone
+    # 2. Take them as they end. Blocking would keep Ctrl-C from the workers until the next item ends
     while ending.count():
         if watch.stopping and not told:
             told = True
@@ -173,11 +175,13 @@ def work_through(
     Raises RunError at the end where items failed TRIES times, StoppedError where watch.stopping is set before
     all are done, and ConfigError for bad input.
     """
+    # 1. What is there already
     todo = {name: item for name, item in items.items() if not work.is_done(name, item)}
     count, done, why = len(items), len(items) - len(todo), "stopped"
     failed, record = dict[str, str](), Results(folder / "failed")
     if done:
         watch.print(f"{done} of {count} are done already")
+    # 2. Make the others; those that fail are recorded and stop nobody
     watch.generating |= client is not None  # from here on Ctrl-C is for the workers
     made = _make_by_workers(work, todo, watch, client) if client else _make_here(work, todo, watch)
     hidden = watch.quiet or client is None  # here each item has a line, and blocks a bar
@@ -200,6 +204,7 @@ def work_through(
                 bar.update()
             watch.log("item", name=name, state=state, error=failed.get(name, ""))
             after(name, state)
+    # 3. Say what is left, with the exit code of a failed run or of a stopped one
     if client is None:
         _cached.clear()  # the model's memory is free for what follows
     if failed:
@@ -230,9 +235,8 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
     if not (args.workers or args.scheduler or args.slurm):
         yield None
         return
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device {device} was asked for, and every worker has its own GPU; leave it out")
-    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "error")  # of this process and of its workers
+    # Workers inherit it; at the usual level a killed worker fills the screen
+    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "error")
     try:
         import dask
         from distributed import Client
@@ -257,6 +261,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
         with client:
             # A terminal sends Ctrl-C to workers too, and it is for the process that asked
             client.register_worker_callbacks(partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
+            # Two items in one process would share its capture and its cached model
             if busy := next((name for name, threads in client.nthreads().items() if threads > 1), None):
                 raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
             if not args.quiet:

@@ -12,12 +12,11 @@ from experiments.caches.files import CacheError, require_writable, target_of
 
 def require_distinct(outputs: Iterable[str | Path], inputs: Iterable[str | Path | None]) -> None:
     """Raise CacheError where an output is an input or a file of an input folder, or is named twice."""
+    # Resolved: a link to an input is that input
     read = [os.path.realpath(path) for path in inputs if path]
     folders = [path for path in read if os.path.isdir(path)]
     used = dict.fromkeys(read, "which this run reads")
     for path in map(os.path.realpath, outputs):
-        if os.path.isdir(path):
-            raise CacheError(f"{path} cannot be written: it is a folder; name a file")
         in_folder = os.path.isfile(path) and any(Path(path).is_relative_to(folder) for folder in folders)
         if use := used.get(path, "which this run reads" if in_folder else None):
             raise CacheError(f"{path} is the same file as one {use}; give it another name")
@@ -40,7 +39,7 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     targets = {target_of(path): size for path, size in paths.items()}
     with ExitStack() as held:
         for target in sorted(targets):
-            # The lock of a killed process is free:
+            # The system frees the lock of a killed process, so a file that it left locks nobody out
             lock = FileLock(target.with_name(f".{target.name}.lock"), timeout=0)
             try:
                 lock.acquire()
@@ -48,8 +47,9 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
                 raise CacheError(
                     f"{target} is being made by another run; wait for it, or choose another --output_path"
                 ) from None
+            # Left in reverse order: the file goes while it is still locked, and who waits looks again
             held.callback(lock.release)
-            held.callback(Path(lock.lock_file).unlink, missing_ok=True)  # who waits for it looks again
+            held.callback(Path(lock.lock_file).unlink, missing_ok=True)
             remove_leftovers(target)
         for folder in {path.parent for path in targets}:
             require_space(folder, {str(path): n for path, n in targets.items() if path.parent == folder})

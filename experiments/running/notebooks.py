@@ -121,6 +121,7 @@ class NotebookRuns:
     def fingerprint(self, layer: int) -> str:
         """Return a hash of all that the figures of a layer depend on."""
         cache = self.files.get(layer, self.source)
+        # The code is part of it: figures are drawn again where what draws them has changed
         inputs = [layer, self.code, str(cache.resolve()), sampled_sha256(cache)]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
@@ -150,6 +151,7 @@ class NotebookRuns:
 
     def _run_layer(self, layer: int) -> None:
         figures, executed = self.figures(layer), self.executed(layer)
+        # 1. Leave nothing of an earlier execution: the page would show old figures beside new ones
         unfinished = executed.with_suffix(".failed.ipynb")
         unfinished.parent.mkdir(parents=True, exist_ok=True)
         for old in (executed, *figures.glob("**/*.svg")):
@@ -157,7 +159,7 @@ class NotebookRuns:
         parameters = self.parameters(layer) | {"SAVE_DIR": str(figures.resolve())}
         if unknown := parameters.keys() - papermill.inspect_notebook(str(self.path)).keys():
             raise ConfigError(f"{self.path.name} has no parameter {min(unknown)}")
-        # papermill would change this process's folder, which its threads share: the kernel starts in it
+        # 2. Execute. papermill's cwd would change this process's folder, which its threads share
         in_folder = {"metadata": {"path": str(self.path.parent)}}
         options = {"kernel_name": "python3", "progress_bar": False, "resources": in_folder}
         try:
@@ -167,7 +169,8 @@ class NotebookRuns:
             raise RunError(f"layer {layer}: {reason}; see {unfinished}") from None
         except DeadKernelError:
             raise RunError("a kernel died, perhaps for want of memory; try --jobs 1") from None
-        for svg in figures.glob("*/*.svg"):  # a notebook may make a folder for its layer
+        # 3. Gather the figures, for which a notebook may have made a folder, and mark the layer as done
+        for svg in figures.glob("*/*.svg"):
             svg.replace(figures / svg.name)
         for made in filter(Path.is_dir, list(figures.iterdir())):
             made.rmdir()

@@ -61,8 +61,9 @@ class Progress(RunObserver):
 
 
 def open_log(path: str | Path) -> TextIO:
-    """Open a regular file to append lines to. Raises CacheError for a pipe or device: a pipe could block."""
+    """Open a regular file to append lines to. Raises CacheError for a pipe or device."""
     try:
+        # A pipe would block the rollout until somebody reads
         if Path(path).suffix == ".pt" or (Path(path).exists() and not Path(path).is_file()):
             raise OSError(errno.EINVAL, "a log is a file such as log.jsonl, no cache, folder, pipe or device")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -81,6 +82,7 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    # A closed terminal may send SIGHUP and SIGTERM both: they are one wish to stop, not two
     asked_before: set[int] = set()
 
     def asked(number: int, frame: FrameType | None) -> None:
@@ -107,6 +109,7 @@ def stopping_when_asked(observer: RunObserver, unit: str = "block") -> Iterator[
 
 def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
     """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
+    # A stopped run may write beside its output, and a whole cache there must not be an input either
     written = [str(path) for path in outputs]
     written += [partial_name(path) for path in written if path.endswith(".pt")]
     read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
@@ -131,8 +134,9 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:  # torch imports its compiler to set either, for seconds
         yield
         return
+    # cuBLAS reads its variable when CUDA starts; cuDNN's benchmark picks kernels by time, which differs
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:

@@ -63,6 +63,7 @@ class Sweep:
 
     def scan(self, run: Run) -> str:
         """Return done, partial or waiting, by a run's cache and video. CacheError for other settings."""
+        # The file was replaced as a whole, so what it says of itself is enough: no tensor is read
         cache = peek(run.path)
         if not cache:  # not there, or damaged
             return "waiting"
@@ -80,6 +81,7 @@ class Sweep:
         videos = videos_of(self.args, [run.path])
         for path in (run.path, *videos):  # of killed processes
             remove_leftovers(Path(path))
+        # Prompt and seed are no part of the key: all runs of one checkpoint share a model
         key = fingerprint({"model": run.model, "requests": str(self.requests)})
         with deterministic(self.args.deterministic):
             extract = cached("model", key, lambda: self._load(run.config, watch))
@@ -167,6 +169,7 @@ def run_sweep(
         if waiting and videos:
             check_video(config)
         require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
+        # Only now, when nothing of what was asked for is known to be impossible
         for path in (*planned, *videos) if args.overwrite else ():
             Path(path).unlink(missing_ok=True)
         listing.write()

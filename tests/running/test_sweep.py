@@ -156,7 +156,6 @@ def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts, war
 
 def test_workers_that_do_not_fit(tmp_path, prompts):
     for flags, environment, message in (
-        (["--workers", "1", "--device", "cuda:0"], {}, "device cuda:0 was asked for"),
         (["--slurm", "none.yaml"], {"PATH": ""}, "needs SLURM's sbatch"),
         (["--gpus", "2"], {}, "give --workers N too"),
         ([], {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun is for one rollout"),
