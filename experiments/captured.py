@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import psutil
+import scipy  # scipy.stats is loaded by its first use
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from experiments.session import CAPTURES, Session, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
-from wan.errors import ConfigError, did_you_mean, short_repr
+from wan.errors import ConfigError, short_repr
 from wan.pipeline import flow_to_x0
 from wan.sites import Activation, ActivationSite, SiteCapture, check_indices, check_site, watched
 from wan.vae import VAE
@@ -36,7 +37,7 @@ from wan.vae import VAE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# others name themselves
+# Letters of the cache schema; other axes are called as they are there
 AXES = {"N": "layers", "P": "passes", "H": "heads", "F": "frames", "L": "key tokens"}
 UNITS = {
     "frame_logits": "mean q·k/√D over the token pairs of a query and a key frame",
@@ -53,12 +54,9 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
     """Return a number, or several, as a list; None stays. ConfigError for what is none."""
     if value is None:
         return None
-    chosen = [value] if type(value) is int else value
-    fits = isinstance(chosen, Collection) and not isinstance(chosen, str | bytes | Mapping)
-    if not fits or any(type(each) is not int for each in chosen):
+    chosen = [value] if type(value) is int else [*value]
+    if not chosen or any(type(each) is not int for each in chosen):  # nothing would be captured in silence
         raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
-    if not chosen:
-        raise ConfigError(f"{name} is empty; name the {name} to capture, or leave it out for every one")
     return sorted(set(chosen))
 
 
@@ -86,6 +84,7 @@ def capture(
     else:
         captured.requests = attention_requests(session.config, **chosen)
         memory.check_requests(session.config, session.model_config, captured.requests)
+    # An inner capture would leave the outer one without calls.
     if id(session) in CAPTURES.get():
         raise ConfigError("this session is captured already; ask one capture for all layers: layers=[0, 1]")
     token = CAPTURES.set({**CAPTURES.get(), id(session): captured})
@@ -106,23 +105,16 @@ def attention_requests(
     cross: bool = False,
     rope_bands: bool = False,
     query_key_means: bool = False,
-    **of_sites: Any,
 ) -> list[CaptureRequest]:
     """Ask for attention: of granularity "frame" for an atlas, or calls of granularity "key" or "token".
 
     mass per frame, key_curve (the last block's), cross (of every prompt token), rope_bands, query_key_means
     (before RoPE).
     """
-    if of_sites:
-        raise ConfigError(f"{' and '.join(of_sites)} need sites: capture(session, 'z', heads=[0])")
     if granularity == "frame" and blocks is steps is None:
         return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
-    try:
-        kinds: Any = ("self", "cross") if cross else ("self",)
-        calls = CaptureRequest(layers, kinds, blocks, steps, granularity, mass=mass, rope_bands=rope_bands)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return [calls]
+    kinds: Any = ("self", "cross") if cross else ("self",)
+    return [CaptureRequest(layers, kinds, blocks, steps, granularity, mass=mass, rope_bands=rope_bands)]
 
 
 def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None:
@@ -145,7 +137,7 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
 def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) -> dict[str, Activations]:
     """Return what was kept as a table a site, of one item of a batch."""
     found: dict[str, tuple[list[Place], list[Tensor]]] = {}
-    for one in kept:
+    for one in kept:  # values of a batch are [B, ...]; each item gets its own row
         at, value = one.where, one.value if count == 1 else one.value[item : item + 1].clone()
         place = Place(at.layer, at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch)
         places, values = found.setdefault(at.site, ([], []))
@@ -188,7 +180,7 @@ class Captured:
             path = folder / f"block_{of_block[0].where.block:03d}.safetensors"
             save_activations(path, tables(of_block, 0, 1, watcher.reduce is not None), about)
 
-        if folder is not None:
+        if folder is not None:  # a block at a time is in memory
             watcher.on_block = write
         with watched(watcher):
             yield watcher.kept
@@ -215,9 +207,7 @@ class Captured:
         return self._last().activations
 
     def __getitem__(self, site: str) -> Activations:
-        if site not in (found := self.tables):
-            raise CacheError(f"{site} was not captured{did_you_mean(site, found)}")
-        return found[site]
+        return self.tables[site]
 
     def save(self, path: str | Path) -> Path:
         """Write the activations of the last run, which load_cache reads: a .safetensors."""
@@ -226,7 +216,7 @@ class Captured:
         return save_activations(path, self.tables, about)
 
     def atlas(self, run: Run | None = None) -> "Atlas":
-        """A run's attention (None: the last one's): what experiments/run_extraction_all.py writes."""
+        """Return a run's attention (None: the last one's), as experiments/run_extraction_all.py writes it."""
         return Atlas(atlas_cache(run or self._last()))
 
     def _last(self) -> Run:
@@ -258,32 +248,29 @@ class Atlas(dict[str, Any]):
         super().__init__(cache)
         self.cache = AtlasCache.from_dict(cache)
 
-    def __missing__(self, name: str) -> NoReturn:
-        raise CacheError(f"{name} is not in this atlas; it has {', '.join(self.units)}")
-
     @classmethod
     def open(cls, path: str | Path) -> "Atlas":
-        """An atlas from its file. Raises CacheError for any other file."""
+        """Read an atlas from its file. Raises CacheError for any other file."""
         return cls(load_cache(path, expect=("atlas",)))
 
     @property
     def units(self) -> dict[str, str]:
-        """What each quantity is, by its name."""
+        """Return what each quantity is, by its name."""
         return {name: unit for name, unit in UNITS.items() if name in self}
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
-        """The names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
+        """Return the names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
         letters = {name: declared.text for name, declared in declared_fields(AtlasCache).items()}
         lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
-        """One pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
+        """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
         return open_profiles(self, step, quantity)
 
     def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
-        """The profile of every head of a layer over the key frames, seen by the last block's queries."""
+        """Draw the profile of every head of a layer over the key frames, seen by the last block's queries."""
         from experiments.analysis.measures import head_statistics
         from experiments.figures.heads import head_grid, head_titles
 
@@ -295,7 +282,7 @@ class Atlas(dict[str, Any]):
 
     @classmethod
     def mean(cls, atlases: Sequence["Atlas"]) -> "MeanAtlas":
-        """The mean over runs of one model, such as prompts and seeds, with its interval."""
+        """Return the mean over runs of one model, such as prompts and seeds, with its interval."""
         return MeanAtlas(atlases)
 
     def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
@@ -322,31 +309,21 @@ class MeanAtlas:
         if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
             raise CacheError("a mean takes two atlases or more, of the same layers")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
+        quantile = float(scipy.stats.t.ppf(0.975, self.count - 1))
         self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
         for name in atlases[0].units:
             values = [atlas[name] for atlas in atlases if name in atlas]
             if len({x.shape for x in values}) == 1 and len(values) == self.count:
                 stacked = torch.stack(values).float()
                 self.means[name] = stacked.mean(0)
-                self.half_widths[name] = student_t(self.count - 1) * stacked.std(0) / self.count**0.5
+                self.half_widths[name] = quantile * stacked.std(0) / self.count**0.5
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self.means:
-            raise CacheError(f"{name} is not in all of these atlases{did_you_mean(name, self.means)}")
         return self.means[name]
 
     def interval(self, name: str) -> tuple[Tensor, Tensor]:
-        """The ends of the interval of a quantity."""
+        """Return the ends of the interval of a quantity."""
         return self[name] - self.half_widths[name], self[name] + self.half_widths[name]
-
-
-def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by bisection of its cumulative distribution."""
-    x = torch.linspace(0, 200, 400_001, dtype=torch.float64)
-    mass = torch.cumulative_trapezoid((1 + x**2 / freedom) ** (-(freedom + 1) / 2), x)
-    log_norm = torch.lgamma(torch.tensor((freedom + 1) / 2)) - torch.lgamma(torch.tensor(freedom / 2))
-    whole = (torch.pi * freedom) ** 0.5 / log_norm.double().exp() / 2  # the integral from 0 on
-    return x[1 + int(torch.searchsorted(mass, 0.95 * whole))].item()
 
 
 class AtlasComparison:
@@ -356,6 +333,7 @@ class AtlasComparison:
         if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
             raise CacheError("atlases are compared that have the same layers, passes and frames")
         self.layers, self.quantity = one["layers"], quantity
+        # [N, P, H, F, F] -> [N, H, P * F * F]; what either run did not attend to counts in neither
         rows = [atlas[quantity].float().transpose(1, 2).flatten(2) for atlas in (one, other)]
         there = rows[0].isfinite() & rows[1].isfinite()
         count = there.sum(-1, keepdim=True)
@@ -364,7 +342,7 @@ class AtlasComparison:
         self.correlation = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
 
     def plot(self) -> "Figure":
-        """Layers by heads."""
+        """Draw the correlations, layers by heads."""
         from experiments.figures.atlas import correlation_map
 
         return correlation_map(self.correlation.numpy(), self.layers, self.quantity)
@@ -384,10 +362,7 @@ def policy_atlas(source: str | Path, settings: Mapping[str, Any], num_frames: in
 
 # --- Videos side by side
 def compare(run_a: Run, run_b: Run) -> "Comparison":
-    """Two runs of one length side by side, with their difference."""
-    if run_a.video.shape != run_b.video.shape:
-        shapes = f"{list(run_a.video.shape)} and {list(run_b.video.shape)}"
-        raise ConfigError(f"videos of {shapes} cannot be compared; generate both with equal num_frames")
+    """Put two runs of one length side by side, with their difference."""
     return Comparison(run_a, run_b)
 
 
@@ -442,10 +417,11 @@ def x0_lens(
 
     def read(x: Tensor, where: ActivationSite) -> Tensor:
         pipeline, model = session.pipeline, session.pipeline.model
-        if where.site == "x_t":
+        if where.site == "x_t":  # comes once a pass, before the layers: [B, n, C, h, w]
             noisy[0] = x
         else:
             (*_, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
+            # as the model's own last layer does: from [B, L, dim] to the flow, and to x0 at this noise level
             time = model.time_embedding_of(x.new_full((len(x), 1), where.timestep, dtype=torch.float32))
             flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
             x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
@@ -467,6 +443,7 @@ class Lens:
     @cached_property
     def distance(self) -> Tensor:
         """Root mean square distance to the final x0, [layers, blocks, steps]; NaN for no pass."""
+        # NaN: with first_block_steps blocks differ in their passes
         found = torch.full((len(self.layers), len(self.blocks), len(self.steps)), torch.nan)
         for (layer, block, step), x0 in self.latents.items():
             place = self.layers.index(layer), self.blocks.index(block), self.steps.index(step)
@@ -476,13 +453,14 @@ class Lens:
 
     def frames(self, layer: int, block: int, step: int) -> Tensor:
         """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3]."""
+        # The decoder's convolutions look back, so it gets the earlier frames too; theirs are cut off again.
         first = block_frames(self.run.config.block_sizes, block)[0]
         latents = torch.cat([self.run.latents[:, :first].cpu(), self.latents[layer, block, step]], 1)
         video = decode(latents, self.vae)
         return video[1 + VIDEO_FRAMES_PER_LATENT * (first - 1) if first else 0 :]
 
     def plot(self, block: int) -> "Figure":
-        """The last frame of a block: layers down, steps across, with the distance to the final x0."""
+        """Draw the last frame of a block: layers down, steps across, with the distance to the final x0."""
         from experiments.figures.atlas import lens_strip
 
         last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
