@@ -43,6 +43,7 @@ class BaseSession(Session):
     bidirectional = True
 
     def generate(self, *given: Any, config: RunConfig | None = None, **more: Any) -> Any:
+        # Before anything is loaded: means and runs in step are made by causal rollouts alone.
         edits = edits_of((config or self.config).interventions, "config")
         if needy := next((edit for edit in edits if edit.needs), None):
             raise ConfigError(
@@ -65,6 +66,7 @@ class BaseSession(Session):
         config, base = configs[0], configs[0].base
         edits = edits_of(config.interventions, "config")
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
+        # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
         noise, _ = draw_noise(replace(config, noise="seeded"), self.model_config, torch.float32, self.device)
         if observer.video is not None:
             observer.video.ready()
@@ -81,6 +83,7 @@ class BaseSession(Session):
             "negative_prompt": base.negative_prompt,
             "config": {"height": config.height, "width": config.width},  # others are the causal rollout's
         }
+        # A stopped run keeps the steps that it reached, and its cache says which are absent.
         stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""
         asked = {step for request in requests for step in request.steps or ()}
         if absent := [str(step) for step in sorted(asked) if step >= done]:

@@ -67,8 +67,10 @@ def run(argv=None):
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
     if "num_frames" in given:
         given["num_video_frames"] = given.pop("num_frames")
+    # All frames are one block, which attends to itself
     config = as_one_block(replace(config, base=replace(config.base, **given)))
     steps, folder = choose_steps(config, args.step), Path(args.output_dir)
+    # One cache of a layer, or an atlas for each branch of guidance
     if args.all_layers and args.layer_index is not None:
         raise ConfigError("--all_layers and --layer_index exclude each other")
     if len(steps) > 1 and not args.all_layers:

@@ -47,6 +47,7 @@ def run(argv=None):
     if args.step is not None and args.steps:
         raise ConfigError("--step and --steps exclude each other")
     config = config_from(args)
+    # Places are rows and columns of tokens: a token is 2 x 2 latents, or 16 x 16 pixels
     grid = maps.token_grid(config, read_model_config(config.ckpt_dir))
     places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame
     if args.query_grid:

@@ -104,6 +104,7 @@ def load(
     TAEHV's small decoder, for run.show(); run.video and run.save() stay the VAE's. Weights are read by the
     first video. Raises ConfigError for missing files and settings that do not fit.
     """
+    # 1. Settings: unknown names are refused, as YAML files' are
     given = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None}
     known = [field.name for field in fields(RunConfig)]
     if wrong := next((name for name in given if name not in known), None):
@@ -114,11 +115,13 @@ def load(
             if POLICIES.get(cache_policy.name, own).__qualname__ != own.__qualname__:
                 name = cache_policy.name
                 raise ConfigError(f"cache_policy {name} is the name of another policy; give yours another")
-            POLICIES[cache_policy.name] = own  # known from here on; a cell of a notebook may define it again
+            # Known from here on; a cell of a notebook may define it again
+            POLICIES[cache_policy.name] = own
             cache_policy = cache_policy.describe()
         elif isinstance(cache_policy, str | Path):
             cache_policy = policy_settings(str(cache_policy))
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
+    # 2. The config itself, or one that is found by name
     config = replace(source, **given) if isinstance(source, RunConfig) else find_config(source, given)
     session = Session(config)
     session.preview = session.read_vae("auto", str(preview)) if preview else None
@@ -282,12 +285,14 @@ class Session:
         configs = []
         for number in range(count):
             text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]
+            # A file of states names its prompt, which umT5 is not asked for
             if base.prompt_embeds:
                 text = with_given_prompt(base, text)
             given: dict[str, Any] = {"prompt": text, "seed": own}
             configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
         # 2. Load the model, and roll out under the eyes of who captures this session.
         captures, observer = CAPTURES.get().get(id(self)), observer or RunObserver(quiet)
+        # A capture around this call says what is asked for
         requests = captures.requests if captures else requests
         self.prepare(requests, observer=observer, config=configs[0])
         for each in configs:
@@ -313,9 +318,10 @@ class Session:
             else r
             for r in requests
         ]
+        # Each video has a generator of its own, so that a batch has the noise of its videos alone.
         drawn = [draw_noise(each, sizes, self.dtype, self.device) for each in configs]
         noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
-        if observer.video is not None:
+        if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         schedule = self.switches(config, len(configs))
@@ -333,6 +339,7 @@ class Session:
             done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
             more |= {"partial": True, "blocks_done": done}
             stopped = f"{done} of {len(config.block_sizes)} blocks"
+        # A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w]
         found = []
         for item, each in enumerate(configs):
             own = records if len(configs) == 1 else [call.of_item(item) for call in records]
@@ -345,6 +352,7 @@ class Session:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
         self.require_loaded(config)
         noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
+        # The same everywhere: what tiny noise changes is the floor that effects are compared with
         if shake:
             more = torch.randn(noise.shape, generator=torch.Generator().manual_seed(0))
             noise = noise + shake * more.to(noise)
@@ -418,6 +426,7 @@ class Session:
         return given | {"sha256": self.sha256 and self.sha256.result()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # The other process has its own files, device and memory: it loads what it needs itself.
         vars(self).update(state, preview=None, pipeline=None, texts=None, _loaded=state["config"])
         self._loading = RLock()
         if sha256 := state["sha256"]:
@@ -460,6 +469,7 @@ def build_model(
     **window: Any,
 ) -> Any:
     """Build a model of weights on its device; with offload its layers stay on the host and are streamed."""
+    # Offload converts a layer at a time, so that the device never holds the whole model
     source = config.checkpoint_path or config.ckpt_dir
     placed = (None, "cpu") if config.offload else (dtype, device)
     model = checkpoint.build_model(kind, model_config, state, source, *placed, **window)

@@ -105,6 +105,7 @@ class Run:
     def _calls(self) -> dict[tuple[str, int, int], list[CapturedCall]]:
         """The calls of every quantity, layer and step, in block order."""
         calls = defaultdict(list)
+        # Records come in the order of the rollout, so that calls of a pass are in block order.
         for call in self.records:
             for name in call.values:
                 calls[name, call.site.layer, call["step"]].append(call)
@@ -132,6 +133,7 @@ class Run:
         from_tokens = name == "frame_logits" and "token_logits" in self.quantities
         for call in self.captured("token_logits" if from_tokens else name, layer, step):
             piece = call.values["token_logits" if from_tokens else name][0]
+            # [H, Lq, Lk] of tokens -> [H, Fq, Fk] of frames
             if from_tokens:
                 piece = frames.query_frame_curves(piece, S)
                 if "key_frame" in call.values:
@@ -162,6 +164,7 @@ def rows_of(pieces: Iterable[tuple[Sequence[int], Tensor]], num_frames: int, wid
     pieces = list(pieces)
     width = width or max(values.shape[-1] for _, values in pieces)
     heads, _, *between, _ = pieces[0][1].shape
+    # NaN stays for query frames of blocks that a stopped run did not reach
     rows = torch.full((heads, num_frames, *between, width), torch.nan)
     for queries, values in pieces:
         rows[:, queries, ..., : values.shape[-1]] = values.float()
@@ -199,6 +202,7 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
         )
     chosen: dict[str, Any] = {"layers": config.layer_indices, "steps": [config.step]}
     frame = CaptureRequest(**chosen, blocks=[len(config.block_sizes) - 1], granularity="frame")
+    # Logits fit in float16; probabilities of thousands of keys are too small for it
     if granularity == "token":
         dtype = torch.float16 if is_logits else torch.float32
         return [replace(frame, granularity="token", is_logits=is_logits, token_dtype=dtype)]
@@ -210,6 +214,7 @@ def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
     if run.blocks_done < len(run.config.block_sizes):
         raise RunError("the last block was not reached")
     num_frames, entries = run.config.num_frames, dict[int, dict[str, Any]]()
+    # Layers may see different frames, where a policy chooses by layer
     seen = sorted({frame for call in run.records for frame in call["key_frames"]})
     sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
     repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=seen)
@@ -320,6 +325,7 @@ def atlas_requests(
     layers: Collection[int] | None = None,
 ) -> list[CaptureRequest]:
     """Ask for every block and pass of some layers (None: all) by frame; the key curve is the last block's."""
+    # Keys of the last block alone: a curve of every block would be as large as the KV cache
     frame = CaptureRequest(layers=layers, granularity="frame")
     requests = [replace(frame, mass=mass, rope_bands=rope_bands, query_key_means=query_key_means)]
     if key_curve:
@@ -340,6 +346,7 @@ def atlas_cache(run: Run) -> dict[str, Any]:
         "pass_timesteps": run.pass_timesteps,
         "frame_logits": run.frame_matrices("frame_logits", layers, steps),
     }
+    # Readers take t = 0 for the clean pass, which context_noise changes
     clean = [run.pass_tag(step).is_clean_pass for step in steps]
     if clean != [t == 0 for t in run.pass_timesteps]:  # what readers take it for
         atlas["pass_is_clean"] = clean
@@ -379,6 +386,7 @@ def last_key_curves(run: Run, layers: Sequence[int], steps: Sequence[int]) -> di
     S, num_frames, H = run.common["frame_seq_length"], run.config.num_frames, run.common["num_heads"]
     passes = run.config.passes_of_block(len(run.config.block_sizes) - 1)
     first = {layer: run.captured("key_curve", layer, passes[-1])[0] for layer in layers}
+    # Names say which token each key is, where slots are not frames in their places
     has_names = any("key_frame" in call.values for call in first.values())
     length = max(call.k_shape[1] for call in first.values()) if has_names else num_frames * S
 
@@ -404,6 +412,7 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
 
     Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
     """
+    # Slots are the cache's places for a frame of keys; policies fill them with frames, averages or nothing
     policy, num_frames = run.config.policy, run.config.num_frames
     if policy.name in ("full", "window") and not policy.source:
         return {}
@@ -463,6 +472,7 @@ def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) 
     for name, wanted, there in (("rows", rows, grid[0]), ("columns", columns, grid[1])):
         if not 1 <= wanted <= there:
             raise ConfigError(f"a frame has {there} {name} of tokens, and the grid of patches {wanted}")
+        # The middles of equal parts
         places.append([(2 * i + 1) * there // (2 * wanted) for i in range(wanted)])
     return [(frame, row, column) for row in places[0] for column in places[1]]
 
@@ -551,6 +561,7 @@ def _block_maps(run: Run, block: int, steps: Sequence[int], columns: int) -> dic
         found = {
             (layer, step): _map_values(call_of(name, layer, step)) for layer in run.layers for step in steps
         }
+        # Layers may hold different numbers of keys: shorter ones are padded
         keys = max(values["key_frame"].shape[-1] for values in found.values())
         for name in {name: None for values in found.values() for name in values}:
             like = next(values[name] for values in found.values() if name in values)
@@ -602,6 +613,7 @@ def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, A
     layers, reached = list(range(run.num_layers)), {call["step"] for call in run.records}
     if not (steps := [step for step in steps if step in reached]):
         raise RunError(f"none of the steps was reached for {branch}")
+    # An atlas has one branch of guidance; a layer cache has both
     mine, names = of_branch(run, branch), ("frame_logits", "frame_mass")
     own: dict[str, Any] = {
         "format": "atlas",

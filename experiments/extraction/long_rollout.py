@@ -163,6 +163,8 @@ class LatentFile:
         offsets = [0, shape[0] * self.frame_bytes]
         entry = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
         head = json.dumps({"__metadata__": {"made_of": made_of}, "latents": entry}).encode()
+        # The header says how long the file will be; frames are appended behind it as they come
+        # (https://github.com/huggingface/safetensors#format)
         head += b" " * (-len(head) % 8)
         head = struct.pack("<Q", len(head)) + head
         self.start = len(head)
@@ -185,6 +187,7 @@ class LatentFile:
         """Write frames [n, C, h, w] from frame first on, and wait until the disk has them."""
         content = latents.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes()
         with open(self.path, "r+b") as file:
+            # What a kill left half written is cut off first
             file.truncate(self.start + first * self.frame_bytes)
             file.seek(0, os.SEEK_END)
             file.write(content)
@@ -256,6 +259,7 @@ def make_long_video(
 ) -> None:
     """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
+    # 1. What an earlier call has done: attention, video and latents, each whole up to some block
     missing = capture.missing(place.attention, len(blocks), latents.made_of)
     video = GrowingVideo(place.path, video_tag(latents.made_of, config, dtype_of(vae)), vae.made_by)
     writer, finished = VideoWriter(video, vae, latents, blocks, session.device), video.is_finished
@@ -270,6 +274,7 @@ def make_long_video(
     # an edit counts, or a window of blocks is denoised together:
     plain = config.sampler == "blocks" and not config.interventions
     given = ends[first] if plain and not (config.policy.chooses_by_layer or config.policy.source) else 0
+    # 2. Roll out; finished blocks are given, or made again and compared
     noise = seeded_noise([config], session.model_config, session.dtype, session.device)
     requests = capture.requests([block for block in capture.blocks(len(blocks)) if block >= first])
     at = 0
@@ -306,6 +311,7 @@ def make_long_video(
             if calls:
                 capture.save(place.attention, block, calls, latents.made_of)
                 calls.clear()
+            # Latents go to the disk before the video, which is decoded from them
             if frames.stop > latents.frames:
                 latents.append(frames.start, x0[0])
             if not finished and session.device.type == "cpu":
@@ -315,6 +321,7 @@ def make_long_video(
             watch.block(block, blocks[block], len(blocks))
             if watch.stopping and block + 1 < len(blocks):
                 raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
+        # 3. Wait for the decoder beside, and turn the pieces into an ordinary mp4
         for one in written:
             one.result()
         if not finished:

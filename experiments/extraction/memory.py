@@ -58,6 +58,7 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
     """The weights on the device and, with offload, on the host: two layers at a time are on the device."""
     with torch.device("meta"):
         module = CausalWanModel(**vars(model))
+    # On the meta device: sizes without memory
     whole, layer = (sum(p.nbytes for p in m.to(dtype).parameters()) for m in (module, module.blocks[0]))
     if not offload:
         return whole, 0
@@ -115,6 +116,7 @@ def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fu
     queries = max(config.block_sizes) * S
     if request.granularity == "map" and fused and is_self:
         queries = len(request.queries)
+    # Logits are formed a chunk of rows at a time (wan/reductions.py)
     rows = FLOAT * min(CHUNK_ELEMENTS, model.num_heads * queries * keys)
     return FLOAT * keys * model.dim + 2 * rows
 
@@ -223,6 +225,7 @@ class Memory:
         if c.lora_path:  # leaves every linear layer of the blocks in float32
             merged = m.num_layers * (8 * m.dim**2 + 2 * m.dim * m.ffn_dim) * FLOAT
             found.append(Need("merging the LoRA", "host", {"merged layers": merged}))
+        # The rollout: what stays for all blocks, and the widest moment of one layer
         weights, on_host = transformer(m, dtype, c.offload)
         queries = frames_at_once(c) * m.tokens_per_frame(c.height, c.width)
         kept = captured(c, m, [r for r in self.requests if r.granularity != "token"])
@@ -282,6 +285,7 @@ class Memory:
             requests = [replace(r, granularity="frame", is_logits=True) for r in self.requests]
             yield "--granularity frame", replace(self, requests=requests)
         for count in range(len(c.block_sizes) - 1, 0, -1):
+            # Fewer blocks, the last resort, and the requests of the last one with them
             frames = sum(c.block_sizes[:count])
             requests = [
                 replace(r, blocks=r.blocks and [min(block, count - 1) for block in r.blocks])
@@ -310,6 +314,7 @@ def check_memory(memory: Memory, quiet: bool = False) -> None:
     free, needs = memory.free(), memory.needs()
     for need in needs if not quiet else ():
         print(f"needs {need}; {amount(free[need.where])} are free")
+    # The scarcest memory decides, by the share of it that is needed
     worst = max(needs, key=lambda need: need.total / max(1, free[need.where]))
     if worst.total > free[worst.where]:
         flags, run = memory.fitting(free)

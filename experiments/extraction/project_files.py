@@ -51,6 +51,7 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     else:
         hint = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
         raise ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
+    # A config names its files relative to the project: a notebook or a script elsewhere finds them too
     config = load_config(path, given)
     found = {name: getattr(config, name) for name in PATHS}
     below: dict[str, Any] = {k: str(_below_home(Path(v))) for k, v in found.items() if v is not None}

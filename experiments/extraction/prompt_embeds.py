@@ -57,6 +57,7 @@ def encode_prompts(
             raise ConfigError(f"{given} holds the states of {short_repr(own)}, {needs}")
         states, tokens = read_states(given, sizes)
         return {own: (states.to(device, dtype), tokens)}
+    # Remembered states are taken where all that their bits depend on is the same (states_files)
     where, known = encoding_device(config, device), dict[str, PromptStates]()
     encoder: TextEncoder | None = None
     for prompt, path in zip(prompts, states_files(config, prompts, sizes, dtype, where), strict=True):
@@ -64,6 +65,7 @@ def encode_prompts(
             with suppress(CheckpointError):  # damaged: to be made again
                 known[prompt] = read_states(path, sizes)
                 continue
+        # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
         encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
         with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
             known[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
@@ -128,7 +130,8 @@ def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     if not fits or not 1 <= states.shape[1] <= sizes.text_len:
         wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
         raise CheckpointError(f"{path}: prompt_embeds {list(states.shape)} are not {wanted}")
-    rows = int(states[0].any(-1).sum())  # padding is zero
+    # Padding is zero: the other rows are tokens
+    rows = int(states[0].any(-1).sum())
     tokens = content.get("tokens", [str(i) for i in range(rows)])
     texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
     if not texts or len(tokens) > states.shape[1]:

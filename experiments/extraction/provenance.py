@@ -66,8 +66,9 @@ def choose_device(name: str, offload: bool = False) -> torch.device:
         raise ConfigError(f"device {name} was asked for; CUDA devices here: {there}; use --device cpu")
     if offload and device.type != "cuda":
         raise ConfigError(f"--offload serves a GPU, and the device is {device}; leave it out")
+    # Triton launches a kernel on the current GPU, wherever its tensors are
     if device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches a kernel on the current GPU, wherever its tensors are
+        torch.cuda.set_device(device)
     backends.check(device)
     return device
 
@@ -116,6 +117,7 @@ def device_name(device: torch.device) -> str:
 def code_version() -> str:
     """Return 16 hex digits that change with any source file of wan: the model and its samplers."""
     digest, folder = hashlib.sha256(), Path(wan.__file__).parent
+    # Names and sizes too, so that code cannot move between files unnoticed
     for file in sorted(folder.rglob("*.py")):
         digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
         digest.update(file.read_bytes())
@@ -136,6 +138,7 @@ def identity(
     weights_sha256 of the weights file and edits are the config's where they are not given; more is what else
     a study's numbers depend on. Raises ConfigError for missing files.
     """
+    # A device counts by its kind: cuda:0 and cuda:1 of one host give the same bits
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)

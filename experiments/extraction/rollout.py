@@ -123,7 +123,8 @@ def roll_out(
         records,
     ):
         pipeline.inference(noise, on_block=done, **inputs)
-    records = [record for record in records if record["block"] < len(finished)]  # a window began others
+    # A window of Rolling Forcing began blocks that a stop left unfinished.
+    records = [record for record in records if record["block"] < len(finished)]
     return torch.cat(finished, 1), pipeline.model.head_shard.gather_calls(records)
 
 
@@ -168,9 +169,11 @@ def _watched(
 
     def done(number: int, latents: Tensor) -> None:
         nonlocal checked, reached
+        # 1. Numbers are checked as they come, so that hours are not spent on NaN.
         check_latents(model, latents, f"{doing.split()[-1]} {number}")
         move_to_cpu(records[checked:])
         check_values(records[checked:])
+        # 2. Hand the block on; all processes of a rollout stop after the same one.
         checked, reached = len(records), number + 1
         keep(number, latents)
         if model.head_shard.any_process(observer.stopping) and reached < count:
@@ -224,7 +227,8 @@ def check_values(calls: Sequence[CapturedCall]) -> None:
             if name in ("attended", "map_queries"):
                 continue
             where = f"layer {call.site.layer}, block {call['block']}, step {call['step']}: "
-            heads_differ = False  # in the frames that they see: whole columns of [B, H, Fq, Fk] are NaN
+            # Policies by head show heads different frames: whole columns of [B, H, Fq, Fk] are NaN
+            heads_differ = False
             if name.startswith("frame_") and values.ndim == 4 and (missing := values.isnan()).any():
                 heads_differ = not missing.all() and torch.equal(missing.any(2), missing.all(2))
             left_out = "attended" in call.values and not name.endswith("_mass")  # by an intervention: NaN
@@ -236,7 +240,7 @@ def check_values(calls: Sequence[CapturedCall]) -> None:
             if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
                 continue  # averages of frames are of no frame
             if name.endswith("_mass") or name == "token_probabilities":
-                # maps keep mass times the tokens of a frame
+                # Maps keep mass times the tokens of a frame
                 unit = call.layout.tokens_per_slot if name == "map_mass" and call.layout else 1
                 off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
                 if off > MASS_TOLERANCE:

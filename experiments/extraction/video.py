@@ -85,6 +85,7 @@ def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
 
     Blocks of small frames wait until there are as many as the decoder takes in one call.
     """
+    # A call of the decoder costs the same for one small frame as for several
     decoder, waiting = StreamedDecoder(vae), list[Tensor]()
     for latents in blocks:
         count = sum(one.shape[1] for one in waiting) + latents.shape[1]
@@ -136,7 +137,8 @@ class GrowingVideo:
         options = (*FRAGMENTED, "-fragment_index", str(self.pieces + 1))
         said: dict[str, Any] = {"tag": self.tag, "about": self.about, "shortest": SHORTEST_SIDE}
         content = bytearray(encode_mp4(pixels.numpy(), options=options, **said))
-        time = content.index(b"tfdt") + 8  # when the fragment begins; a box is its size, type and content
+        # ffmpeg writes each piece from time 0; its decode time is set to when it begins in the whole video.
+        time = content.index(b"tfdt") + 8  # a box is its size, type and content
         content[time : time + 8] = (TICKS * first).to_bytes(8, "big")
         start = content.index(b"moof") - 4 if self.pieces else 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +152,7 @@ class GrowingVideo:
         """Turn the pieces into an ordinary mp4, with its length in its head; the pictures stay."""
         part = part_of(self.path)
         command = [require_ffmpeg(), "-v", "error", "-y", "-i", str(self.path)]
+        # Copied, not encoded again: the pictures stay as they are
         command += ["-c", "copy", "-metadata", f"comment={self.tag}"]
         command += ["-movflags", "+faststart", "-f", "mp4", str(part)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -211,7 +214,8 @@ class LiveVideo:
 
     def _decode(self, latents: Tensor, made: "torch.cuda.Event | None", first: int) -> Future:
         """Decode a block once it is made, and let it be encoded."""
-        with torch.cuda.stream(self.stream):  # nothing without one
+        # On its own stream the decoder runs beside the next block's denoising; None changes no stream
+        with torch.cuda.stream(self.stream):
             if made is not None:
                 made.wait()
             pixels = to_pixels(self.decoder(latents))[0].cpu()
@@ -246,6 +250,7 @@ def has_room(latents: Tensor) -> bool:
     """Return True where the GPU of a rollout's first latents can hold the decoder beside it."""
     if not latents.is_cuda:
         return False
+    # What torch's allocator holds unused counts as free, too
     free, _ = torch.cuda.mem_get_info(latents.device)
     unused = torch.cuda.memory_reserved(latents.device) - torch.cuda.memory_allocated(latents.device)
     return free + unused > ROOM * latents.shape[-2] * latents.shape[-1]

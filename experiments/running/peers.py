@@ -47,6 +47,7 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
         raise ConfigError(f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave it out")
     config = replace(config, gpus=max(config.gpus, rank.count))
     there = torch.cuda.device_count()
+    # The launcher checks; torchrun's processes may see one GPU each
     if config.device != "cpu" and there < config.gpus and not os.environ.get("LOCAL_RANK"):
         raise ConfigError(f"--gpus {config.gpus}, and the number of GPUs here is {there}; try --device cpu")
     sizes = read_model_config(config.ckpt_dir)
@@ -71,6 +72,7 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
     logging.disable(logging.CRITICAL)  # the agent's own report of what the processes printed already
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Never restarted: the same input would fail again; a second is long where a rollout takes a few
     launch = LaunchConfig(1, 1, count, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1)
     launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
     try:
@@ -83,6 +85,7 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
         raise SystemExit(0)
     if explained := [code for code in codes.values() if code in EXPLAINED]:
         raise SystemExit(explained[0])
+    # A process that was killed says nothing itself
     for rank, code in codes.items():
         if code < 0 and -code != signal.SIGTERM:
             name = signal.Signals(-code).name
@@ -101,6 +104,7 @@ class Group:
             own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         own["WORLD_SIZE"] = str(config.gpus)
         spawn, self.requests, self.others, ends = get_context("spawn"), requests, list[Connection](), []
+        # Spawned: CUDA does not survive a fork
         for n in range(1, config.gpus):
             mine, theirs = spawn.Pipe()
             other = spawn.Process(target=follow, args=(theirs, own, n, config, requests), daemon=True)

@@ -41,7 +41,8 @@ def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
     """
     if rank.count == 1 or config.device == "cpu":
         return config
-    import torch  # a --help needs no torch
+    # Entry scripts import this file for their flags, and a --help needs no torch
+    import torch
 
     gpus = torch.cuda.device_count()
     if config.device == "auto" and not gpus:

@@ -103,6 +103,7 @@ def save(
                 if not result.stopped:
                     raise
                 continue
+            # A partial cache does not replace a whole one of an earlier run.
             there = peek(path) if cache.get("partial") else {}
             at = partial_name(path) if there and not there.get("partial") else path
             caches[at] = cache
