@@ -41,7 +41,7 @@ def frame_values(
     slots] come with them, and tokens_kept [B, Fk]: frame values are then over the kept tokens of a frame, and
     rows of slot_mass sum to 1. attended [B, H, Fq, Fk] comes where a bias leaves keys out. bands are the
     sizes of consecutive bands of the head's dims, tails what the attention kernel itself knows of the mass of
-    slots (kernels/fa4.py).
+    slots (wings/fa4.py).
     """
     # 1. Values of every slot, or of every token where slots hold tokens of several frames.
     by_slot = layout.chosen is None
