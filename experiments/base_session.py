@@ -12,7 +12,7 @@ from experiments.extraction.provenance import threads_for
 from experiments.extraction.rollout import RunObserver, sample
 from experiments.session import Session, build_model
 from wan import checkpoint
-from wan.blocks import VIDEO_FRAMES_PER_LATENT, latent_frames
+from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -20,15 +20,6 @@ from wan.interventions import active_edits, edits_of, intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
 from wan.text2video import TextToVideoPipeline
-
-
-def as_one_block(config: RunConfig) -> RunConfig:
-    """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
-    frames = latent_frames(config.base.num_video_frames)
-    one: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames, "local_attn_size": -1}
-    one |= {"sink_size": 0, "independent_first_frame": False}
-    one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "cache_policy"))
-    return replace(config, **one)
 
 
 class BaseSession(Session):

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.running.cli import Parser, add_config_flags, add_run_flags, main
-from wan.config import RunConfig, load_config
+from wan.config import RunConfig, as_one_block, load_config
 from wan.errors import ConfigError, short_repr
 
 RUN_FLAGS = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
@@ -46,7 +46,7 @@ def run(argv=None):
     add_run_flags(parser)
     args = parser.parse_args(argv)
 
-    from experiments.base_session import BaseSession, as_one_block
+    from experiments.base_session import BaseSession
     from experiments.caches.formats import FORMATS  # after the flags: a --help needs no torch
     from experiments.extraction.cache_builders import base_atlas_cache, base_layer_cache
     from experiments.extraction.project_files import CONFIGS, config_for

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -243,6 +243,15 @@ class RunConfig:
         """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
+
+
+def as_one_block(config: RunConfig) -> RunConfig:
+    """Return the settings of a bidirectional run: base weights, base.num_video_frames as one block."""
+    frames = latent_frames(config.base.num_video_frames)
+    one: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames, "local_attn_size": -1}
+    one |= {"sink_size": 0, "independent_first_frame": False}
+    one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "cache_policy"))
+    return replace(config, **one)
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:

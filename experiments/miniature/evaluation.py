@@ -17,16 +17,14 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from experiments.base_session import as_one_block
 from experiments.caches.files import replacing
-from experiments.caches.frames import one_thread
 from experiments.extraction.provenance import choose_device, environment, threads_for
-from experiments.miniature.moving_shapes import FPS, FRAMES, SIDE, Scene, render
+from experiments.miniature.moving_shapes import FPS, FRAMES, Scene, rendered
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
 from experiments.miniature.training import decode, psnr, vae_quality
 from experiments.session import load_pipeline
 from wan import checkpoint
-from wan.config import RunConfig
+from wan.config import RunConfig, as_one_block
 from wan.model import WanModel
 from wan.noise import draw_noise
 from wan.text2video import TextToVideoPipeline
@@ -50,12 +48,6 @@ class Counts:
     clips: int = 96  # of 81 frames, for the VAE's PSNR
     long_videos: int = 4  # of a minute, of each set
     base: bool = True  # the base weights too
-
-
-def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
-    """Render videos [frames, 3, H, W] in 0..1."""
-    with one_thread():
-        return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]
 
 
 class Miniature:

@@ -20,8 +20,8 @@ from experiments.caches.view import open_profiles
 from experiments.figures import heads
 from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, save_svg, styled
 from experiments.miniature import SHIPPED
-from experiments.miniature.evaluation import Miniature, rendered
-from experiments.miniature.moving_shapes import FRAMES
+from experiments.miniature.evaluation import Miniature
+from experiments.miniature.moving_shapes import FRAMES, rendered
 from experiments.miniature.tracking import SETS, held_out_scenes
 from experiments.running.cli import Parser, main
 from wan.config import load_config

@@ -17,6 +17,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from experiments.caches.frames import one_thread
+
 FPS = 16
 SIDE, FRAMES = 64, 81  # pixels and video frames of a clip
 HELD_OUT_SEED = 1_000_003  # no training's; the split of combinations keeps scenes apart anyway
@@ -226,6 +228,12 @@ def hidden_share(scene: Scene, frames: int) -> Tensor:
 def render(scene: Scene, frames: int, size: int) -> Tensor:
     """Render one scene as video [F, 3, H, W] in [-1, 1]."""
     return render_batch([scene], frames, size)[0].transpose(0, 1)
+
+
+def rendered(scenes: list[Scene], frames: int) -> list[Tensor]:
+    """Render videos [frames, 3, H, W] in 0..1."""
+    with one_thread():
+        return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]
 
 
 def render_batch(scenes: list[Scene], frames: int, size: int, device: str | torch.device = "cpu") -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from experiments import measure_head_effects as script
 from experiments import run_intervention
 from experiments.analysis import published
-from experiments.base_session import BaseSession, as_one_block
+from experiments.base_session import BaseSession
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
@@ -20,6 +20,7 @@ from experiments.studies import interventions, paired_prompts
 from experiments.studies.interventions import distance
 from experiments.studies.paired_prompts import budget_rows, read_pairs
 from wan.capture import CaptureRequest
+from wan.config import as_one_block
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Patch, Source, intervene
 from wan.noise import draw_noise

@@ -24,8 +24,7 @@ from experiments.analysis.first_frame import context_cells, first_frame_effect, 
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import RunObserver
-from experiments.miniature.evaluation import rendered
-from experiments.miniature.moving_shapes import FRAMES, KINDS, Scene
+from experiments.miniature.moving_shapes import FRAMES, KINDS, Scene, rendered
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Results, cached, work_through
 from experiments.running.progress import Progress
