@@ -170,11 +170,17 @@ class CaptureRequest:
         queries = tuple(MapQuery(*query) for query in self.queries)
         object.__setattr__(self, "queries", queries)
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
+        of_frames = self.granularity == "frame" and "self" in self.kinds
         kind, known = self.granularity, ("token", "key", "frame", "map")
         refuse(
             (kind not in known, f"granularity {kind!r} is not one of {', '.join(known)}"),
             (not {*self.kinds} <= {"self", "cross"}, f"kinds {self.kinds} may hold 'self' and 'cross'"),
             (kind == "key" and not self.is_logits, "probabilities need granularity 'token', not 'key'"),
+            # a field that the granularity does not read would be ignored in silence
+            (self.rope_bands and not of_frames, "rope_bands needs granularity 'frame' of self-attention"),
+            (self.query_key_means and not of_frames, "query_key_means needs 'frame' of self-attention"),
+            (self.heads is not None and kind != "map", f"heads need granularity 'map', not {kind!r}"),
+            (not queries or len({*queries}) < len(queries), "granularity 'map' needs queries, each once"),
             (wrong, f"queries {[*map(tuple, wrong)]} are not (frame, token), (frame, -1) or (-1, -1)"),
         )
 

@@ -125,6 +125,9 @@ REFUSED = {
     "pixel": {"granularity": "pixel"},
     "probabilities need granularity 'token'": {"granularity": "key", "is_logits": False},
     r"\(-2, -1\)": {"granularity": "map", "queries": ((-2, -1),)},
+    "each once": {"granularity": "map", "queries": ((1, 2), (1, 2))},
+    "rope_bands needs": {"granularity": "key", "rope_bands": True},
+    "heads need granularity": {"granularity": "frame", "heads": (1,)},
     "num_layers=60.*num_layers=8": {"layer_indices": [0], "num_layers": 60},  # these two to the older face
     "call index 8 is not in 0..7": {"layer_indices": [8]},
 }
