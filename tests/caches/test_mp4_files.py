@@ -55,7 +55,6 @@ def test_an_intervention_needs_ffmpeg_where_a_video_is_wanted(without_ffmpeg, tm
         ([], "pip install .*--no_video"),
         (["--no_video"], "this far"),
         (["--dry_run"], "this far"),
-        (["--no_video", "--save_video"], "leaves the mp4 out"),
     ):
         refused(run_intervention, [*flags, *more], capfd, said)
 
