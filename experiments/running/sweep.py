@@ -6,6 +6,7 @@ of other settings are neither taken nor replaced.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class Sweep:
     build: BuildCache
     quantities: Mapping[str, bool]  # optional fields that caches (do not) have
     prompts: Sequence[str] = ()  # that this process will need, in their order
+    begun: float = 0.0  # under --overwrite: older files stay until their run is made again
 
     def is_done(self, name: str, run: Run) -> bool:
         return self.scan(run) == "done"
@@ -65,7 +67,7 @@ class Sweep:
         """Return done, partial or waiting, by a run's cache and video. CacheError for other settings."""
         # The file was replaced as a whole, so what it says of itself is enough: no tensor is read
         cache = peek(run.path)
-        if not cache:  # not there, or damaged
+        if not cache or os.path.getmtime(run.path) < self.begun:  # not there, damaged, or to be replaced
             return "waiting"
         require_same(run.path, cache.get("fingerprint"), run.fingerprint, REMEDY)
         if {name: name in cache for name in self.quantities} != self.quantities:
@@ -158,7 +160,9 @@ def run_sweep(
         # 3. What is there already
         prompts = list(dict.fromkeys(run.prompt for run in planned.values()))
         quiet = argparse.Namespace(**{**vars(args), "quiet": True})  # of workers, which nobody watches
-        work = Sweep(quiet if client else args, requests, build, quantities, () if client else prompts)
+        begun = time.time() if args.overwrite else 0.0
+        known = () if client else prompts
+        work = Sweep(quiet if client else args, requests, build, quantities, known, begun)
         listing = Manifest(
             manifest, runs, {path: one | dict(quantities) for path, one in settings_of.items()}
         )
@@ -169,9 +173,6 @@ def run_sweep(
         if waiting and videos:
             check_video(config)
         require_space(folder, dict.fromkeys(waiting, estimate_bytes(config, requests)) or {str(manifest): 0})
-        # Only now, when nothing of what was asked for is known to be impossible
-        for path in (*planned, *videos) if args.overwrite else ():
-            Path(path).unlink(missing_ok=True)
         listing.write()
         # 4. What is missing
         try:

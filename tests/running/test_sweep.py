@@ -13,7 +13,7 @@ from helpers.forked import stopping_after
 from experiments import run_extraction_all
 from experiments import session as sessions
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, RunError
 from experiments.running import cli
 from wan.errors import ConfigError
 
@@ -103,6 +103,22 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
     with pytest.raises(CacheError, match="other quantities; choose another --output_dir"):
         sweeping(prompts, tmp_path / "out", "--cross", seeds=("0",))()
+
+
+@pytest.mark.slow
+def test_overwriting_keeps_each_cache_until_its_run_is_made_again(tmp_path, prompts, monkeypatch):
+    out = tmp_path / "out"
+    sweeping(prompts, out)()
+    before, written = files_below(out), [(out / name).stat().st_mtime_ns for name in NAMES]
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "load_pipeline", lambda *args: (_ for _ in ()).throw(RuntimeError("no GPU")))
+        with pytest.raises(RunError):
+            sweeping(prompts, out, "--overwrite")()
+    after = files_below(out)
+    assert {name: after[name] for name in NAMES} == {name: before[name] for name in NAMES}
+    sweeping(prompts, out, "--overwrite")()
+    again = [(out / name).stat().st_mtime_ns for name in NAMES]
+    assert all(new > old for new, old in zip(again, written, strict=True))
 
 
 @pytest.mark.slow
