@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from experiments.extraction.provenance import encoding_device
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, queries_of
@@ -220,7 +219,7 @@ class Memory:
         on_gpu, found = self.device.type == "cuda", list[Need]()
         here = "GPU" if on_gpu else "host"
         if self.encodes and not c.prompt_embeds:
-            where = "GPU" if encoding_device(c, self.device).type == "cuda" else "host"
+            where = "host" if c.t5_cpu else here
             found.append(Need("encoding the prompt", where, text_encoder(c, m.text_len, dtype)))
         if c.lora_path:  # leaves every linear layer of the blocks in float32
             merged = m.num_layers * (8 * m.dim**2 + 2 * m.dim * m.ffn_dim) * FLOAT
