@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MATRIX, NOT_IDENTIFIED
 from experiments.analysis.stats import mean_without_nan, pearson
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
 from wan.blocks import later_block
+
+# Why a cache does not hold a number, in words that figures and printed lines share
+NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
+NO_CONTEXT, NO_MATRIX = "no context: the queries see no earlier block", "no whole frame matrix in this cache"
+NOT_IDENTIFIED = "its cells do not tell frame 0 from rows and distances"
 
 RANK_TOLERANCE = 1e-9  # squared share of a column outside the span of others, below which it is in the span
 LINE = slice(3, 12)  # key frames through which contrasts draw their line

@@ -11,23 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.analysis.first_frame import (
+    NO_CONTEXT,
+    NO_LOGITS,
+    NO_MASS,
+    NO_MATRIX,
+    NOT_IDENTIFIED,
     FirstFrameEffect,
     context_sign_rate,
     equal_distance_excess,
     first_frame_effect,
     matrices,
 )
-from experiments.analysis.panels import (
-    ALL_QUERIES,
-    NO_CONTEXT,
-    NO_LOGITS,
-    NO_MASS,
-    NO_MATRIX,
-    NOT_IDENTIFIED,
-    HeadMap,
-    HeadPanel,
-    rows_of,
-)
+from experiments.analysis.panels import ALL_QUERIES, HeadMap, HeadPanel, rows_of
 from experiments.analysis.stats import mean_without_nan
 from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.analysis.first_frame import context_cells
-from experiments.analysis.panels import HeadMap, HeadPanel
+from experiments.analysis.panels import BlockPanel, HeadMap, HeadPanel, PartsPanel
 from experiments.analysis.stats import mean_without_nan
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
@@ -169,22 +169,6 @@ def split_first(
     rows = _mean_rows(matrix, block_ranges(list(block_sizes))[block], fit)
     total, waves = (row[..., 0] - row[..., 1:].mean(-1) for row in rows)
     return FirstSplit(total, waves, fit.s, total - waves - fit.s)
-
-
-class BlockPanel(NamedTuple):
-    """One head's frame 0 by block of queries: its excess over the other context frames, in logits."""
-
-    starts: np.ndarray  # [blocks] first query frame of each block
-    measured: np.ndarray  # [blocks]
-    predicted: np.ndarray  # [blocks] by waves and s
-
-
-class PartsPanel(NamedTuple):
-    """One head's mean context curve at a block of queries, beside its waves."""
-
-    measured: np.ndarray  # [n]
-    waves: np.ndarray  # [n], with the row's constant
-    s: float  # what frame 0 has beside them
 
 
 def panels_of_view(

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.first_frame import context_sign_rate
-from experiments.analysis.panels import ALL_QUERIES, NO_CONTEXT, NO_LOGITS, NO_MASS, LabelMap
+from experiments.analysis.first_frame import NO_CONTEXT, NO_LOGITS, NO_MASS, context_sign_rate
+from experiments.analysis.panels import ALL_QUERIES, LabelMap
 from experiments.analysis.stats import bootstrap
 from experiments.caches.view import Profiles
 from wan.errors import ConfigError

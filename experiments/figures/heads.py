@@ -16,8 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
-from experiments.analysis.panels import HeadPanel, ProfileMap
-from experiments.analysis.rope_waves import BlockPanel, PartsPanel
+from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, ProfileMap
 from experiments.caches.view import NOTHING, Caption
 from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
 

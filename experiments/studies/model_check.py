@@ -21,8 +21,8 @@ from torch import Tensor
 from experiments.analysis import agreement, published
 from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
 from experiments.analysis.first_frame import matrices
+from experiments.analysis.panels import table
 from experiments.analysis.rope_waves import fitted_frequencies, last_block_context, temporal_frequencies
-from experiments.analysis.tables import table
 from experiments.caches import load_cache
 from experiments.caches.files import RunError, save_report
 from experiments.caches.view import open_profiles

@@ -8,12 +8,19 @@ from helpers import synthetic_caches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.analysis import axes, first_frame, measures, panels, published, rope_waves, video_maps
-from experiments.analysis.first_frame import first_frame_effect, placebo_effects, placebo_frames
+from experiments.analysis import axes, first_frame, measures, published, rope_waves, video_maps
+from experiments.analysis.first_frame import (
+    NO_CONTEXT,
+    NO_LOGITS,
+    NO_MASS,
+    NO_MATRIX,
+    first_frame_effect,
+    placebo_effects,
+    placebo_frames,
+)
 from experiments.analysis.measures import head_statistics
-from experiments.analysis.panels import NO_CONTEXT, NO_LOGITS, NO_MASS, NO_MATRIX, choose_heads
+from experiments.analysis.panels import choose_heads, table
 from experiments.analysis.rope_waves import Waves, fit_waves, jittered, r_squared, temporal_frequencies
-from experiments.analysis.tables import table
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
@@ -86,7 +93,7 @@ def test_what_a_cache_does_not_hold_is_absent_with_the_reason():
     assert profiles["first_frame_effect"].missing_reason == NO_MATRIX
     assert logits < {n for n, m in profiles.items() if m.values is not None}
     whole["frame_logits"][..., 3:, 0] = torch.nan  # a window that never sees frame 0
-    assert maps_of(whole, "mean_logit")["first_frame_effect"].missing_reason == panels.NOT_IDENTIFIED
+    assert maps_of(whole, "mean_logit")["first_frame_effect"].missing_reason == first_frame.NOT_IDENTIFIED
     rows = measures.measure_rows(list(base.values()))
     assert rows[0]["heads"] == 9 and rows[1]["absent"] == NO_CONTEXT
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.rollouts import TINY, drawn, tiny_pipeline
 
-from experiments.analysis.tables import describe
+from experiments.analysis.panels import describe
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders
 from experiments.session import load
