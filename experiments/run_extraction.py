@@ -6,25 +6,23 @@ python experiments/run_extraction.py --config_path configs/wan_mini.yaml --layer
 from functools import partial
 
 from experiments.running.cli import add_config_flags, config_from, main, run_parser
-from wan.errors import ConfigError
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/attention_cache.pt")
+    parser = run_parser(__doc__, "cache/attention_cache.pt", steps=True)
     add_config_flags(parser, "layer_indices")
     parser.add_argument("--blocks", type=int, nargs="+", default=[-1], help="from 0; -1 is the last")
-    parser.add_argument("--steps", type=int, nargs="+", help="several passes, in place of one --step")
     what, kept = ("probabilities", "logits"), "probabilities in float32, or logits in float16"
     parser.add_argument("--capture", choices=what, default=what[0], help=kept)
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
-
-    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
-    from experiments.running.run import make_caches
-
-    if args.step is not None and args.steps:
-        raise ConfigError("--step and --steps exclude each other")
     config = config_from(args)
+
+    from experiments.running.run import (
+        cache_builders,
+        make_caches,
+    )  # after the flags: a --help needs no torch
+
     requests = cache_builders.inference_requests(config, args.blocks, args.steps, args.capture == "logits")
     make_caches(args, config, requests, {args.output_path: cache_builders.inference_cache})
 

@@ -9,7 +9,6 @@ import argparse
 from functools import partial
 
 from experiments.running import cli
-from wan.errors import ConfigError
 
 
 def run(argv=None):
@@ -24,23 +23,11 @@ def run(argv=None):
     cli.add_sweep_flags(parser, checkpoints=True)
     cli.add_engine_flags(parser)
     args = parser.parse_args(argv)
-
-    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
-    from experiments.running import sweep
-    from experiments.running.run import make_caches
-
     config = cli.config_from(args)
-    requests = cache_builders.atlas_requests(
-        config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
-    )
-    if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
-        make_caches(args, config, requests, {args.output_path: cache_builders.atlas_cache})
-        return
-    if args.output_path != parser.get_default("output_path"):
-        raise ConfigError("--output_path is for one cache: a sweep takes --output_dir")
-    quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
-    quantities |= {"frame_logits_by_band": args.rope_bands, "query_means": args.query_key_means}
-    sweep.run_sweep(args, config, requests, cache_builders.atlas_cache, quantities)
+
+    from experiments.running.sweep import make_atlases  # after the flags: a --help needs no torch
+
+    make_atlases(args, config)
 
 
 command = partial(cli.main, run)

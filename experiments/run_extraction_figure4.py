@@ -16,11 +16,13 @@ def run(argv=None):
     flag("--capture", choices=("logits", "probabilities"), default="logits", help="of a token matrix")
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
-
-    from experiments.extraction import cache_builders  # after the flags: a --help needs no torch
-    from experiments.running.run import make_caches
-
     config, is_logits = config_from(args), args.capture == "logits"
+
+    from experiments.running.run import (
+        cache_builders,
+        make_caches,
+    )  # after the flags: a --help needs no torch
+
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
     build = partial(cache_builders.figure4_cache, is_logits=is_logits)
     make_caches(args, config, requests, {args.output_path: build})

@@ -15,7 +15,8 @@ from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
 from wan.blocks import block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
-from wan.config import ModelConfig, RunConfig
+from wan.checkpoint import read_model_config
+from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.keys import RotaryTable, key_frames, key_tokens
 
@@ -286,10 +287,11 @@ def inference_cache(run: Run) -> dict[str, Any]:
 
 # --- layer: every frame pair of one layer
 def layer_requests(
-    config: RunConfig, granularity: Literal["token", "frame"] = "frame"
+    config: RunConfig, granularity: Literal["token", "frame"] = "frame", every: bool = False
 ) -> list[CaptureRequest]:
-    """Ask for all blocks of one layer in the chosen pass; both granularities give the same numbers."""
-    return [CaptureRequest([config.layer_index], steps=[config.step], granularity=granularity, mass=False)]
+    """Ask for all blocks of one layer, or of every one, in the chosen pass; both granularities agree."""
+    layers = [*range(read_model_config(config.ckpt_dir).num_layers)] if every else [config.layer_index]
+    return [CaptureRequest(layers, steps=[config.step], granularity=granularity, mass=False)]
 
 
 def layer_cache(run: Run, layer: int) -> dict[str, Any]:
@@ -460,9 +462,9 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
 
 
 # --- maps: what some places see of every key token
-def token_grid(config: RunConfig, model_config: ModelConfig) -> tuple[int, int]:
-    """Rows and columns of the tokens of a frame."""
-    _, high, wide = model_config.patch_size
+def token_grid(config: RunConfig) -> tuple[int, int]:
+    """Rows and columns of the tokens of a frame: a token is 2 x 2 latents, or 16 x 16 pixels."""
+    _, high, wide = read_model_config(config.ckpt_dir).patch_size
     return config.height // high, config.width // wide
 
 

@@ -123,6 +123,12 @@ class Parser(argparse.ArgumentParser):
             options["type"] = self.LIMITED[options["type"]]
         return super().add_argument(*names, **options)
 
+    def exclude(self, *names: str) -> None:
+        """Let at most one of these flags be given: argparse says which two were."""
+        group = self.add_mutually_exclusive_group()
+        # A flag may be in several groups, for which argparse has no public method
+        group._group_actions += [action for action in self._actions if action.dest in names]
+
     def parse_args(  # type: ignore[override]  # argparse's is overloaded by the namespace's type
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
@@ -190,8 +196,11 @@ def add_config_flags(parser: argparse._ActionsContainer, *names: str) -> None:
         parser.add_argument(f"--{name}", help=CONFIG_FLAGS[name], **options)
 
 
-def run_parser(description: str, output_path: str | None) -> Parser:
-    """Return a parser with the flags of all extractions; output_path is the default place of the cache."""
+def run_parser(description: str, output_path: str | None, steps: bool = False) -> Parser:
+    """Return a parser with the flags of all extractions.
+
+    output_path is the default place of the cache; steps: also a flag for several passes.
+    """
     parser = Parser(description=description.strip().splitlines()[0])
     flag = parser.add_argument
     flag(
@@ -200,12 +209,15 @@ def run_parser(description: str, output_path: str | None) -> Parser:
         default="configs/self_forcing_dmd.yaml",
         help="YAML of the run, or the name of one of configs/; flags override it",
     )
-    weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
-    add_config_flags(weights, "checkpoint_path")
+    flag("--no_checkpoint", action="store_true", help="run the base weights of ckpt_dir")
+    add_config_flags(parser, "checkpoint_path")
+    parser.exclude("no_checkpoint", "checkpoint_path")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds")
+    if steps:
+        flag("--steps", type=int, nargs="+", help="several passes, in place of one --step")
+        parser.exclude("step", "steps")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
     flag("--preview", metavar="FILE", help="decode the video by TAEHV's small decoder, for a first look")
@@ -234,6 +246,14 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
             metavar="FILE",
             help=f"a sweep over weights, each in a folder of its name; {BASE}: those of --ckpt_dir",
         )
+    # Flags that mean one run, beside those that mean many
+    parser.exclude("output_path", "output_dir")
+    parser.exclude("preview", "output_dir")
+    parser.exclude("prompt", "prompts")
+    parser.exclude("prompt_embeds", "prompts")
+    parser.exclude("seed", "seeds")
+    parser.exclude("checkpoint_path", "checkpoints")
+    parser.exclude("no_checkpoint", "checkpoints")
 
 
 def add_engine_flags(parser: Parser) -> None:
@@ -312,10 +332,6 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
 
 # --- The flags of a sweep -> its runs, and where each cache goes
 SLUG_BYTES = 60  # of a prompt that names a file
-EXCLUDE = (
-    *(("prompt", "prompts"), ("seed", "seeds"), ("prompt_embeds", "prompts"), ("preview", "output_dir")),
-    *(("checkpoint_path", "checkpoints"), ("no_checkpoint", "checkpoints")),
-)
 
 
 def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
@@ -323,13 +339,9 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
 
     Raises ConfigError for flags and files that do not fit.
     """
-    # 1. Flags that mean one run, beside those that mean many
-    checkpoints = getattr(args, "checkpoints", None)
+    # 1. Where everything goes
     if not args.output_dir:
         raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
-    for one, many in EXCLUDE:
-        if getattr(args, one) not in (None, False) and getattr(args, many, None):
-            raise ConfigError(f"--{one} and --{many} exclude each other")
     if args.save_video:
         raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
     # 2. A folder for each checkpoint, named as its file; None is the base weights
@@ -337,7 +349,7 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
     slugs = slugs_of(prompts)
     weights: dict[str | None, Path] = {config.checkpoint_path: folder}
-    if checkpoints:
+    if checkpoints := getattr(args, "checkpoints", None):
         weights = {None if c == BASE else c: folder / (c if c == BASE else Path(c).stem) for c in checkpoints}
         if len(set(weights.values())) < len(weights):
             raise ConfigError("two of --checkpoints would share a folder; rename one")

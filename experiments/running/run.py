@@ -9,7 +9,7 @@ from typing import Any
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.store import peek
-from experiments.extraction.cache_builders import Run
+from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.rollout import RunObserver, memory
 from experiments.running.cli import videos_of
@@ -20,7 +20,7 @@ from experiments.session import Session
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
-BuildCache = Callable[[Run], dict[str, Any]]
+BuildCache = Callable[[cache_builders.Run], dict[str, Any]]
 
 
 def make_caches(
@@ -87,7 +87,10 @@ def video_of(
 
 
 def save(
-    args: argparse.Namespace, result: Run, outputs: Mapping[str, BuildCache], watch: RunObserver
+    args: argparse.Namespace,
+    result: cache_builders.Run,
+    outputs: Mapping[str, BuildCache],
+    watch: RunObserver,
 ) -> None:
     """Write a rollout's caches, each built by its function, and the video of a rollout that was not stopped.
 

@@ -23,7 +23,7 @@ from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.locks import claimed, remove_leftovers, require_space
 from experiments.running.progress import Progress, check_outputs, deterministic, observed
-from experiments.running.run import BuildCache, save, video_of
+from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
 from experiments.session import load
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
@@ -119,18 +119,21 @@ class Encoding:
         encode_prompts(self.config, prompts, *self._where())
 
 
-def run_sweep(
-    args: argparse.Namespace,
-    config: RunConfig,
-    requests: Sequence[CaptureRequest],
-    build: BuildCache,
-    quantities: Mapping[str, bool],
-) -> None:
-    """Make every missing cache of a sweep. quantities: which optional fields each (not) has.
+def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
+    """Make the atlas of one run, or every missing one of a sweep, with the quantities of the flags.
 
     Raises CacheError where the folder holds caches of other settings, RunError at the end where runs failed,
     and StoppedError after Ctrl-C.
     """
+    requests = cache_builders.atlas_requests(
+        config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
+    )
+    build = cache_builders.atlas_cache
+    if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
+        make_caches(args, config, requests, {args.output_path: build})
+        return
+    quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
+    quantities |= {"frame_logits_by_band": args.rope_bands, "query_means": args.query_key_means}
     if config.gpus > 1 and not (args.workers or args.scheduler or args.slurm):
         raise ConfigError(f"--gpus {config.gpus} in a sweep counts for each worker: give --workers N too")
     # 1. Which runs, and where their files go

@@ -156,7 +156,7 @@ PLACES = [(7, 2, 1), (7, -1, -1), (-1, -1, -1), (3, 0, 3)]
 def made_maps(tiny, places=PLACES, edits=(), steps=None, **more):
     """The requests and the checked cache of a rollout's maps of heads 1 and 0, and its inference cache."""
     config = replace(tiny.config, **more)
-    grid = builders.token_grid(config, tiny.session.model_config)
+    grid = builders.token_grid(config)
     asked = builders.map_requests(config, grid, places, [1], [1, 0], steps=steps, words=not edits)
     session = tiny.session.with_weights(config)
     with intervene(*edits) if edits else nullcontext():
