@@ -335,10 +335,10 @@ def by_length(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for label, settings in read_policies(POLICIES).items():
         given = {"num_frames": max(args.lengths), "cache_policy": settings, "device": args.device}
-        pipe = load(args.config_path, **given)
-        with capture(pipe, mass=False) as seen:
-            for number, prompt in enumerate(pipe.config.reference_prompts[: args.prompts]):
-                pipe.generate(prompt, seed=pipe.config.seed + number)
+        session = load(args.config_path, **given)
+        with capture(session, mass=False) as seen:
+            for number, prompt in enumerate(session.config.reference_prompts[: args.prompts]):
+                session.generate(prompt, seed=session.config.seed + number)
         matrices = [seen.atlas(run).view(step=0).frame_matrices() for run in seen.runs]
         # [prompts, layers · H, F, F]
         every_head = np.stack([m.reshape(-1, *m.shape[-2:]) for m in matrices if m is not None])
