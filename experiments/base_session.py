@@ -9,7 +9,7 @@ import torch
 
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.provenance import threads_for
-from experiments.extraction.rollout import RunObserver, sample
+from experiments.extraction.rollout import Progress, sample
 from experiments.session import Session, build_model
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
@@ -52,7 +52,7 @@ class BaseSession(Session):
         return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
     def _roll_out(
-        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: RunObserver
+        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: Progress
     ) -> list[Run]:
         config, base = configs[0], configs[0].base
         edits = edits_of(config.interventions, "config")

@@ -8,8 +8,8 @@ docs/page.md says what the page does.
 from functools import partial
 from pathlib import Path
 
+from experiments.caches.files import require_distinct
 from experiments.running.cli import Parser, main, number
-from experiments.running.locks import require_distinct
 
 
 def run(argv=None):

@@ -21,9 +21,9 @@ def run(argv=None):
     flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
     args = parser.parse_args(argv)
 
+    from experiments.caches.files import claimed
     from experiments.figures.folder import save_contact_sheet  # after the flags: a --help needs no torch
     from experiments.figures.html_page import save_page
-    from experiments.running.locks import claimed
     from experiments.running.notebooks import NotebookRuns
 
     name = args.notebook.removeprefix("notebooks/")

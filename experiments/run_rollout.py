@@ -22,9 +22,12 @@ def run(argv=None):
         raise ConfigError("the video is --output_path; leave --save_video out")
     config = config_from(args)
 
-    from experiments.caches.files import (  # after the flags: a --help needs no torch
+    from experiments.caches.files import (
         CacheError,
+        claimed,
+        remove_leftovers,
         require_ffmpeg,
+        require_space,
         require_writable,
     )
     from experiments.extraction.long_rollout import (
@@ -36,10 +39,8 @@ def run(argv=None):
     )
     from experiments.extraction.memory import amount
     from experiments.extraction.provenance import choose_device, choose_dtype, fingerprint
-    from experiments.extraction.rollout import memory
+    from experiments.extraction.rollout import check_outputs, memory, observed
     from experiments.extraction.video import load_vae
-    from experiments.running.locks import claimed, remove_leftovers, require_space
-    from experiments.running.progress import check_outputs, observed
     from experiments.session import edited, load
     from wan import checkpoint
     from wan.interventions import edits_of

@@ -47,7 +47,7 @@ from experiments.extraction.provenance import (
     provenance,
     threads_for,
 )
-from experiments.extraction.rollout import RunObserver, out_of_memory, roll_out
+from experiments.extraction.rollout import Progress, out_of_memory, roll_out
 from wan import checkpoint
 from wan.cache import CachePolicy
 from wan.capture import CaptureRequest
@@ -182,7 +182,7 @@ class Session:
         self,
         requests: Sequence[CaptureRequest] = (),
         prompts: Sequence[str] | None = None,
-        observer: RunObserver | None = None,
+        observer: Progress | None = None,
         *,
         replays: bool = False,
         decodes: str = "",
@@ -204,7 +204,7 @@ class Session:
         config: RunConfig,
         requests: Sequence[CaptureRequest],
         prompts: Sequence[str] | None,
-        observer: RunObserver | None,
+        observer: Progress | None,
         replays: bool,
         decodes: str,
     ) -> None:
@@ -265,7 +265,7 @@ class Session:
         seeds: Sequence[int] | None = None,
         config: RunConfig | None = None,
         requests: Sequence[CaptureRequest] = (),
-        observer: RunObserver | None = None,
+        observer: Progress | None = None,
     ) -> Any:
         """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
 
@@ -291,7 +291,7 @@ class Session:
             given: dict[str, Any] = {"prompt": text, "seed": own}
             configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
         # 2. Load the model, and roll out under the eyes of who captures this session.
-        captures, observer = CAPTURES.get().get(id(self)), observer or RunObserver(quiet)
+        captures, observer = CAPTURES.get().get(id(self)), observer or Progress(quiet)
         # A capture around this call says what is asked for
         requests = captures.requests if captures else requests
         self.prepare(requests, observer=observer, config=configs[0])
@@ -307,7 +307,7 @@ class Session:
         return runs if is_batch else runs[0]
 
     def _roll_out(
-        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: RunObserver
+        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: Progress
     ) -> list[Run]:
         """Roll out videos that differ in prompt and seed together."""
         config, sizes = configs[0], self.model_config
@@ -642,7 +642,7 @@ class MeanRuns:
     def is_done(self, name: str, config: RunConfig) -> bool:
         return self.path.is_file() or self.part(name).is_file()
 
-    def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
+    def make(self, name: str, config: RunConfig, watch: Progress) -> None:
         """Roll out a run and write its mean outputs, which reference_means takes."""
         with replacing(self.part(name)) as file:
             torch.save(_head_outputs(self.session, config, self.recorded).means, file)

@@ -33,6 +33,7 @@ DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"  # of the original release
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 MOVES_AT_ONCE = 8  # weights on their way to a GPU, which converts them
+TOKENIZER_DIR = "google/umt5-xxl"  # in a directory of the original release
 
 
 class CheckpointError(ConfigError):
@@ -170,6 +171,16 @@ def part_file(ckpt_dir: str | Path, part: str) -> Path:
     path = Path(ckpt_dir) / PARTS[part][0 if is_native(ckpt_dir) else 1]
     index = path.with_name(f"{path.name}.index.json")
     return index if index.is_file() else require_file(path)
+
+
+def tokenizer_dir(ckpt_dir: str | Path) -> Path:
+    return Path(ckpt_dir) / (TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
+
+
+def encoder_files(ckpt_dir: str | Path) -> list[Path]:
+    """Return all files that prompt embeddings depend on: umT5's weights and the tokenizer."""
+    tokenizer = sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file())
+    return [part_file(ckpt_dir, "text_encoder"), *tokenizer]
 
 
 def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:

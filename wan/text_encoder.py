@@ -17,13 +17,13 @@ from wan.checkpoint import (
     read_component_config,
     read_part,
     require_dir,
+    tokenizer_dir,
 )
 from wan.errors import library_reads, short_repr
 
 if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5EncoderModel
 
-TOKENIZER_DIR = "google/umt5-xxl"  # in a directory of the original release
 UMT5_XXL = {  # the original release has no config of umT5
     "vocab_size": 256384,
     "d_model": 4096,
@@ -57,16 +57,6 @@ def encoder_sizes(ckpt_dir: str | Path) -> dict[str, int]:
     """Return umT5's sizes without transformers, whose import takes seconds."""
     config = encoder_config(ckpt_dir)
     return {name: config.get(name, usual) for name, usual in USUAL_SIZES.items()}
-
-
-def tokenizer_dir(ckpt_dir: str | Path) -> Path:
-    return Path(ckpt_dir) / (TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
-
-
-def encoder_files(ckpt_dir: str | Path) -> list[Path]:
-    """Return all files that prompt embeddings depend on: umT5's weights and the tokenizer."""
-    tokenizer = sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file())
-    return [part_file(ckpt_dir, "text_encoder"), *tokenizer]
 
 
 def clean_prompt(text: str) -> str:

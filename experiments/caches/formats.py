@@ -1,4 +1,4 @@
-"""The fields of each kind of .pt cache: a dataclass per format, and one check of types, shapes and values.
+"""The fields of each kind of .pt cache: a dataclass per format, one check, and the one writer.
 
 Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the query and key frames, N
 layers, P passes. Fields have the names that files have.
@@ -9,18 +9,20 @@ layers, P passes. Fields have the names that files have.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, replacing
 from wan.blocks import later_block
-from wan.errors import require_text, short_repr
+from wan.errors import UserError, reason_of, require_text, short_repr
 from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_TEXT
 
 SCHEMA_VERSION = 2  # the newest that is read; caches carry the first that has all their fields
@@ -459,6 +461,59 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
     if type(kind) is not str or kind not in FORMATS:
         raise CacheError(f"format is {short_repr(kind)}, not one of {', '.join(FORMATS)}")
     return FORMATS[kind].cache.from_dict(values)
+
+
+# --- The writer of every format, and a glance at a file
+def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
+    """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
+
+    Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
+    written from where they are: the only copies are of those not contiguous on the CPU.
+    """
+    try:
+        values = _plain(cache, "cache", {})
+        check(values)
+    except UserError as error:
+        raise CacheError(f"{path} not written: {error}") from None
+    try:
+        with replacing(path) as file:
+            torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        raise CacheError(f"{path} cannot be written: {reason_of(error)}") from error
+
+
+def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
+    """Copy a dict's structure so that its bytes depend on its content alone; tensors are kept, not copied.
+
+    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
+    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for
+    what is neither tensor nor plain value.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in kept:
+            # A view of a larger storage is copied: torch.save would write the whole storage
+            x = value.detach()
+            in_place = x.device.type == "cpu" and x.untyped_storage().nbytes() == x.nbytes
+            kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
+        return kept[id(value)]
+    if isinstance(value, Mapping):
+        return {_plain(key, where, kept): _plain(v, f"{where}[{key!r}]", kept) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
+    if type(value) is str:
+        return sys.intern(value)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise CacheError(f"{where} is a {type(value).__name__}; only tensors and plain Python values are stored")
+
+
+def peek(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a cache without reading or checking its tensors; none where that fails."""
+    try:
+        raw = torch.load(path, weights_only=True, mmap=True)
+    except Exception:  # not there, torn, older, or of another program
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 # --- The one check of a cache: types and shapes by its dataclass, then values that would be drawn in silence

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.caches import frames
 from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
+from experiments.caches.frames import (
+    assemble,
+    averages_of_slots,
+    averages_of_tokens,
+    by_key_frame,
+    curves_to_frames,
+    most_averages,
+    query_frame_curves,
+    spread_keys,
+)
 from wan.blocks import block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
@@ -136,14 +145,14 @@ class Run:
             piece = call.values["token_logits" if from_tokens else name][0]
             # [H, Lq, Lk] of tokens -> [H, Fq, Fk] of frames
             if from_tokens:
-                piece = frames.query_frame_curves(piece, S)
+                piece = query_frame_curves(piece, S)
                 if "key_frame" in call.values:
                     keys = call.values["key_frame"][0]
-                    piece = frames.by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
+                    piece = by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
                 else:
-                    piece = frames.curves_to_frames(piece, S)
+                    piece = curves_to_frames(piece, S)
             pieces.append((call["query_frames"], call["key_frames"], piece))
-        return frames.assemble(pieces, num_frames)
+        return assemble(pieces, num_frames)
 
     def query_rows(self, name: str, layer: int, step: int) -> Tensor:
         """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
@@ -227,7 +236,7 @@ def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
         entry, keys = entries[call.site.layer], call["key_frames"]
         entry |= call_values(call)
         for name in {"frame_logits", "frame_mass"} & call.values.keys():
-            entry[name] = frames.spread_keys(entry[name], keys, num_frames)
+            entry[name] = spread_keys(entry[name], keys, num_frames)
         if call.layout is not None and not call.layout.is_in_place:
             for name in ("slot_frame", "slot_position"):
                 entry[name] = torch.tensor(call[name], dtype=torch.int32)
@@ -302,13 +311,11 @@ def layer_cache(run: Run, layer: int) -> dict[str, Any]:
         values, averages = call.values, None
         if "slot_logits" in values:
             slot_frame = torch.tensor(call["slot_frame"])
-            if count := frames.most_averages(slot_frame):
-                averages = frames.averages_of_slots(values["slot_logits"][0], slot_frame, count)
+            if count := most_averages(slot_frame):
+                averages = averages_of_slots(values["slot_logits"][0], slot_frame, count)
         elif "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
-            curves = frames.query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
-            averages = frames.averages_of_tokens(
-                curves, values["key_frame"][0], values["key_token"][0], mean=True
-            )
+            curves = query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
+            averages = averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
         if averages is not None:
             pieces.append((call["query_frames"], averages))
     columns = rows_of(pieces, run.config.num_frames) if pieces else None
@@ -366,7 +373,7 @@ def atlas_cache(run: Run) -> dict[str, Any]:
         calls = run.captured("frame_logits", layer, step)
         seen = [(call, (~call.values["frame_logits"][0].isnan()).float()) for call in calls]
         pieces = [(call["query_frames"], call["key_frames"], piece) for call, piece in seen]
-        return frames.assemble(pieces, run.config.num_frames) == 1
+        return assemble(pieces, run.config.num_frames) == 1
 
     if "attended" in there:
         atlas["attended"] = stack(attended, layers, steps)
@@ -400,7 +407,7 @@ def last_key_curves(run: Run, layers: Sequence[int], steps: Sequence[int]) -> di
         if has_names:
             return padded(values.half(), length, torch.nan)
         per_frame = values.unflatten(-1, (-1, S)).mT  # [H, S, Fk]
-        return frames.spread_keys(per_frame, call["key_frames"], num_frames).mT.flatten(1).half()
+        return spread_keys(per_frame, call["key_frames"], num_frames).mT.flatten(1).half()
 
     fields = {"key_curve": stack(curve, layers, steps)}
     for name in ("key_frame", "key_token", "key_position") if has_names else ():

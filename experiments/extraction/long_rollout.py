@@ -22,7 +22,7 @@ from torch import Tensor
 from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_same
 from experiments.caches.formats import NO_KEY
 from experiments.extraction.provenance import decoding_threads, threads_for, video_tag
-from experiments.extraction.rollout import RunObserver, capturing, check_latents, check_values, out_of_memory
+from experiments.extraction.rollout import Progress, capturing, check_latents, check_values, out_of_memory
 from experiments.extraction.video import GrowingVideo, dtype_of, frames_at_once, stream_of, to_pixels
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
@@ -255,7 +255,7 @@ def make_long_video(
     latents: LatentFile,
     capture: BlockCapture,
     vae: VAE | Preview,
-    watch: RunObserver,
+    watch: Progress,
 ) -> None:
     """Roll out what is not done yet. StoppedError where the observer asks to stop."""
     blocks = block_ranges(config.block_sizes)
@@ -318,7 +318,8 @@ def make_long_video(
                 writer.write()
             elif not finished:
                 written.append(beside.submit(writer.write))
-            watch.block(block, blocks[block], len(blocks))
+            own = blocks[block]
+            watch.advance("block", block, len(blocks), f"frames {own.start}-{own[-1]}")
             if watch.stopping and block + 1 < len(blocks):
                 raise StoppedError(f"stopped after block {block + 1} of {len(blocks)}: run it again to go on")
         # 3. Wait for the decoder beside, and turn the pieces into an ordinary mp4

@@ -20,10 +20,10 @@ from experiments.extraction.provenance import (
     fingerprint,
     versions,
 )
-from wan.checkpoint import CheckpointError, describe_files, read_weights_file, require_file
+from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, require_text, short_repr
-from wan.text_encoder import TextEncoder, encoder_files
+from wan.text_encoder import TextEncoder
 
 PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 import wan
-from experiments.caches import frames
+from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
 from wan.backends import kernel_name
-from wan.checkpoint import VAE_FILE
+from wan.checkpoint import VAE_FILE, encoder_files
 from wan.config import DTYPES, ModelConfig, RunConfig, check_device
 from wan.errors import ConfigError, short_repr
 from wan.interventions import Ablate, Edit, Source, edits_of
-from wan.text_encoder import encoder_files
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -88,13 +87,13 @@ def encoding_device(config: RunConfig, device: torch.device) -> torch.device:
 def threads_for(noise: Tensor, model_config: ModelConfig) -> AbstractContextManager[None]:
     """One CPU thread for the rollout of a small model: two were 80 times slower on a busy machine."""
     small = noise.device.type == "cpu" and noise[0].numel() * model_config.dim < 1 << 24
-    return frames.one_thread() if small else nullcontext()
+    return one_thread() if small else nullcontext()
 
 
 def decoding_threads(device: torch.device, height: int, width: int) -> AbstractContextManager[None]:
     """One CPU thread for the decoder of small latents: two were seven times slower on a busy machine."""
     small = device.type == "cpu" and height * width < SMALL_LATENT
-    return frames.one_thread() if small else nullcontext()
+    return one_thread() if small else nullcontext()
 
 
 # --- One identity

@@ -1,20 +1,36 @@
-"""Both samplers, observed: numbers checked, stopped between blocks or steps, out of memory explained."""
+"""Both samplers, observed: progress and a log, numbers checked, stopped between blocks or steps.
 
+with observed(args) as watch:  # a bar on stderr, a JSON line per event in --log_file; Ctrl-C stops
+    session.generate(observer=watch)
+"""
+
+import argparse
+import errno
+import json
+import os
 import resource
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.caches.files import RunError
+from experiments.caches.files import CacheError, RunError, require_distinct
 from experiments.caches.formats import MASS_TOLERANCE
+from experiments.extraction.provenance import named_files
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
+from wan.config import RunConfig
+from wan.errors import UserError
 
 if TYPE_CHECKING:
     from wan.model import WanModel
@@ -22,25 +38,52 @@ if TYPE_CHECKING:
     from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
+PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 REMEDY = "try --device cpu or another dtype in the config"
 
 
-class RunObserver:
-    """Is told how a rollout goes on, shows a bar unless quiet, and may stop it after a block or step."""
+# --- Progress: a bar on stderr, a JSON line per event in a log, and the wish to stop
+class Progress:
+    """Is told how a rollout goes on, and may stop it: set `stopping`, and it ends after a block or step.
+
+    Shows a bar of blocks or steps on stderr unless quiet, and appends JSON lines to log_file. Raises
+    CacheError where log_file cannot be written.
+    """
 
     stopping = False
     generating = False  # from the first rollout on: before, nothing is lost by stopping at once
     video: Any = None  # a LiveVideo that is made of the blocks of a rollout
 
-    def __init__(self, quiet: bool = True):
+    def __init__(self, quiet: bool = False, log_file: str | Path | None = None):
         self.quiet, self.start = quiet, time.monotonic()
         self.rollout_start = self.start
         self._bar: tqdm | None = None
+        self._log = open_log(log_file) if log_file else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        about = {} if error is None else {"error": f"{kind.__name__}: {error}"}
+        if error is not None and not isinstance(error, (UserError, KeyboardInterrupt)):
+            about["traceback"] = "".join(traceback.format_exception(error))
+        self.log("end", ok=error is None, **about)
+        self.close_bar()
+        if self._log:
+            self._log.close()
 
     def log(self, event: str, **values: Any) -> None:
-        """Something worth a line in the log: "rollout" begins one, "block" or "step" ends a part of it."""
+        """Note an event: "rollout" begins one, "block" or "step" ends a part of it."""
         if event == "rollout":
             self.rollout_start, self.generating = time.monotonic(), True
+        if self._log:
+            seconds = round(time.monotonic() - self.start, 3)
+            line = json.dumps({"event": event, "seconds": seconds} | values, ensure_ascii=False) + "\n"
+            try:
+                self._log.write(line)
+            except OSError as error:  # a full disk must not end a rollout
+                self.print(f"the log ends here: {error.strerror or error}")
+                self._log = None
 
     def print(self, line: str) -> None:
         """Something worth a line on the screen."""
@@ -48,15 +91,8 @@ class RunObserver:
             with suppress(OSError, ValueError):  # a terminal that is gone must not end a rollout
                 tqdm.write(line, file=sys.stderr)  # above a bar
 
-    def block(self, block: int, frames: range, num_blocks: int) -> None:
-        """A block is finished."""
-        self._advance("block", block, num_blocks, f"frames {frames.start}-{frames[-1]}")
-
-    def step(self, step: int, timestep: float, num_steps: int) -> None:
-        """A step of the base model's sampler is finished."""
-        self._advance("step", step, num_steps, f"t = {timestep:g}")
-
-    def _advance(self, unit: str, index: int, count: int, what: str) -> None:
+    def advance(self, unit: str, index: int, count: int, what: str) -> None:
+        """Note that a block, or a step of the base model's sampler, is finished: what says which."""
         passed = time.monotonic() - self.rollout_start
         left = passed / (index + 1) * (count - index - 1)  # later blocks see more keys: a little too short
         self.log(unit, **{unit: index, f"num_{unit}s": count}, seconds_left=round(left, 3), **memory_bytes())
@@ -93,6 +129,93 @@ def memory() -> str:
     return f"{nbytes / 2**30:.1f} GiB {'GPU' if name == 'gpu_bytes' else 'memory'}"
 
 
+def open_log(path: str | Path) -> TextIO:
+    """Open a regular file to append lines to. Raises CacheError for a pipe or device."""
+    try:
+        # A pipe would block the rollout until somebody reads
+        if Path(path).suffix == ".pt" or (Path(path).exists() and not Path(path).is_file()):
+            raise OSError(errno.EINVAL, "a log is a file such as log.jsonl, no cache, folder, pipe or device")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def stopping_when_asked(observer: Progress, unit: str = "block") -> Iterator[None]:
+    """Let the current block, or step, finish after Ctrl-C, SIGTERM or SIGHUP of a closed terminal.
+
+    A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main
+    thread nothing is changed: signals do not arrive there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # A closed terminal may send SIGHUP and SIGTERM both: they are one wish to stop, not two
+    asked_before: set[int] = set()
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if not observer.generating or (number != signal.SIGHUP and asked_before - {signal.SIGHUP}):
+            raise KeyboardInterrupt
+        asked_before.add(number)
+        observer.stopping = True
+        if os.environ.get("RANK", "0") in ("", "0"):  # the first of several ranks
+            with suppress(OSError, RuntimeError, ValueError):  # no terminal; a line that is being printed
+                tqdm.write(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr)
+
+    numbers = [signal.SIGINT]
+    if not torch.distributed.is_initialized():  # else SIGTERM ends a process that waits for another at once
+        numbers.append(signal.SIGTERM)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run outlives its terminal
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, asked) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
+    """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
+    # A stopped run may write beside its output, and a whole cache there must not be an input either
+    written = [str(path) for path in outputs]
+    written += [str(Path(path).with_suffix(PARTIAL)) for path in written if path.endswith(".pt")]
+    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
+    flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
+    require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
+
+
+@contextmanager
+def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[Progress]:
+    """Yield the progress of a run, which stops after a unit when asked to (None: at once)."""
+    with (
+        Progress(args.quiet, args.log_file) as watch,
+        stopping_when_asked(watch, unit) if unit else nullcontext(),
+        deterministic(args.deterministic),
+    ):
+        yield watch
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Refuse operations whose results differ from run to run, under --deterministic."""
+    if not wanted:  # torch imports its compiler to set either, for seconds
+        yield
+        return
+    # cuBLAS reads its variable when CUDA starts; cuDNN's benchmark picks kernels by time, which differs
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+# --- The samplers
 class _StoppedError(Exception):
     """Leaves a sampler between two blocks or steps."""
 
@@ -102,7 +225,7 @@ def roll_out(
     noise: Tensor,
     sizes: Sequence[int],
     requests: Sequence[CaptureRequest],
-    observer: RunObserver,
+    observer: Progress,
     **inputs: Any,
 ) -> tuple[Tensor, list[CapturedCall]]:
     """Generate blocks of sizes frames -> latents [1, F, C, h, w] of the finished blocks, captured calls.
@@ -116,7 +239,8 @@ def roll_out(
         finished.append(latents.clone())
         if observer.video is not None:
             observer.video.add(finished[-1])
-        observer.block(block, frames[block], len(frames))
+        own = frames[block]
+        observer.advance("block", block, len(frames), f"frames {own.start}-{own[-1]}")
 
     with _watched(pipeline.model, "rolling out block", len(frames), keep, requests, observer) as (
         done,
@@ -133,7 +257,7 @@ def sample(
     texts: tuple[Tensor, Tensor],
     noise: Tensor,
     requests: Sequence[CaptureRequest],
-    observer: RunObserver,
+    observer: Progress,
 ) -> tuple[Tensor, list[CapturedCall], int]:
     """Run the base model's steps -> latents [1, F, C, h, w], captured calls, the number of steps done.
 
@@ -144,7 +268,7 @@ def sample(
     def keep(step: int, latents: Tensor) -> None:
         nonlocal latest
         latest = step + 1, latents
-        observer.step(step, timesteps[step], len(timesteps))
+        observer.advance("step", step, len(timesteps), f"t = {timesteps[step]:g}")
 
     with _watched(pipeline.model, "sampling step", len(timesteps), keep, requests, observer) as (
         done,
@@ -162,7 +286,7 @@ def _watched(
     count: int,
     keep: Callable[[int, Tensor], None],
     requests: Sequence[CaptureRequest],
-    observer: RunObserver,
+    observer: Progress,
 ) -> Iterator[tuple[Callable[[int, Tensor], None], list[CapturedCall]]]:
     """Yield what a sampler calls after each of count blocks or steps, and the captured calls."""
     checked = reached = 0

@@ -15,7 +15,7 @@ from PIL import Image
 import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.files import CacheError, encode_mp4, mp4_tag, replacing, require_same
-from experiments.caches.store import peek
+from experiments.caches.formats import peek
 from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 

@@ -13,9 +13,8 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
-from experiments.caches.files import RunError, StoppedError
+from experiments.caches.files import RunError, StoppedError, require_distinct
 from experiments.extraction.project_files import policy_settings
-from experiments.running.locks import require_distinct
 from wan.config import DTYPES, NOISES, RunConfig, load_config
 from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml

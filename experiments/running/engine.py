@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from experiments.caches.files import RunError, StoppedError, replacing
-from experiments.running.progress import Progress
+from experiments.extraction.rollout import Progress
 from experiments.running.ranks import cores, this_rank
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml

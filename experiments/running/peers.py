@@ -24,7 +24,7 @@ import torch
 from experiments.caches.files import RunError
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.provenance import choose_device
-from experiments.extraction.rollout import RunObserver
+from experiments.extraction.rollout import Progress
 from experiments.running.cli import EXPLAINED, fail
 from experiments.running.ranks import exit_with_parent, on_own_device, this_rank
 from experiments.session import Session, load
@@ -98,7 +98,7 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
 class Group:
     """This process and the others of a rollout, a GPU each; it ends when one of them does."""
 
-    def __init__(self, config: RunConfig, requests: Sequence[CaptureRequest], observer: RunObserver):
+    def __init__(self, config: RunConfig, requests: Sequence[CaptureRequest], observer: Progress):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -115,7 +115,7 @@ class Group:
         threading.Thread(target=lambda: wait(ends) and os._exit(1), daemon=True).start()
         self.session = _load(own, 0, config, requests, observer)
 
-    def extract(self, config: RunConfig, observer: RunObserver) -> Run:
+    def extract(self, config: RunConfig, observer: Progress) -> Run:
         """Roll out a config of the same model, all together."""
         for other in self.others:
             other.send(config)
@@ -129,7 +129,7 @@ def _load(
     number: int,
     config: RunConfig,
     requests: Sequence[CaptureRequest],
-    observer: RunObserver,
+    observer: Progress,
 ) -> Session:
     os.environ.update(own, RANK=str(number), LOCAL_RANK=str(number))
     config = on_own_device(config, this_rank())
@@ -147,7 +147,7 @@ def follow(
 ) -> None:
     """Roll out what the first process sends, until it ends."""
     exit_with_parent(os.getppid())
-    session = _load(own, number, config, requests, RunObserver())
+    session = _load(own, number, config, requests, Progress(quiet=True))
     with suppress(EOFError):
         while True:
             config = on_own_device(pipe.recv(), this_rank())

@@ -4,17 +4,15 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from experiments.caches import save_cache
-from experiments.caches.files import CacheError, RunError, StoppedError
-from experiments.caches.store import peek
+from experiments.caches.files import CacheError, RunError, StoppedError, claimed
+from experiments.caches.formats import peek, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-from experiments.extraction.rollout import RunObserver, memory
+from experiments.extraction.rollout import PARTIAL, Progress, check_outputs, memory, observed
 from experiments.running.cli import videos_of
-from experiments.running.locks import claimed
-from experiments.running.progress import check_outputs, observed, partial_name
 from experiments.running.ranks import end_at_once, this_rank
 from experiments.session import Session
 from wan.capture import CaptureRequest
@@ -71,7 +69,7 @@ def make_caches(
 
 @contextmanager
 def video_of(
-    args: argparse.Namespace, config: RunConfig, videos: Sequence[str], watch: RunObserver
+    args: argparse.Namespace, config: RunConfig, videos: Sequence[str], watch: Progress
 ) -> Iterator[None]:
     """Let a run's blocks become the first of the mp4s that are asked for, while they come."""
     if not videos:
@@ -90,7 +88,7 @@ def save(
     args: argparse.Namespace,
     result: cache_builders.Run,
     outputs: Mapping[str, BuildCache],
-    watch: RunObserver,
+    watch: Progress,
 ) -> None:
     """Write a rollout's caches, each built by its function, and the video of a rollout that was not stopped.
 
@@ -108,7 +106,7 @@ def save(
                 continue
             # A partial cache does not replace a whole one of an earlier run.
             there = peek(path) if cache.get("partial") else {}
-            at = partial_name(path) if there and not there.get("partial") else path
+            at = str(Path(path).with_suffix(PARTIAL)) if there and not there.get("partial") else path
             caches[at] = cache
             save_cache(at, cache)
             lines.append(

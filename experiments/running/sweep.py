@@ -13,16 +13,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import CacheError, mp4_tag, replacing, require_same
-from experiments.caches.store import peek
+from experiments.caches.files import (
+    CacheError,
+    claimed,
+    mp4_tag,
+    remove_leftovers,
+    replacing,
+    require_same,
+    require_space,
+)
+from experiments.caches.formats import peek
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.provenance import choose_device, choose_dtype, fingerprint, identity, video_tag
+from experiments.extraction.rollout import Progress, check_outputs, deterministic, observed
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
-from experiments.running.locks import claimed, remove_leftovers, require_space
-from experiments.running.progress import Progress, check_outputs, deterministic, observed
 from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
 from experiments.session import load
 from wan.capture import CaptureRequest

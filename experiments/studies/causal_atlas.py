@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches import save_cache
+from experiments.caches.files import claimed
+from experiments.caches.formats import save_cache
 from experiments.extraction.provenance import check_sources, fingerprint, identity
-from experiments.extraction.rollout import RunObserver, memory
+from experiments.extraction.rollout import Progress, check_outputs, memory, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.running.locks import claimed
-from experiments.running.progress import Progress, check_outputs, observed
 from experiments.session import MeanRuns, Session, load, reference_means
 from experiments.studies.interventions import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
 from wan.blocks import block_ranges
@@ -197,7 +196,7 @@ class Study:
     def is_done(self, name: str, piece: Piece) -> bool:
         return all(self.store.read(self.name(c, piece.layer)) is not None for c in piece.configs)
 
-    def make(self, name: str, piece: Piece, watch: RunObserver) -> None:
+    def make(self, name: str, piece: Piece, watch: Progress) -> None:
         """Measure the effects of a layer in a batch of runs, whose unedited rollouts are kept for others."""
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
@@ -300,7 +299,7 @@ def atlas_cache(study: Study) -> dict:
 
 
 def prepared(
-    folder: Path, edit: Edit, each: str, configs: Sequence[RunConfig], watch: RunObserver | None = None
+    folder: Path, edit: Edit, each: str, configs: Sequence[RunConfig], watch: Progress | None = None
 ) -> Study:
     """Return the study of an edit, with a model that is loaded here; it leaves a worker without that."""
     prompts = list(dict.fromkeys(config.prompt for config in configs))
@@ -316,7 +315,7 @@ def prepared(
 class Means(MeanRuns):
     """The runs of a reference set, made by workers, and put together once."""
 
-    def make(self, name: str, config: RunConfig, watch: RunObserver) -> None:
+    def make(self, name: str, config: RunConfig, watch: Progress) -> None:
         MeanRuns(self.session.here(cached), self.config, self.sites).make(name, config, watch)
 
     def begun(self) -> "Means":

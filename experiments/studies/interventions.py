@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from experiments.analysis import stats
-from experiments.caches import save_cache
-from experiments.caches.files import replacing, require_ffmpeg, require_same
+from experiments.caches.files import claimed, replacing, require_ffmpeg, require_same
+from experiments.caches.formats import save_cache
 from experiments.extraction.provenance import check_sources, fingerprint, threads_for, video_tag
+from experiments.extraction.rollout import check_outputs, observed
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
-from experiments.running.locks import claimed
-from experiments.running.progress import check_outputs, observed
 from experiments.session import Session, edited, load
 from wan.blocks import block_ranges
 from wan.capture import ATTENTION_WEIGHT_CAPTURE

@@ -27,9 +27,9 @@ from experiments.caches import load_cache
 from experiments.caches.files import RunError, save_report
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders
+from experiments.extraction.rollout import observed
 from experiments.figures.heads import HeadPair, heads_by_agreement
 from experiments.figures.style import save_svg
-from experiments.running.progress import observed
 from experiments.session import load, load_pipeline, pipeline_of
 from experiments.studies.interventions import Batch, frame_matrices
 from wan import keys as rope

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from experiments.caches.files import replacing, require_writable
 from experiments.extraction.provenance import environment, fingerprint
-from experiments.extraction.rollout import RunObserver
+from experiments.extraction.rollout import Progress, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.running.progress import observed
 from experiments.session import Session, load, pipeline_of
 from experiments.studies.interventions import Batch, Head, knockouts, outside
 from wan.config import RunConfig
@@ -126,7 +125,7 @@ class HeadEffects:
     def is_done(self, name: str, pair: Pair) -> bool:
         return self.results.read(name) is not None
 
-    def make(self, name: str, pair: Pair, watch: RunObserver) -> None:
+    def make(self, name: str, pair: Pair, watch: Progress) -> None:
         """Measure every head in one pair -> effects [layers, H], and the seconds that took."""
         watch.log("rollout", pair=pair.later)
         start = time.monotonic()

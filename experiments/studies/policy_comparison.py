@@ -22,7 +22,7 @@ import torch
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
-from experiments.caches.files import mp4_tag, replacing, require_writable
+from experiments.caches.files import claimed, mp4_tag, replacing, require_writable
 from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.provenance import (
@@ -33,14 +33,12 @@ from experiments.extraction.provenance import (
     threads_for,
     vae_files,
 )
-from experiments.extraction.rollout import RunObserver, capturing, memory
+from experiments.extraction.rollout import Progress, capturing, check_outputs, deterministic, memory, observed
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.running.locks import claimed
-from experiments.running.progress import check_outputs, deterministic, observed
 from experiments.running.ranks import workers_of
 from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
@@ -244,7 +242,7 @@ class Comparison:
     def attention(self, item: Item) -> Path:
         return self.folder / "attention" / item.name
 
-    def make(self, name: str, group: Group, watch: RunObserver) -> None:
+    def make(self, name: str, group: Group, watch: Progress) -> None:
         """Roll out and decode items of one policy, and measure those not done yet.
 
         All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
@@ -406,7 +404,7 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     return planned
 
 
-def prepared(planned: Comparison, batch: int | None, watch: RunObserver | None = None) -> Comparison:
+def prepared(planned: Comparison, batch: int | None, watch: Progress | None = None) -> Comparison:
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     prepare = partial(load(first).prepare, (), prompts, watch, decodes="the comparison")

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
-from experiments.caches.formats import FORMATS, check, declared_fields
-from experiments.caches.store import open_layers, peek
+from experiments.caches.formats import FORMATS, check, declared_fields, peek
+from experiments.caches.store import open_layers
 from experiments.caches.view import open_profiles
 
 INF = float("inf")

@@ -16,7 +16,7 @@ from experiments import run_rollout
 from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
 from experiments.extraction import long_rollout, video
 from experiments.extraction.long_rollout import BlockCapture, GrowingVideo, LatentFile, path_of, read_blocks
-from experiments.extraction.rollout import RunObserver
+from experiments.extraction.rollout import Progress
 from experiments.session import pipeline_of
 from wan.blocks import block_ranges
 from wan.errors import ConfigError
@@ -38,13 +38,13 @@ POLICIES = [  # with every kind of memory: frames, averages, tokens that noisy q
 ]
 
 
-class StopAfter(RunObserver):
+class StopAfter(Progress):
     """Asks to stop after so many blocks."""
 
     def __init__(self, blocks: int = 10**9):
         self.left = blocks
 
-    def block(self, block: int, frames: range, num_blocks: int) -> None:
+    def advance(self, unit: str, index: int, count: int, what: str) -> None:
         self.left -= 1
         self.stopping = self.left == 0
 

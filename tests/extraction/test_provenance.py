@@ -176,7 +176,7 @@ def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config
     assert len(session.asked) == 4  # they are made once
     runs = sessions.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
     for name, one in runs.items.items():
-        runs.make(name, one, sessions.RunObserver())
+        runs.make(name, one, sessions.Progress(quiet=True))
     assert all(runs.is_done(name, one) for name, one in runs.items.items()) and len(session.asked) == 8
     sessions.reference_means(session, few, None, ["resid_post"])
     assert len(session.asked) == 8 and runs.path.is_file() and not runs.part("run_0").exists()

@@ -12,6 +12,7 @@ import torch
 from experiments.analysis.effects import ORDERS
 from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.stats import head_correlation
+from experiments.extraction.rollout import Progress
 from experiments.findings.head_memory import run as finding
 from experiments.findings.head_memory import trials as shapes
 from experiments.findings.head_memory.trials import (
@@ -27,7 +28,6 @@ from experiments.findings.head_memory.trials import (
     regressed,
     unnamed_captions,
 )
-from experiments.running.progress import Progress
 from experiments.studies import causal_atlas
 from experiments.studies.interventions import Runs, knockouts, outside
 from wan.capture import ATTENTION_WEIGHT_CAPTURE

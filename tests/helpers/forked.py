@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
+from experiments.extraction.rollout import Progress
 from experiments.running import cli
-from experiments.running.progress import Progress
 
 FULL = os.environ.get("ROBUSTNESS") == "full"
 
@@ -95,15 +95,15 @@ def exit_code(run: Callable[[], Any]) -> Callable[[], int]:
 
 def stopping_after(monkeypatch, number: int, what: str = "block", by=signal.SIGINT) -> None:
     """A Ctrl-C, or another signal, when a block or a step is reached."""
-    original = getattr(Progress, what)
+    original = Progress.advance
 
-    def on_progress(self, at, *more):
-        original(self, at, *more)
-        if at == number:
+    def on_progress(self, unit, at, *more):
+        original(self, unit, at, *more)
+        if (unit, at) == (what, number):
             os.kill(os.getpid(), by)
             time.sleep(0.01)
 
-    monkeypatch.setattr(Progress, what, on_progress)
+    monkeypatch.setattr(Progress, "advance", on_progress)
 
 
 def refused(script, flags, capfd, message: str, code: int = 2) -> None:

@@ -20,9 +20,9 @@ from conftest import ROOT
 from helpers.sleeping import Sleeping, items_of
 
 from experiments.caches.files import RunError, StoppedError
+from experiments.extraction.rollout import Progress
 from experiments.running import engine
 from experiments.running.engine import Results, work_through
-from experiments.running.progress import Progress
 from experiments.running.ranks import Rank, exit_with_parent, this_rank
 from wan.errors import ConfigError
 
@@ -118,7 +118,7 @@ from pathlib import Path
 from helpers.sleeping import Sleeping, items_of
 from experiments.running.cli import main
 from experiments.running.engine import dask_client, work_through
-from experiments.running.progress import observed
+from experiments.extraction.rollout import observed
 
 def run(argv):
     folder = Path(sys.argv[1])

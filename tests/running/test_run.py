@@ -27,10 +27,9 @@ from experiments import (
 )
 from experiments import session as sessions
 from experiments.caches import load_cache
-from experiments.caches.files import CacheError, RunError
+from experiments.caches.files import CacheError, RunError, claimed
 from experiments.caches.view import open_profiles
 from experiments.running import cli
-from experiments.running.locks import claimed
 from wan.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -222,7 +221,7 @@ def test_a_bar_of_blocks_and_a_log(tmp_path, capfd, monkeypatch):
     with pytest.raises(CacheError, match="cannot be written"):
         extract(tmp_path / "out.pt", "--log_file", "/proc/log")
     full = open("/dev/full", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    monkeypatch.setattr("experiments.running.progress.open_log", lambda path: full)
+    monkeypatch.setattr("experiments.extraction.rollout.open_log", lambda path: full)
     run_extraction_each.run([*SHORT[:-1], "--output_path", str(tmp_path / "b.pt"), "--log_file", str(log)])
     assert "the log ends here: No space left on device" in capfd.readouterr().err
     assert load_cache(tmp_path / "b.pt")["format"] == "layer"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 from transformers import UMT5Config, UMT5EncoderModel
 
-from wan import text_encoder
+from wan import checkpoint, text_encoder
 from wan.checkpoint import UMT5_FILE, UMT5_TO_TRANSFORMERS, CheckpointError, renamed
 from wan.text_encoder import TextEncoder
 
@@ -66,7 +66,7 @@ def plain_umt5(w: dict[str, torch.Tensor], config: UMT5Config, ids, mask) -> tor
 def test_umt5_computes_what_its_definition_says(tmp_path, monkeypatch):
     """From a directory of the original release; a file that lacks a name is refused."""
     (tmp_path / "config.json").write_text("{}")
-    shutil.copytree(MINI / "tokenizer", tmp_path / text_encoder.TOKENIZER_DIR)
+    shutil.copytree(MINI / "tokenizer", tmp_path / checkpoint.TOKENIZER_DIR)
     monkeypatch.setattr(text_encoder, "UMT5_XXL", SMALL_UMT5.to_dict())
     weights = random_umt5(SMALL_UMT5)
     torch.save(weights, tmp_path / UMT5_FILE)

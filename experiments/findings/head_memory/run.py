@@ -32,6 +32,7 @@ from experiments.analysis.stats import (
 )
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.extraction.provenance import environment
+from experiments.extraction.rollout import Progress, stopping_when_asked
 from experiments.figures.atlas import budget_curves, effect_against, knockout_curves
 from experiments.findings.head_memory.trials import (
     HALVES,
@@ -54,7 +55,6 @@ from experiments.findings.head_memory.trials import (
 from experiments.findings.report import finding_parser, miniature_config, save_finding
 from experiments.miniature import SHIPPED
 from experiments.running.cli import count, main
-from experiments.running.progress import Progress, stopping_when_asked
 from experiments.running.ranks import workers_of
 from experiments.session import load
 from experiments.studies import causal_atlas

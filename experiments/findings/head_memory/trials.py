@@ -23,11 +23,10 @@ from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect, sign_rate
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.provenance import fingerprint
-from experiments.extraction.rollout import RunObserver
+from experiments.extraction.rollout import Progress
 from experiments.miniature.moving_shapes import FRAMES, KINDS, Scene, rendered
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Results, cached, work_through
-from experiments.running.progress import Progress
 from experiments.session import Session
 from experiments.studies import causal_atlas
 from experiments.studies.interventions import (
@@ -247,7 +246,7 @@ class Trials:
     def is_done(self, name: str, trial: Trial) -> bool:
         return bool(self.read(trial))
 
-    def make(self, name: str, trial: Trial, watch: RunObserver) -> None:
+    def make(self, name: str, trial: Trial, watch: Progress) -> None:
         watch.log("rollout", trial=trial.name)
         self.store.write(name, self.measure(trial))
 
