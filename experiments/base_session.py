@@ -1,21 +1,28 @@
-"""The base model as a session: all frames of a video at once, in many steps, with guidance."""
+"""The base model as a session: all frames of a video at once, in many steps, with guidance; its caches."""
 
+import argparse
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.extraction.cache_builders import Run
+from experiments.caches.formats import FORMATS
+from experiments.extraction.cache_builders import Run, base_atlas_cache, base_layer_cache
+from experiments.extraction.project_files import CONFIGS, config_for
 from experiments.extraction.provenance import threads_for
 from experiments.extraction.rollout import Progress, sample
+from experiments.running.run import BuildCache, make_caches
 from experiments.session import Session, build_model
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CaptureRequest
-from wan.config import RunConfig
-from wan.errors import ConfigError
+from wan.config import RunConfig, as_one_block, load_config
+from wan.errors import ConfigError, short_repr
 from wan.interventions import active_edits, edits_of, intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
@@ -82,3 +89,58 @@ class BaseSession(Session):
             common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
         timesteps, layers = self.pipeline.pass_timesteps, self.model_config.num_layers
         return [Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)]
+
+
+# --- The command extract_attention_wan.py: from flags to caches
+RUN_FLAGS = ("ckpt_dir", "prompt", "seed", "device", "dtype", "offload", "t5_cpu")
+SAMPLING_FLAGS = ("num_frames", "guidance_scale", "shift", "num_steps", "negative_prompt")
+
+
+def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
+    """first, last, all or numbers -> increasing steps of the sampler."""
+    last = config.base.num_steps - 1
+    known = {str(step): [step] for step in range(last + 1)}
+    known |= {"first": [0], "last": [last], "all": [*range(last + 1)]}
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"step {short_repr(unknown[0])} is not first, last, all or in 0..{last}")
+    return sorted({step for name in names for step in known[name]})
+
+
+def extract(args: argparse.Namespace) -> None:
+    """Sample a video, and write a layer's cache or an atlas of each branch of guidance."""
+    # 1. Settings: those of the model's sizes, unless a config is named; flags override them
+    path = args.config_path or (config_for(args.ckpt_dir) if args.ckpt_dir else CONFIGS[0])
+    if args.gpu_id is not None:
+        args.device = f"cuda:{args.gpu_id}"
+    config = load_config(path, {name: getattr(args, name) for name in RUN_FLAGS})
+    if config.lora_path:
+        raise ConfigError(
+            f"{path} names a LoRA, {config.lora_path}, and runs of the base model have none; give a config "
+            "without lora_path"
+        )
+    given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
+    if "num_frames" in given:
+        given["num_video_frames"] = given.pop("num_frames")
+    # All frames are one block, which attends to itself
+    config = as_one_block(replace(config, base=replace(config.base, **given)))
+    # 2. One cache of a layer, or an atlas for each branch of guidance
+    steps, builds = choose_steps(config, args.step), dict[str, BuildCache]()
+    if args.all_layers:
+        layers, kind = None, "atlas"
+        for branch, name in (("cond", "atlas_base.pt"), ("uncond", "atlas_base_uncond.pt")):
+            builds[name] = partial(base_atlas_cache, steps=steps, branch=branch)
+    else:
+        if len(steps) > 1:
+            raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
+        last = checkpoint.read_model_config(config.ckpt_dir).num_layers - 1
+        layer = min(config.base.layer_index, last) if args.layer_index is None else args.layer_index
+        layers, kind = [layer], "layer"
+        builds[f"layer{layer}.pt"] = partial(base_layer_cache, layer=layer, step=steps[0])
+    request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
+    outputs = {str(Path(args.output_dir) / name): build for name, build in builds.items()}
+    make_caches(args, config, [request], outputs, BaseSession)
+    # 3. What to do with them
+    if not args.quiet:
+        path = next(iter(outputs))
+        from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
+        print(f'next: open notebooks/{FORMATS[kind].notebook} and set CACHE_PATH = "{from_notebooks}"')

@@ -21,28 +21,9 @@ def run(argv=None):
     flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
     args = parser.parse_args(argv)
 
-    from experiments.caches.files import claimed
-    from experiments.figures.folder import save_contact_sheet  # after the flags: a --help needs no torch
-    from experiments.figures.html_page import save_page
-    from experiments.running.notebooks import NotebookRuns
+    from experiments.running.notebooks import run_notebooks  # after the flags: a --help needs no torch
 
-    name = args.notebook.removeprefix("notebooks/")
-    folder = args.output_dir or Path("outputs") / Path(name).stem / args.cache.stem
-    runs = NotebookRuns(name, args.cache, folder)
-    layers = runs.choose(args.layers)
-    with claimed({str(folder / "index.html"): 0}):
-        try:
-            runs.run(layers, args.jobs)
-        except KeyboardInterrupt:
-            print(f"\nthe layers that are done stay in {folder}; the same command continues there")
-            raise
-        svg = runs.notebook.sheet
-        figures = {f"Layer {layer}": runs.figures(layer) / svg.format(layer) for layer in layers}
-        sheet = save_contact_sheet(folder / "contact_sheet.svg", figures, f"{name}, {args.cache.name}")
-        page = save_page(folder / "index.html", args.cache, layers=layers)
-    print(f"{len(layers)} layers:      {folder}/notebooks/layerN.ipynb, {folder}/layerN/*.svg")
-    print(f"contact sheet:  {sheet}")
-    print(f"page:           {page}")
+    run_notebooks(args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A notebook executed for layer after layer by papermill; finished layers are not executed again."""
 
+import argparse
 import hashlib
 import json
 import logging
@@ -18,8 +19,10 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError, RunError, replacing
+from experiments.caches.files import CacheError, RunError, claimed, replacing
 from experiments.caches.store import one_layer, open_layers
+from experiments.figures.folder import save_contact_sheet
+from experiments.figures.html_page import save_page
 from wan.checkpoint import sampled_sha256
 from wan.errors import ConfigError
 
@@ -179,3 +182,25 @@ class NotebookRuns:
         with replacing(executed) as file:
             file.write(nbformat.writes(notebook).encode())
         unfinished.unlink()
+
+
+# --- The command: from flags to figures
+def run_notebooks(args: argparse.Namespace) -> None:
+    """Execute a notebook for the layers of run_notebooks.py's flags; draw the contact sheet and the page."""
+    name = args.notebook.removeprefix("notebooks/")
+    folder = args.output_dir or Path("outputs") / Path(name).stem / args.cache.stem
+    runs = NotebookRuns(name, args.cache, folder)
+    layers = runs.choose(args.layers)
+    with claimed({str(folder / "index.html"): 0}):
+        try:
+            runs.run(layers, args.jobs)
+        except KeyboardInterrupt:
+            print(f"\nthe layers that are done stay in {folder}; the same command continues there")
+            raise
+        svg = runs.notebook.sheet
+        figures = {f"Layer {layer}": runs.figures(layer) / svg.format(layer) for layer in layers}
+        sheet = save_contact_sheet(folder / "contact_sheet.svg", figures, f"{name}, {args.cache.name}")
+        page = save_page(folder / "index.html", args.cache, layers=layers)
+    print(f"{len(layers)} layers:      {folder}/notebooks/layerN.ipynb, {folder}/layerN/*.svg")
+    print(f"contact sheet:  {sheet}")
+    print(f"page:           {page}")

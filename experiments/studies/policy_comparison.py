@@ -23,7 +23,6 @@ from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
 from experiments.caches.files import claimed, mp4_tag, replacing, require_writable
-from experiments.extraction.long_rollout import BlockCapture
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.provenance import (
     choose_dtype,
@@ -39,6 +38,7 @@ from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import policy_settings, unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
+from experiments.running.long_rollout import BlockCapture
 from experiments.running.ranks import workers_of
 from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT

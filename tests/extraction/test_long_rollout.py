@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from experiments import run_rollout
 from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
-from experiments.extraction import long_rollout, video
-from experiments.extraction.long_rollout import BlockCapture, GrowingVideo, LatentFile, path_of, read_blocks
+from experiments.extraction import video
 from experiments.extraction.rollout import Progress
+from experiments.running import long_rollout
+from experiments.running.long_rollout import BlockCapture, GrowingVideo, LatentFile, path_of, read_blocks
 from experiments.session import pipeline_of
 from wan.blocks import block_ranges
 from wan.errors import ConfigError

@@ -157,7 +157,7 @@ OTHER_MODEL = "checkpoints/wan-mini is not Wan2.1-T2V-1.3B: num_layers 8 instead
         (BASE, ["--layer_index", "8"], r"layer 8 is not in 0\.\.7"),
         (BASE, ["--step", "50"], r"step '50' is not first, last, all or in 0\.\.49"),
         (BASE, ["--step", "first", "last"], "a layer cache holds one step, not 2"),
-        (BASE, ["--all_layers", "--layer_index", "1"], "exclude each other"),
+        (BASE, ["--all_layers", "--layer_index", "1"], "--layer_index: not allowed with .*--all_layers"),
         (BASE, ["--ckpt_dir", "nowhere"], "model directory nowhere not found; run: bash experiments/"),
         (BASE, ["--config_path", "configs/wan_mini_lora.yaml"], "names a LoRA, .*, and runs of"),
     ],

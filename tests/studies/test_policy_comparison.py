@@ -12,8 +12,8 @@ from helpers.long_findings import KINDS, comparison
 
 from experiments.analysis.long_rollouts import LongRollouts
 from experiments.caches.files import CacheError
-from experiments.extraction.long_rollout import read_blocks
 from experiments.findings.long_rollouts.run import findings
+from experiments.running.long_rollout import read_blocks
 from experiments.studies import policy_comparison
 from experiments.studies.policy_comparison import Comparison, held_out
 from wan.errors import ConfigError

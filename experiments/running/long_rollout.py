@@ -6,34 +6,71 @@ Policies that choose by the denoising passes make their blocks again, and must f
 Attention goes into a small file for each block as it is finished: memory is that of one block.
 """
 
+import argparse
 import json
 import os
 import struct
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.caches.files import CacheError, RunError, StoppedError, replacing, require_same
+from experiments.caches.files import (
+    CacheError,
+    RunError,
+    StoppedError,
+    claimed,
+    remove_leftovers,
+    replacing,
+    require_ffmpeg,
+    require_same,
+    require_space,
+    require_writable,
+)
 from experiments.caches.formats import NO_KEY
-from experiments.extraction.provenance import decoding_threads, threads_for, video_tag
-from experiments.extraction.rollout import Progress, capturing, check_latents, check_values, out_of_memory
-from experiments.extraction.video import GrowingVideo, dtype_of, frames_at_once, stream_of, to_pixels
+from experiments.extraction.memory import amount
+from experiments.extraction.provenance import (
+    choose_device,
+    choose_dtype,
+    decoding_threads,
+    fingerprint,
+    threads_for,
+    video_tag,
+)
+from experiments.extraction.rollout import (
+    Progress,
+    capturing,
+    check_latents,
+    check_outputs,
+    check_values,
+    memory,
+    observed,
+    out_of_memory,
+)
+from experiments.extraction.video import (
+    GrowingVideo,
+    dtype_of,
+    frames_at_once,
+    load_vae,
+    stream_of,
+    to_pixels,
+)
+from experiments.session import Session, edited, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
+from wan.checkpoint import read_model_config
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
+from wan.interventions import edits_of
 from wan.noise import seeded_noise
 from wan.vae import VAE, Preview
-
-if TYPE_CHECKING:
-    from experiments.session import Session
 
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -249,7 +286,7 @@ class VideoWriter:
 
 # --- The rollout
 def make_long_video(
-    session: "Session",
+    session: Session,
     config: RunConfig,
     place: LongVideo,
     latents: LatentFile,
@@ -327,3 +364,48 @@ def make_long_video(
             one.result()
         if not finished:
             writer.video.finish()
+
+
+# --- The command: from flags to files
+def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
+    """Make the video of run_rollout.py's flags, or go on with it.
+
+    Raises ConfigError and CacheError before anything is generated, and StoppedError after Ctrl-C.
+    """
+    place, capture = LongVideo(Path(args.output_path)), BlockCapture.read(args.capture, config.step)
+    if place.path.suffix != ".mp4":
+        raise ConfigError(f"--output_path {place.path} does not end in .mp4")
+    if config.sampler == "rolling_forcing" and capture.kind != "none":
+        raise ConfigError("--capture knows no rolling_forcing; run_extraction_all.py captures it")
+    attention = [path_of(place.attention, block) for block in capture.blocks(len(config.block_sizes))]
+    check_outputs(args, config, [place.path, place.latents, *attention])
+    require_writable(place.latents)
+    with claimed({str(place.path): 0}), observed(args) as watch:
+        require_ffmpeg()
+        vae = load_vae(config, args.vae_dtype, args.preview)
+        # 1. Sizes, before anything is loaded
+        model = read_model_config(config.ckpt_dir)
+        dtype = choose_dtype(config.dtype, choose_device(config.device, config.offload))
+        shape = (config.num_frames, model.in_dim, config.height, config.width)
+        latent_bytes = config.num_frames * model.in_dim * config.height * config.width * dtype.itemsize
+        sizes = {str(place.latents): latent_bytes, str(place.attention): capture.bytes(config, model)}
+        require_space(place.path.parent, sizes)
+        session = load(config).prepare(observer=watch, replays=True, decodes="this script")
+        written = [f"{amount(size)} to {path}" for path, size in sizes.items() if size]
+        watch.print(f"writes {', '.join(written)}")
+        # 2. What an earlier run left
+        for path in attention:
+            remove_leftovers(path)
+        if args.overwrite:
+            for path in (place.path, place.latents, *place.attention.glob("block_*.pt")):
+                path.unlink(missing_ok=True)
+        if place.path.exists() and not place.latents.exists():
+            raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
+        latents = LatentFile(place.latents, shape, session.dtype, fingerprint(session.identity(config)))
+        # 3. The video
+        start, before = time.monotonic(), latents.frames
+        with edited(session, config, edits_of(config.interventions, "config")):
+            make_long_video(session, config, place, latents, capture, vae, watch)
+        made, seconds = config.num_frames - before, time.monotonic() - start
+        frames = f"{made} of {config.num_frames} frames made now"
+        watch.print(f"{place.path}: {frames}, {seconds:.1f} s, {memory()}")
