@@ -44,8 +44,9 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import require_writable, save_report
 from experiments.extraction import video
+from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
-from experiments.running.cli import config_from, count, main, policy_settings, run_parser
+from experiments.running.cli import config_from, count, main, run_parser
 from experiments.running.ranks import end_at_once, on_own_device, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -230,7 +230,7 @@ def render(scene: Scene, frames: int, size: int) -> Tensor:
     return render_batch([scene], frames, size)[0].transpose(0, 1)
 
 
-def rendered(scenes: list[Scene], frames: int) -> list[Tensor]:
+def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
     """Render videos [frames, 3, H, W] in 0..1."""
     with one_thread():
         return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]

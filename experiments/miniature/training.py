@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -271,7 +272,7 @@ def fit(
         decayed = stage.lr * 0.5 * (1 + math.cos(math.pi * progress))
         lr.fill_(decayed * min(1, (step + 1) / LR_WARM_UP))
         kind, loss = loss_of(step, progress)
-        value = call(kind, lambda loss=loss: backward(loss))
+        value = call(kind, partial(backward, loss))
         call("update", update)
         # The average forgets the random start: its memory grows with the steps, up to AVERAGE_DECAY.
         torch._foreach_lerp_(averages, masters, 1 - min(AVERAGE_DECAY, (1 + step) / (10 + step)))
@@ -734,7 +735,8 @@ class FewStep(TeacherForcing):
         text = model.text_keys_values(encode_text(self.encoder, self.clips, rows))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
         # 2. Keys and values of the clean clip
-        cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), *x.shape[3:], of_window(-1, 0))
+        height, width = x.shape[3:]
+        cache: Any = model.new_kv_cache(2 * len(x), 2 * len(frames), height, width, of_window(-1, 0))
         cache.advance(frames, text)
         model(past.repeat(2, 1, 1, 1, 1), torch.zeros_like(sigmas[0]), text, cache, mask=self.clean)
         # 3. The same frames again, noisy, by Euler steps of the guided flow

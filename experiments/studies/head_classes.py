@@ -94,7 +94,8 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
     output = Path(args.output_path or f"outputs/head_classes/{args.rule}.{'npz' if config else 'csv'}")
     if config is not None:
         with replacing(output) as file:
-            np.savez_compressed(file, **query_means(config))
+            means: dict[str, Any] = query_means(config)
+            np.savez_compressed(file, **means)
         print(output)
         return
     classes = classes_of(args.rule, load_cache(args.atlas), args.step, args.num, args.block)

@@ -106,11 +106,11 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     titles = [path.stem.removeprefix("self_forcing_dmd_") for path in paths]
     print(table(agreement.rows(dict(zip(titles, best, strict=True)), published.FIGURE4_HEADS)))
     worst = []
-    for name, one, ours, view in zip(titles, best, best_logits, views, strict=True):
+    for name, comparison, ours, view in zip(titles, best, best_logits, views, strict=True):
         context, _ = last_block_context(view.profiles(), view.block_sizes)
         mine = ours[..., -view.block_sizes[-1] :, : context.shape[-1]].mean(-2)
-        for layer, head in one.worst(4):
-            pair = (mine[layer, head], context[layer, head], one.r[layer, head])
+        for layer, head in comparison.worst(4):
+            pair = (mine[layer, head], context[layer, head], comparison.r[layer, head])
             worst.append(HeadPair(f"{name}, L{view.layers[layer]}H{head}", *pair))
     curves = {name: one.r.ravel() for name, one in zip(titles, best, strict=True)}
     says = agreement.verdict(best)

@@ -24,6 +24,7 @@ from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.long_rollouts import CONTROLS
 from experiments.caches.files import claimed, mp4_tag, replacing, require_writable
 from experiments.extraction.memory import kv_cache
+from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import (
     choose_dtype,
     environment,
@@ -36,7 +37,7 @@ from experiments.extraction.rollout import Progress, capturing, check_outputs, d
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
-from experiments.running.cli import policy_settings, unique_slugs
+from experiments.running.cli import unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.running.long_rollout import BlockCapture
 from experiments.running.ranks import workers_of

@@ -224,7 +224,8 @@ def figures_of(views: Views) -> dict[str, Figure]:
         found, _ = first_frame(views[prompt, length])
         assert found is not None
         lines[f"{prompt}, {length} frames"] = mean_interval(found.contrasts)
-    about_lines = f"{long.model}, Self-Forcing, {long.pass_label}; mean over {found.fit.effect.size} heads"
+    num_heads = len(long.layers) * long.num_heads
+    about_lines = f"{long.model}, Self-Forcing, {long.pass_label}; mean over {num_heads} heads"
     about_lines += "; grey: every other block"
     return {
         "figure4_published": figure4,

@@ -193,7 +193,7 @@ def about(study: HeadMemory) -> dict[str, Any]:
         # Folds of a claim are disjoint; draws of one claim cover the captions again.
         rows = np.concatenate([one.rows for one in trials])
         came_back = np.concatenate([study.read(one)[BACK] for one in trials])
-        answers[claim] = np.bincount(rows, came_back) / np.bincount(rows)  # a mean over draws
+        answers[claim] = (np.bincount(rows, came_back) / np.bincount(rows)).tolist()  # a mean over draws
     found["answers"] = {
         claim: "".join(map(str, map(round, values))) if {*values} <= {0, 1} else rounded(values, 2)
         for claim, values in answers.items()
@@ -229,7 +229,7 @@ def claims_of(answers: Mapping[str, str | Sequence[float]]) -> dict[str, Values]
     for claim, values in answers.items():
         numbers = [np.nan if x == "-" else float(x) for x in values]  # a digit a caption, or a mean of draws
         found[claim] = {BACK: np.array(numbers)}
-    for claim, values in found.items():
+    for claim, shares in found.items():
         others = ["known"] if claim in ("matched", "no past") else ["base"]
         if " with " in claim:  # "rule, budget, window with sink n"
             rule, budget, narrow = claim.split(", ")
@@ -238,10 +238,10 @@ def claims_of(answers: Mapping[str, str | Sequence[float]]) -> dict[str, Values]
             rivals = [found.get(f"{one}, {budget}, {narrow}") for one in RULES if one not in MEASURED]
             if rule in MEASURED and (judged := [one[BACK] for one in rivals if one]):
                 # The best attention measure of this training, not of all.
-                values["less attention"] = values[BACK] - max(judged, key=np.nanmean)
+                shares["less attention"] = shares[BACK] - max(judged, key=np.nanmean)
         for other in others:
             if other in found and claim not in (other, "base", *CEILINGS):
-                values[f"less {other}"] = values[BACK] - found[other][BACK]
+                shares[f"less {other}"] = shares[BACK] - found[other][BACK]
     return found
 
 
