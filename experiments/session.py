@@ -105,7 +105,9 @@ def load(
     first video. Raises ConfigError for missing files and settings that do not fit.
     """
     # 1. Settings: unknown names are refused, as YAML files' are
-    given = {name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None}
+    given: dict[str, Any] = {
+        name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None
+    }
     known = [field.name for field in fields(RunConfig)]
     if wrong := next((name for name in given if name not in known), None):
         raise ConfigError(f"{wrong} is no setting of a run{did_you_mean(wrong, known)}")
@@ -147,7 +149,7 @@ class Session:
         self.device = choose_device(config.device, config.offload)
         self.dtype = choose_dtype(config.dtype, self.device)
         self.preview: Any = None  # a small decoder for run.show()
-        self.sha256: Future | None = None  # of the weights file: hashed while models load
+        self.sha256: Future[str] | None = None  # of the weights file: hashed while models load
         self.pipeline: Any = None
         self.texts: Any = None  # prompt -> states [1, text_len, text_dim], tokens
         self._loaded = config  # a copy of that of the loading
@@ -378,11 +380,16 @@ class Session:
 
     def identity(self, config: RunConfig, edits: Sequence[Edit] | None = None, **more: Any) -> dict[str, Any]:
         """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
-        return identity(config, self.sha256 and self.sha256.result(), edits, **more)
+        return identity(config, self.weights_sha256 if self.sha256 else None, edits, **more)
+
+    @property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the weights file, which is hashed in the background while models load."""
+        assert self.sha256 is not None, "nothing is loaded"
+        return self.sha256.result()
 
     def common(self, config: RunConfig, edits: Sequence[Edit] = (), **more: Any) -> dict[str, Any]:
         """Return the fields that all caches of a rollout share; more is what its numbers depend on, too."""
-        assert self.sha256 is not None
         sizes, weights = self.model_config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
         made_of = self.identity(config, edits, **more)
         return {
@@ -398,7 +405,7 @@ class Session:
             **({"gpus": config.gpus} if config.gpus > 1 else {}),
             **provenance(config, made_of["files"], self.dtype, self.device),
             **({"quantised": self.pipeline.quantised} if self.pipeline.quantised else {}),
-            "weights_sha256": self.sha256.result(),
+            "weights_sha256": self.weights_sha256,
             "fingerprint": fingerprint(made_of),
             **({"interventions": record_of(edits)} if edits else {}),
         }
@@ -421,9 +428,9 @@ class Session:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is session."""
+        """Leave out what is loaded."""
         given = {name: getattr(self, name) for name in ("config", "model_config", "device", "dtype")}
-        return given | {"sha256": self.sha256 and self.sha256.result()}
+        return given | {"sha256": self.weights_sha256 if self.sha256 else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The other process has its own files, device and memory: it loads what it needs itself.

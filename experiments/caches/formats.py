@@ -184,7 +184,7 @@ class Sampling(Fields):
 class Tokens(Fields):
     """The token matrix of a call; since schema_version 2 key_* where keys are not those of key_frames."""
 
-    one_of: ClassVar = ("attn_logits", "attn_weights")
+    one_of: ClassVar[tuple[str, ...]] = ("attn_logits", "attn_weights")
 
     key_frame: Annotated[Tensor | None, "i32 [keys]"] = None  # -1 an average, -2 zeros
     key_token: Annotated[Tensor | None, "i32 [keys]"] = None  # index in its frame, row by row
@@ -584,7 +584,7 @@ def _check_fields(
         if frames in sizes and "S" in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
     # 2. Every field against its declaration; the entries of lists of dicts likewise
-    for name, declared in declared_fields(kind).items():
+    for name, declared in declared_fields(kind).items():  # type: ignore[arg-type]  # a class is hashable
         value = values.get(name, MISSING)
         if value is MISSING and not declared.is_required:
             continue

@@ -463,7 +463,7 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     if tokens is None and not wants_logits:
         tokens = entry.attn_weights
     elif not wants_logits:
-        reduce = frames.softmax_curves
+        reduce = frames.softmax_curves  # type: ignore[assignment]  # the same but for a name
     if tokens is None:
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
     curves = reduce(tokens[0], S)

@@ -33,6 +33,7 @@ from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.wings import parallel
+from wan.wings.parallel import leave as leave
 
 
 # --- A script: torchrun's agent starts a process for each GPU

@@ -57,7 +57,7 @@ def make_caches(
         session.prepare(requests, observer=watch, decodes="" if args.save_video is None else SAVE_VIDEO)
         made = session.generate(requests=requests, observer=watch)
         if several:
-            peers.parallel.leave()
+            peers.leave()
         if writes:
             save(args, made, outputs, watch)
             what = f"{parts} {unit}s of {config.num_frames} frames"

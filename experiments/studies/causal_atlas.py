@@ -285,7 +285,7 @@ def atlas_cache(study: Study) -> dict:
         "format": "causal_atlas",
         "prompt": study.configs[0].prompt,
         "seed": None,
-        "weights_sha256": study.session.sha256.result(),
+        "weights_sha256": study.session.weights_sha256,
         "fingerprint": fingerprint({"items": list(study.items)}),
         "is_logits": False,
         "interventions": record_of([study.edit]),

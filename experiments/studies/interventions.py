@@ -190,7 +190,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "format": "effects",
             "prompt": config.prompt,
             "seed": config.seed,
-            "weights_sha256": session.sha256.result(),
+            "weights_sha256": session.weights_sha256,
             "fingerprint": run,
             "is_logits": False,
             "interventions": record_of(edits),

@@ -114,7 +114,7 @@ def measured_shapes(args: argparse.Namespace) -> dict[str, Any]:
         return {
             "environment": environment(session.device),
             "model": config.model,
-            "weights_sha256": session.sha256.result(),
+            "weights_sha256": session.weights_sha256,
             "dtype": str(session.dtype).removeprefix("torch."),
             "first_frame": first_frame_report(first_frame, range(session.model_config.num_layers)),
             "knockouts": knockouts(shapes),
@@ -171,7 +171,7 @@ def measured_budgets(args: argparse.Namespace, shapes: Mapping[str, Any]) -> dic
         for ckpt_dir in args.ckpt_dir:
             config = miniature_config(args, ckpt_dir)
             session = load(config).prepare((), found["captions"], watch)
-            weights = session.sha256.result()
+            weights = session.weights_sha256
             known = ranked if weights == shapes["weights_sha256"] else []
             made_by = config, session, args.folder / weights[:12], workers_of(args.judges)
             study = HeadMemory(scenes, *made_by, sizes=sizes, known=known)
@@ -183,7 +183,7 @@ def measured_budgets(args: argparse.Namespace, shapes: Mapping[str, Any]) -> dic
 
 def about(study: HeadMemory) -> dict[str, Any]:
     """Return what was found in one miniature: known heads, agreement of scores, each caption's answers."""
-    found: dict[str, Any] = {"weights_sha256": study.session.sha256.result()}
+    found: dict[str, Any] = {"weights_sha256": study.session.weights_sha256}
     folds, answers = range(len(study.folds)), study.ceilings()
     found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
     found["chosen"] = agreement_of_halves(study)
