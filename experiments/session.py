@@ -197,45 +197,43 @@ class Session:
         for a video. config: that of the first rollout, where it is not the session's.
         """
         with self._loading:
-            if self.pipeline is None:
-                self._load(config or self.config, requests, prompts, observer, replays, decodes)
+            if self.pipeline is not None:
+                return self
+            config = config or self.config
+            # 1. Check: numbers, files, requests and memory.
+            check_numerics()
+            quiet, sizes = observer is None or observer.quiet, self.model_config
+            later = [str(switch.prompt) for switch in config.switches]
+            prompts = list(dict.fromkeys([*(prompts or self.prompts_of(config)), *later]))
+            for name in ("num_layers", "num_heads", "dim", "ffn_dim") if config.model in MODELS else ():
+                # A directory of another model than the config, and so the cache, names
+                held, wanted = getattr(sizes, name), getattr(MODELS[config.model], name)
+                if held != wanted:
+                    raise ConfigError(
+                        f"{config.ckpt_dir} is not {config.model}: {name} {held} instead of {wanted}; "
+                        "name a config with its settings by --config_path"
+                    )
+            weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+            encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
+            check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
+            how = (encodes, self.bidirectional, replays, decodes)
+            check_memory(Memory(config, sizes, requests, self.dtype, self.device, *how), quiet)
+            files_of(config, weights)
+            # 2. Hash the weights in the background; encode the first prompts before the model is there, as
+            #    the encoder needs as much memory again.
+            self.sha256 = run_in_background(checkpoint.file_sha256, weights)
+            self.texts = PromptTexts(prompts, self._encode)
+            self._loaded = deepcopy(config)
+            self.texts[prompts[0]]
+            # 3. Load the model.
+            with out_of_memory("loading the model"):
+                pipeline = self._load_pipeline(config)
+            if replays and config.gpus == 1:  # several replay anyway
+                replay_layers(pipeline.model, config, after=FORWARDS)
+            if not quiet and not self.bidirectional:
+                print(pipeline.weights)
+            self.pipeline = pipeline
         return self
-
-    def _load(
-        self,
-        config: RunConfig,
-        requests: Sequence[CaptureRequest],
-        prompts: Sequence[str] | None,
-        observer: Progress | None,
-        replays: bool,
-        decodes: str,
-    ) -> None:
-        # 1. Check: numbers, files, requests and memory.
-        check_numerics()
-        quiet, sizes = observer is None or observer.quiet, self.model_config
-        texts = [*(prompts or self.prompts_of(config)), *(str(switch.prompt) for switch in config.switches)]
-        prompts = list(dict.fromkeys(texts))
-        check_model(config)
-        weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-        encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
-        more: dict[str, Any] = {"bidirectional": self.bidirectional, "replays": replays, "decodes": decodes}
-        check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
-        check_memory(Memory(config, sizes, requests, self.dtype, self.device, encodes, **more), quiet)
-        files_of(config, weights)
-        # 2. Hash the weights in the background; encode the first prompts before the model is there, as the
-        #    encoder needs as much memory again.
-        self.sha256 = run_in_background(checkpoint.file_sha256, weights)
-        self.texts = PromptTexts(prompts, self._encode)
-        self._loaded = deepcopy(config)
-        self.texts[prompts[0]]
-        # 3. Load the model.
-        with out_of_memory("loading the model"):
-            pipeline = self._load_pipeline(config)
-        if replays and config.gpus == 1:  # several replay anyway
-            replay_layers(pipeline.model, config, after=FORWARDS)
-        if not quiet and not self.bidirectional:
-            print(pipeline.weights)
-        self.pipeline = pipeline
 
     def _load_pipeline(self, config: RunConfig) -> Any:
         return load_pipeline(config, self.model_config, self.dtype, self.device)
@@ -454,18 +452,6 @@ Pipe = Session  # its name of before, for one release
 
 
 # --- Loading
-def check_model(config: RunConfig) -> None:
-    """Raise ConfigError where a directory holds another model than the config, and so the cache, names."""
-    sizes = checkpoint.read_model_config(config.ckpt_dir)
-    for name in ("num_layers", "num_heads", "dim", "ffn_dim") if config.model in MODELS else ():
-        found, wanted = getattr(sizes, name), getattr(MODELS[config.model], name)
-        if found != wanted:
-            raise ConfigError(
-                f"{config.ckpt_dir} is not {config.model}: {name} {found} instead of {wanted}; "
-                "name a config with its settings by --config_path"
-            )
-
-
 def build_model(
     kind: type[Any],
     config: RunConfig,
@@ -567,33 +553,25 @@ def edited(
     if edits:
         session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
     with ExitStack() as stack:
-        data = data_of(session, config, [*edits, *lacking], stack)
+        # What they need: runs by source and unedited outputs by sites, which several edits share
+        data, made = dict[Edit, object](), dict[Any, Any]()
+        check_sources([*edits, *lacking], config)
+        for edit in (*edits, *lacking):
+            source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
+            if isinstance(source, Source):
+                if source not in made:
+                    made[source] = stack.enter_context(run_of(session, config, source))
+                data[edit] = made[source]
+            elif how == "mean":
+                data[edit] = reference_means(session, config, source, edit.sites)
+            elif how == "frame_mean":
+                if edit.sites not in made:
+                    made[edit.sites] = _head_outputs(session, config, edit.sites)
+                data[edit] = made[edit.sites]
         for one in own:
             stack.callback(setattr, one, "data", one.data)
             one.data = {edit: data[edit] for edit in one.edits if edit in data} | one.data
         yield stack.enter_context(intervene(*edits, data=data)) if edits else None
-
-
-def data_of(
-    session: Session, config: RunConfig, edits: Sequence[Edit], stack: ExitStack
-) -> dict[Edit, object]:
-    """Return the data that edits need, by edit; the stack stops their source runs."""
-    check_sources(edits, config)
-    data: dict[Edit, object] = {}
-    made: dict[Any, Any] = {}  # runs by source, unedited outputs by sites: several edits share them
-    for edit in edits:
-        source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
-        if isinstance(source, Source):
-            if source not in made:
-                made[source] = stack.enter_context(run_of(session, config, source))
-            data[edit] = made[source]
-        elif how == "mean":
-            data[edit] = reference_means(session, config, source, edit.sites)
-        elif how == "frame_mean":
-            if edit.sites not in made:
-                made[edit.sites] = _head_outputs(session, config, edit.sites)
-            data[edit] = made[edit.sites]
-    return data
 
 
 def run_of(session: Session, config: RunConfig, source: Source) -> RunInStep:

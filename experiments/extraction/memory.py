@@ -3,7 +3,7 @@
 GB are 10^9 bytes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -67,15 +67,6 @@ def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[
     return whole - model.num_layers * layer + 2 * streamed, model.num_layers * streamed
 
 
-def text_encoder(config: RunConfig, text_len: int, dtype: torch.dtype) -> dict[str, int]:
-    """umT5, and the widest of its activations: the logits of a layer with their bias, and their softmax."""
-    c = SimpleNamespace(**encoder_sizes(config.ckpt_dir))
-    attention = 4 * c.d_model * c.d_kv * c.num_heads + c.relative_attention_num_buckets * c.num_heads
-    layers = c.num_layers * (attention + 3 * c.d_model * c.d_ff)
-    logits = c.num_heads * text_len**2 * (3 * dtype.itemsize + 2 * FLOAT)
-    return {"umT5": (c.vocab_size * c.d_model + layers) * dtype.itemsize, "its activations": logits}
-
-
 def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
     """The VAE, what its layers hold of the frames before and at work, and the video in float32.
 
@@ -94,32 +85,6 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
     return {"VAE": sum(path.stat().st_size for path in files), "its layers": held, "video": 2 * video}
 
 
-def frames_at_once(config: RunConfig) -> int:
-    """Most frames of one forward: a block, a window of blocks, or clean frames computed again."""
-    blocks = len(config.denoising_step_list) if config.sampler == "rolling_forcing" else 1
-    frames, again = config.num_frames, [s.frame for s in config.switches if s.how == "recache"]
-    again = [min(frame, config.policy.recomputed_frames or frame) for frame in again]
-    return max(min(frames, blocks * max(config.block_sizes)), min(config.recompute_context, frames), *again)
-
-
-def capturing(request: CaptureRequest, config: RunConfig, model: ModelConfig, fused: bool) -> int:
-    """Bytes that looking at one call takes beside what is kept: keys in float32, logits and softmax.
-
-    fused: a kernel computes the mass and forms no matrix.
-    """
-    is_self = "self" in request.kinds
-    if request.granularity == "frame" and is_self and (fused or not request.mass):
-        return 0
-    S = model.tokens_per_frame(config.height, config.width)
-    keys = cached_frames(config) * S if is_self else model.text_len
-    queries = max(config.block_sizes) * S
-    if request.granularity == "map" and fused and is_self:
-        queries = len(request.queries)
-    # Logits are formed a chunk of rows at a time (wan/reductions.py)
-    rows = FLOAT * min(CHUNK_ELEMENTS, model.num_heads * queries * keys)
-    return FLOAT * keys * model.dim + 2 * rows
-
-
 def captured(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> int:
@@ -127,8 +92,9 @@ def captured(
     S, F, sizes = model.tokens_per_frame(config.height, config.width), config.num_frames, config.block_sizes
     policy, rope, total = config.policy, RotaryTable(model.head_dim), 0
     for r, kind in ((request, kind) for request in requests for kind in request.kinds):
-        rows = _count(r.layers, model.num_layers) * _count(r.steps, num_passes or config.num_passes)
-        rows *= _count(r.heads, model.num_heads)
+        passes = num_passes or config.num_passes
+        chosen = ((r.layers, model.num_layers), (r.steps, passes), (r.heads, model.num_heads))
+        rows = prod(every if some is None else len(some) for some, every in chosen)
         for block in range(len(sizes)) if r.blocks is None else r.blocks:
             queries, frames, of_self = sizes[block], sum(sizes[: block + 1]), kind == "self"
             seen = min(frames, policy.num_frames or frames)
@@ -152,22 +118,23 @@ def captured(
     return total
 
 
-def _count(chosen: Collection[int] | None, every: int) -> int:
-    return every if chosen is None else len(chosen)
-
-
 def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> int:
     """Bytes that a capture of sites keeps of a rollout, or where it streams, of its largest block."""
     S, of_blocks = model.tokens_per_frame(config.height, config.width), [0]
     sizes = {"B": 1, "2": 2, "dim": model.dim, "ffn_dim": model.ffn_dim, "D": model.head_dim}
     sizes |= {"T": model.text_len, "K": cached_frames(config) * S, "C": model.in_dim}
-    sizes |= {"h": config.height, "w": config.width, "H": _count(watcher.heads, model.num_heads)}
+    sizes |= {
+        "h": config.height,
+        "w": config.width,
+        "H": model.num_heads if watcher.heads is None else len(watcher.heads),
+    }
+    num_layers = model.num_layers if watcher.layers is None else len(watcher.layers)
     for block in range(len(config.block_sizes)) if watcher.blocks is None else watcher.blocks:
         frames, passes = block_frames(config.block_sizes, block), config.passes_of_block(block)
         F = len(frames if watcher.frames is None else {*frames} & {*watcher.frames})
         calls = len(passes if watcher.steps is None else {*passes} & {*watcher.steps})
         for site in watcher.sites:
-            layers = 1 if site in OF_FORWARD else _count(watcher.layers, model.num_layers)
+            layers = 1 if site in OF_FORWARD else num_layers
             numbers = prod((sizes | {"F": F, "L": F * S})[axis] for axis in SITES[site].split())
             of_blocks.append(numbers * layers * calls * (watcher.dtype or torch.float32).itemsize)
     return max(of_blocks) if streams else sum(of_blocks)
@@ -217,33 +184,59 @@ class Memory:
         """List the phases of the run, for each memory."""
         c, m, dtype, size = self.config, self.model_config, self.dtype, self.dtype.itemsize
         on_gpu, found = self.device.type == "cuda", list[Need]()
-        here = "GPU" if on_gpu else "host"
+        here, S = "GPU" if on_gpu else "host", m.tokens_per_frame(c.height, c.width)
+        largest = max(c.block_sizes)
+        # 1. umT5, and the widest of its activations: a layer's logits with their bias, and their softmax
         if self.encodes and not c.prompt_embeds:
-            where = "host" if c.t5_cpu else here
-            found.append(Need("encoding the prompt", where, text_encoder(c, m.text_len, dtype)))
-        if c.lora_path:  # leaves every linear layer of the blocks in float32
+            t5 = SimpleNamespace(**encoder_sizes(c.ckpt_dir))
+            attention = 4 * t5.d_model * t5.d_kv * t5.num_heads
+            attention += t5.relative_attention_num_buckets * t5.num_heads
+            layers = t5.num_layers * (attention + 3 * t5.d_model * t5.d_ff)
+            encoding = {
+                "umT5": (t5.vocab_size * t5.d_model + layers) * size,
+                "its activations": t5.num_heads * m.text_len**2 * (3 * size + 2 * FLOAT),
+            }
+            found.append(Need("encoding the prompt", "host" if c.t5_cpu else here, encoding))
+        # 2. A LoRA leaves every linear layer of the blocks in float32
+        if c.lora_path:
             merged = m.num_layers * (8 * m.dim**2 + 2 * m.dim * m.ffn_dim) * FLOAT
             found.append(Need("merging the LoRA", "host", {"merged layers": merged}))
-        # The rollout: what stays for all blocks, and the widest moment of one layer
+        # 3. Most frames of one forward: a block, a window of blocks, or clean frames computed again
+        blocks = len(c.denoising_step_list) if c.sampler == "rolling_forcing" else 1
+        again = [switch.frame for switch in c.switches if switch.how == "recache"]
+        again = [min(frame, c.policy.recomputed_frames or frame) for frame in again]
+        frames = max(min(c.num_frames, blocks * largest), min(c.recompute_context, c.num_frames), *again)
+        # 4. A captured call, beside what is kept: keys in float32, and a chunk of rows (wan/reductions.py) of
+        #    logits and softmax. A kernel that computes the mass forms no matrix
+        fused, working = on_gpu and dtype != torch.float32, 0
+        for request in self.requests:
+            is_self = "self" in request.kinds
+            if request.granularity == "frame" and is_self and (fused or not request.mass):
+                continue
+            keys = cached_frames(c) * S if is_self else m.text_len
+            in_kernel = request.granularity == "map" and fused and is_self
+            queries = len(request.queries) if in_kernel else largest * S
+            rows = FLOAT * min(CHUNK_ELEMENTS, m.num_heads * queries * keys)
+            working = max(working, FLOAT * keys * m.dim + 2 * rows)
+        # 5. The rollout: what stays for all blocks, and the widest moment of one layer
         weights, on_host = transformer(m, dtype, c.offload)
-        queries = frames_at_once(c) * m.tokens_per_frame(c.height, c.width)
         kept = captured(c, m, [r for r in self.requests if r.granularity != "token"])
-        looking = [capturing(r, c, m, fused=on_gpu and dtype != torch.float32) for r in self.requests]
         texts = 2 if self.bidirectional or self.replays or c.gpus > 1 else 1  # graphs have copies
         rolling = {
             "weights": weights,
             "KV cache": 0 if self.bidirectional else kv_cache(c, m, dtype) // c.gpus,  # each has some heads
             "text": texts * m.num_layers * 2 * m.text_len * m.dim * size,
             # a layer's widest point: the feed-forward's inner values beside its input, RoPE in float32
-            "activations": queries * ((m.ffn_dim + 6 * m.dim) * size + 6 * m.head_dim * FLOAT),
+            "activations": frames * S * ((m.ffn_dim + 6 * m.dim) * size + 6 * m.head_dim * FLOAT),
             "latents": c.num_frames * m.in_dim * c.height * c.width * (c.num_passes + 1) * size,
-            "capture": kept + max(looking, default=0),
+            "capture": kept + working,
         }
         tokens = captured(c, m, [r for r in self.requests if r.granularity == "token"])
         copies = {"captured": tokens + 2 * kept}  # building a cache of frames copies them
         found.append(Need("rolling out", here, rolling if on_gpu else rolling | copies))
         if on_gpu:
             found.append(Need("rolling out", "host", {"weights": on_host} | copies))
+        # 6. The VAE, while the model stays beside it
         if self.decodes:
             vae = decoder(c, torch.bfloat16 if on_gpu else torch.float32)  # --vae_dtype auto
             held = {"weights": weights} if on_gpu else {"weights": weights} | copies

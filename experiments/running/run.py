@@ -1,6 +1,7 @@
 """One run, from flags to files: check and lock the outputs, roll out on one GPU or several, save."""
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,6 @@ from experiments.extraction import cache_builders as cache_builders  # scripts t
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.rollout import PARTIAL, Progress, check_outputs, memory, observed
 from experiments.running.cli import videos_of
-from experiments.running.ranks import end_at_once, this_rank
 from experiments.session import Session
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
@@ -34,12 +34,13 @@ def make_caches(
     what goes wrong later, and StoppedError after Ctrl-C.
     """
     # 1. Several GPUs make one rollout in a process each; the first of them prints and writes.
-    several = config.gpus > 1 or this_rank().count > 1
+    started = os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1"  # by torchrun
+    several = config.gpus > 1 or bool(started)
     if several:
-        from experiments.running import peers
+        from experiments.running import peers, ranks
 
         config = peers.join_processes(args, config)
-    writes = not several or this_rank().is_first
+    writes = not several or ranks.this_rank().is_first
     # 2. Check what is asked for, and lock the outputs.
     session, steps, branches = kind(config), None, 1
     parts, unit = len(config.block_sizes), "block"
@@ -64,7 +65,7 @@ def make_caches(
             files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
             watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {memory()}")
     if not writes:
-        end_at_once()
+        ranks.end_at_once()
 
 
 @contextmanager
