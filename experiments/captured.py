@@ -30,6 +30,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
+from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
 from wan.sites import Activation, ActivationSite, SiteCapture, check_indices, check_site, watched
 from wan.vae import VAE
@@ -422,7 +423,8 @@ def x0_lens(
         else:
             (*_, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
             # as the model's own last layer does: from [B, L, dim] to the flow, and to x0 at this noise level
-            time = model.time_embedding_of(x.new_full((len(x), 1), where.timestep, dtype=torch.float32))
+            t = x.new_full((len(x), 1), where.timestep, dtype=torch.float32)
+            time = model.time_embedding(sinusoidal_embedding(t, model.config.freq_dim).to(model.dtype))
             flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
             x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
             found[where.layer or 0, where.block, where.step] = x0.cpu()

@@ -65,37 +65,29 @@ class QueryKeyNorm(nn.Module):
         return _stored(x if rope is None else rotate(x, *rope), out)
 
 
-class ModulatedNorm(nn.Module):
-    """LayerNorm(x) * (1 + scale) + shift, without affine parameters.
+def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Compute LayerNorm(x) * (1 + scale) + shift, [B, L, dim]; written into out where it is given.
 
     scale and shift are given per frame, float32 [B, F or 1, dim].
     """
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.dim, self.eps = dim, eps
-
-    def forward(self, x: Tensor, scale: Tensor, shift: Tensor, out: Tensor | None = None) -> Tensor:
-        """[B, L, dim]; written into out where it is given."""
-        if kernels := fused_kernels(x):
-            return kernels.modulated_norm(x, scale, shift, self.eps, out)
-        # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
-        normed = F.layer_norm(x, (self.dim,), eps=self.eps)
-        normed = normed.unflatten(1, (scale.shape[1], -1))  # [B, F, S, dim]
-        modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
-        return _stored(modulated.flatten(1, 2).to(x.dtype), out)
+    if kernels := fused_kernels(x):
+        return kernels.modulated_norm(x, scale, shift, eps, out)
+    # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
+    normed = F.layer_norm(x, x.shape[-1:], eps=eps).unflatten(1, (scale.shape[1], -1))
+    modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
+    return _stored(modulated.flatten(1, 2).to(x.dtype), out)
 
 
-class GatedAdd(nn.Module):
-    """x + gate * y, with a gate per frame, float32 [B, F or 1, dim]."""
+def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute x + gate * y, [B, L, dim], with a gate per frame, float32 [B, F or 1, dim].
 
-    def forward(self, x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-        """[B, L, dim]; written into out where it is given."""
-        if kernels := fused_kernels(x):
-            return kernels.gated_add(x, y, gate, out)
-        x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
-        added = torch.addcmul(x_frames, y_frames, gate[:, :, None])
-        return _stored(added.flatten(1, 2).to(x.dtype), out)
+    It is written into out where that is given.
+    """
+    if kernels := fused_kernels(x):
+        return kernels.gated_add(x, y, gate, out)
+    x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
+    added = torch.addcmul(x_frames, y_frames, gate[:, :, None])
+    return _stored(added.flatten(1, 2).to(x.dtype), out)
 
 
 def multiply(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
@@ -225,10 +217,6 @@ class CrossAttention(_Attention):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__(config, Site(layer, "cross"))
 
-    def keys_values(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedded text [B, n, dim] -> keys and values [B, n, H, D]."""
-        return self.norm_k(self.k(text)), self.values(text)
-
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
         layer = self.site.layer
         q, k, v = (
@@ -250,13 +238,11 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         dim, eps = config.dim, config.eps
-        self.layer = layer
-        self.norm1, self.norm2 = ModulatedNorm(dim, eps), ModulatedNorm(dim, eps)
-        self.norm3 = nn.LayerNorm(dim, eps)
+        self.layer, self.eps = layer, eps
+        self.norm3 = nn.LayerNorm(dim, eps)  # norm1 and norm2 have no weights: modulated_norm()
         self.self_attn = SelfAttention(config, layer)
         self.cross_attn = CrossAttention(config, layer)
         self.ffn = FeedForward(dim, config.ffn_dim, layer)
-        self.gate1, self.gate2 = GatedAdd(), GatedAdd()
         self.modulation = random_rows(6, dim)
 
     def forward(
@@ -284,9 +270,10 @@ class Block(nn.Module):
             ]
             attend, feed = (Modulation(*parts) for parts in zip(*rows, strict=True))
         # 2. Self-attention over the KV cache, cross-attention to the text, FFN; each adds to the stream.
-        seen = self.self_attn(self.norm1(x, attend.scale, attend.shift), rope, kv_cache, mask, layout)
+        normed = modulated_norm(x, attend.scale, attend.shift, self.eps)
+        seen = self.self_attn(normed, rope, kv_cache, mask, layout)
         x, fed = self.feed(x, seen, attend, feed, text)
-        return hook_point("resid_post", self.layer, self.gate2(x, fed, feed.gate))
+        return hook_point("resid_post", self.layer, gated_add(x, fed, feed.gate))
 
     def modulations(self, time: Tensor) -> tuple[Modulation, Modulation]:
         """Return the modulations of self-attention and of the FFN, each [B, F or 1, dim]."""
@@ -312,14 +299,16 @@ class Block(nn.Module):
             norm = self.norm3
             how: tuple = (norm.weight, norm.bias, norm.eps, True)
             if feed is not None:
-                how = (feed.scale, feed.shift, self.norm2.eps)
+                how = (feed.scale, feed.shift, self.eps)
             added, normed = kernels.add_norm(x, y, gate, *how)
             total = hook_point(site, self.layer, added)
             if total is not added:
                 _, normed = kernels.add_norm(total, torch.zeros_like(total), None, *how)
             return total, normed
-        total = hook_point(site, self.layer, x + y if gate is None else self.gate1(x, y, gate))
-        return total, self.norm3(total) if feed is None else self.norm2(total, feed.scale, feed.shift)
+        total = hook_point(site, self.layer, x + y if gate is None else gated_add(x, y, gate))
+        if feed is None:
+            return total, self.norm3(total)
+        return total, modulated_norm(total, feed.scale, feed.shift, self.eps)
 
 
 class Head(nn.Module):
@@ -328,14 +317,14 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         patch_h, patch_w = config.patch_size[1:]
-        self.norm = ModulatedNorm(config.dim, config.eps)
+        self.eps = config.eps
         self.head = nn.Linear(config.dim, config.out_dim * patch_h * patch_w)
         self.modulation = random_rows(2, config.dim)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, dim], time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
         shift, scale = (self.modulation + time[:, :, None]).unbind(2)  # float32 as time is
-        return self.head(self.norm(x, scale, shift))
+        return self.head(modulated_norm(x, scale, shift, self.eps))
 
 
 class WanModel(nn.Module):
@@ -376,7 +365,8 @@ class WanModel(nn.Module):
         # The rows of zeros are embedded and attended too, so they are no mask: [B, text_len, text_dim].
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
         text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
-        return [block.cross_attn.keys_values(text) for block in self.blocks]
+        layers = [block.cross_attn for block in self.blocks]
+        return [(attn.norm_k(attn.k(text)), attn.values(text)) for attn in layers]
 
     def flow(
         self,
@@ -402,7 +392,8 @@ class WanModel(nn.Module):
         rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
         # 2. The noise level of each frame.
-        time = self.time_embedding_of(t)  # [B, F or 1, dim]
+        waves = sinusoidal_embedding(t, self.config.freq_dim).to(dtype)
+        time = self.time_embedding(waves)  # [B, F or 1, dim]
         rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
         # 3. The layers. Without a cache the keys are the frames' own.
         layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
@@ -420,10 +411,6 @@ class WanModel(nn.Module):
         x = self.head(x, time.float())  # [B, L, ph·pw·channels]
         pattern = "b (f h w) (ph pw c) -> b c f (h ph) (w pw)"
         return rearrange(x, pattern, h=height, w=width, ph=ph, pw=pw)
-
-    def time_embedding_of(self, t: Tensor) -> Tensor:
-        """Embed timesteps [B, F or 1] -> [B, F or 1, dim]."""
-        return self.time_embedding(sinusoidal_embedding(t, self.config.freq_dim).to(self.dtype))
 
     def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: Cache) -> Rope:
         """Return tables for the positions that a cache gives to queries and keys, else for the frames'."""

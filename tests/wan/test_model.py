@@ -13,7 +13,7 @@ from helpers.rollouts import drawn, require_triton
 from wan import model as layers
 from wan.config import ModelConfig
 from wan.keys import RotaryTable
-from wan.model import Block, FeedForward, GatedAdd, ModulatedNorm, QueryKeyNorm
+from wan.model import Block, FeedForward, QueryKeyNorm, gated_add, modulated_norm
 
 GPU = torch.cuda.is_available()
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -59,15 +59,15 @@ def test_norm_and_gate(batch, frames, tokens, heads, head_dim, rows, dtype, way)
     normed = (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     expected = (normed * (1 + scale.double()[:, :, None]) + shift.double()[:, :, None]).flatten(1, 2)
     most = normed.abs().max() * (1 + scale.abs().max()) / 2
-    assert_near(ModulatedNorm(dim, 1e-6)(x, scale, shift), expected, dtype, way, most)
+    assert_near(modulated_norm(x, scale, shift, 1e-6), expected, dtype, way, most)
     expected = x.double() + (y.double().unflatten(1, (rows, -1)) * gate.double()[:, :, None]).flatten(1, 2)
-    assert_near(total := GatedAdd()(x, y, gate), expected, dtype, way)
+    assert_near(total := gated_add(x, y, gate), expected, dtype, way)
     if way == "cuda":  # with graphs a layer's last sum and the next one's norm are one kernel
         from wan.kernels import fused
 
         added, normed = fused.add_norm(x, y, gate, scale, shift, 1e-6)
         assert torch.equal(added, total)
-        assert torch.equal(normed, ModulatedNorm(dim, 1e-6)(total, scale, shift))
+        assert torch.equal(normed, modulated_norm(total, scale, shift, 1e-6))
 
 
 @DTYPES
@@ -116,7 +116,7 @@ def test_a_layer_behind_attention(rows, dtype, way, monkeypatch):
         attend, feed = block.modulations(time)
         assert attend.gate.dtype == time.dtype
         x, fed = block.feed(x, seen, attend, feed, text)
-        return block.gate2(x, fed, feed.gate)
+        return gated_add(x, fed, feed.gate)
 
     expected = finish(exact, *(value.double() for value in (x, seen, time, *text)))
     if way == "cuda":
@@ -149,10 +149,10 @@ def test_results_are_written_into_out(way, dtype=torch.bfloat16):
     """The same bits, also over what was read, and nothing around them."""
     (x, y), rows = to(way, dtype, *drawn(2, 2, 15, 48)), drawn(2, 3, 4, 48).unbind(2)
     rows, cache = to(way, torch.float32, *rows), to(way, dtype, drawn(1, 25, 3, 16))[0]
-    norm, add, out = ModulatedNorm(48, 1e-6), GatedAdd(), torch.empty_like(x)
-    assert norm(x, *rows[:2], out) is out and torch.equal(out, norm(x, *rows[:2]))
-    added = add(x, y, rows[2])
-    assert add(x, y, rows[2], x) is x and torch.equal(x, added)
+    how, out = (*rows[:2], 1e-6), torch.empty_like(x)
+    assert modulated_norm(x, *how, out) is out and torch.equal(out, modulated_norm(x, *how))
+    added = gated_add(x, y, rows[2])
+    assert gated_add(x, y, rows[2], x) is x and torch.equal(x, added)
     turned = QueryKeyNorm(ModelConfig(dim=48, ffn_dim=8, num_heads=3, num_layers=1)).to(x)
     tables, before = RotaryTable(16)(range(3), 1, 5, x.device), cache.clone()
     expected = turned(x[:1], tables)

@@ -32,7 +32,17 @@ from torch import Tensor
 from wan.cache import AnyCache
 from wan.errors import one_line
 from wan.keys import KeyLayout
-from wan.model import Block, Cache, CausalWanModel, Mask, Rope, SelfAttention, multiply
+from wan.model import (
+    Block,
+    Cache,
+    CausalWanModel,
+    Mask,
+    Rope,
+    SelfAttention,
+    gated_add,
+    modulated_norm,
+    multiply,
+)
 from wan.sites import SiteCapture, is_hidden, observer, watchers
 
 Replay = Callable[[], None]
@@ -161,7 +171,7 @@ class OnOneGPU:
     def project(self, block: Block, with_raw: bool) -> None:
         """Compute the recorded part before attention."""
         attend, attn = block.modulations(self.time)[0], block.self_attn
-        block.norm1(self.x, attend.scale, attend.shift, self.normed)
+        modulated_norm(self.x, attend.scale, attend.shift, block.eps, self.normed)
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
         multiply(attn.k, self.normed, self.keys)
 
@@ -179,7 +189,7 @@ class OnOneGPU:
         """Compute the recorded part after attention, into x."""
         attend, feed = block.modulations(self.time)
         x, fed = block.feed(self.x, self.merged(block.self_attn), attend, feed, text)
-        block.gate2(x, fed, feed.gate, self.x)
+        gated_add(x, fed, feed.gate, self.x)
 
 
 class OnSeveralGPUs(OnOneGPU):
@@ -191,7 +201,8 @@ class OnSeveralGPUs(OnOneGPU):
 
     def project(self, block: Block, with_raw: bool) -> None:
         attend = block.modulations(self.time)[0]
-        own = block.self_attn.project(block.norm1(self.x, attend.scale, attend.shift), self.rope, with_raw)
+        normed = modulated_norm(self.x, attend.scale, attend.shift, block.eps)
+        own = block.self_attn.project(normed, self.rope, with_raw)
         self.own = self.own or own
         copy_all(self.own, own)
 
