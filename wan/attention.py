@@ -6,6 +6,7 @@ changes no bit of what is generated.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ class Call:
     q: Tensor  # [B, Lq, H, D]
     k: Tensor  # [B, Lk, H, D]
     v: Tensor
-    layout: KeyLayout | None = None  # None for cross-attention
+    layout: Any = None  # KeyLayout; None for cross-attention
     bias: KeyBias | None = None
     of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
     layer_heads: int = 0  # and how many of the layer are here then
@@ -46,12 +47,6 @@ class Call:
         """The numbers of its heads in the model."""
         here = range(self.q.shape[2]) if self.of_heads is None else self.of_heads
         return [self.shard.heads.start + head for head in here]
-
-    @property
-    def known_layout(self) -> KeyLayout:
-        """The layout of the keys, which every call of self-attention brings."""
-        assert self.layout is not None
-        return self.layout
 
     def parts(self) -> Iterator["Call"]:
         """Yield the call of each block, where a forward is over blocks at several noise levels."""

@@ -55,10 +55,6 @@ class CacheSizes:
     device: torch.device | str = "cpu"
     head_shard: HeadShard | None = None  # where other heads are in other processes
 
-    @property
-    def shard(self) -> HeadShard:
-        return self.head_shard or HeadShard.whole(max(self.num_heads, default=0))
-
 
 class AnyCache:
     """Hold the past of one video for all layers: the base of caches, as the model sees them."""
@@ -66,11 +62,12 @@ class AnyCache:
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy names heads of another model."""
         self.policy: Any = copy(policy)  # its state belongs to one video
+        self.shard = sizes.head_shard or HeadShard.whole(max(sizes.num_heads, default=0))
         # A file of head classes for another model would give every head a wrong class.
-        model = len(sizes.num_heads), sizes.shard.total
+        model = len(sizes.num_heads), self.shard.total
         named = getattr(policy, "of_model", model)
         policy.require(named == model, f"its file has {named} layers and heads, the model {model}")
-        self.sizes, self.shard, self.rope = sizes, sizes.shard, sizes.rope
+        self.sizes, self.rope = sizes, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
         self.newest = range(0)  # frames of the newest block
         self.query_positions: Sequence[int] = ()
@@ -105,20 +102,13 @@ class KVCache(AnyCache):
         self.text: Text = ()
         self.passes = 0  # over the newest block, the one that runs included
 
-        def buffers(slots: int) -> list[Tensor]:
-            how: Any = {"dtype": sizes.dtype, "device": sizes.device}
-            tokens = slots * self.tokens_per_frame
-            return [torch.empty(sizes.batch, tokens, n, sizes.head_dim, **how) for n in sizes.num_heads]
-
-        self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
-        self.raw_keys = buffers(self.raw_slots) if self.raw_slots else []
+        how: Any = {"dtype": sizes.dtype, "device": sizes.device}
+        tokens, raw = self.capacity * self.tokens_per_frame, self.raw_slots * self.tokens_per_frame
+        self.keys = [torch.empty(sizes.batch, tokens, n, sizes.head_dim, **how) for n in sizes.num_heads]
+        self.values = [torch.empty_like(keys) for keys in self.keys]
+        self.raw_keys = [keys.new_empty(len(keys), raw, *keys.shape[2:]) for keys in self.keys] if raw else []
         self.layouts = [KeyLayout((), self.tokens_per_frame)] * self.num_layers
         self.policy.start(self)
-
-    @property
-    def frames(self) -> list[int]:
-        """The frame of every slot."""
-        return [slot.frame for slot in self.slots]
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
         """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
@@ -227,9 +217,16 @@ class KVCache(AnyCache):
                 buffer[:, target] = frames[:, source].flatten(1, 2)
         self.slots = kept  # what lies behind them in the buffers is overwritten by the next block
 
-    def set_positions(self, positions: Sequence[int]) -> None:
-        """Put the keys of the first slots on to temporal positions; rotate past ones that stood elsewhere."""
+    def _raw_rows(self, own: range) -> range:
+        return self.newest if self.policy.raw_by_frame else own
+
+    def _drop_empty(self) -> None:
+        self.slots = [slot for slot in self.slots if slot.frame != EMPTY]
+
+    def _publish(self, cut: bool) -> None:
+        """Put keys on to their temporal positions, and make the layouts of the calls to come."""
         # 1. Which slots stand elsewhere. The block's own keys come rotated with its passes.
+        positions = self.policy.positions(self, cut)
         moved = [index for index, position in enumerate(positions) if self.slots[index].position != position]
         for index in moved:
             self.slots[index] = Slot(self.slots[index].frame, positions[index])
@@ -241,26 +238,16 @@ class KVCache(AnyCache):
             cos, sin = self.rope(positions[slots.start : slots.stop])
             for keys, raw in zip(self.keys, self.raw_keys, strict=True):
                 rotate_into(keys[:, self.tokens(slots)], raw[:, self.tokens(slots)], cos, sin)
-
-    def _raw_rows(self, own: range) -> range:
-        return self.newest if self.policy.raw_by_frame else own
-
-    def _drop_empty(self) -> None:
-        self.slots = [slot for slot in self.slots if slot.frame != EMPTY]
-
-    def _publish(self, cut: bool) -> None:
-        """Put keys on to their positions, and make the layouts of the calls to come."""
-        # 1. Where the keys of all slots and the queries of the block stand.
-        self.set_positions(self.policy.positions(self, cut))
+        # 3. Where the block's own keys and its queries stand.
         self.key_positions = self.newest  # of a recomputed cache, where some frames get no slot
         if len(self.own) == len(self.newest):
             first = self.slots[self.own.start].position
             self.key_positions = range(first, first + len(self.own))
         self.query_positions = self.policy.query_positions(self)
-        # 2. Until a pass is announced, one that computes the cache again counts as clean.
+        # 4. Until a pass is announced, one that computes the cache again counts as clean.
         self.begin_pass(is_clean=True)
         self.passes = 0
-        # 3. What captures and edits are told about the slots.
+        # 5. What captures and edits are told about the slots.
         asks, sink = tuple(self.query_positions), range(min(self.sink, self.own.start))
         shared = KeyLayout(tuple(self.slots), self.tokens_per_frame, self.own, asks, sink=sink)
         self.layouts = [self.policy.layout(self, layer, shared) for layer in range(self.num_layers)]

@@ -69,8 +69,8 @@ class CapturedCall(Mapping[str, Any]):
         return not {"token_probabilities", "cross_mass", "word_map"} & self.values.keys()
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Site, pass and keys of the call; None for what is unknown."""
+    def named(self) -> dict[str, Any]:
+        """Site, pass and keys of the call, None for what is unknown; then its values."""
         at, layout = self.at, self.layout
         facts: dict[str, Any] = {
             "layer_idx": call_index(self.site),
@@ -85,24 +85,23 @@ class CapturedCall(Mapping[str, Any]):
         facts["query_frames"] = None if at is None else list(at.query_frames)
         # An absent frame counts as clean.
         levels = {} if at is None else dict(at.levels) or dict.fromkeys(at.query_frames, at.timestep)
-        return facts | {
+        facts |= {
             "frame_timesteps": levels,
             "key_frames": None if layout is None else list(layout.columns),  # of the columns of frame_logits
             "slot_frame": None if layout is None else list(layout.frames),
             "slot_position": None if layout is None else list(layout.positions),
             "slot_tokens": None if layout is None else [layout.tokens_per_slot] * len(layout.slots),
         }
-
-    @property
-    def _named(self) -> dict[str, Tensor]:
-        tokens = [x for name, x in self.values.items() if name in ("token_logits", "token_probabilities")]
-        return self.values | dict(zip(("attn_weights",), tokens, strict=False))
+        for name in ("token_logits", "token_probabilities"):
+            if name in self.values:
+                facts["attn_weights"] = self.values[name]
+        return facts | self.values
 
     def __getitem__(self, name: str) -> Any:
-        return self._named[name] if name in self._named else self.facts[name]
+        return self.named[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.facts, *self._named])
+        return iter(self.named)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -184,18 +183,14 @@ class CaptureRequest:
             (wrong, f"queries {[*map(tuple, wrong)]} are not (frame, token), (frame, -1) or (-1, -1)"),
         )
 
-    def selects(self, site: Site) -> bool:
-        """Return whether the calls of an attention module are asked for."""
-        if self.call_indices is not None:
-            return call_index(site) in self.call_indices
-        return site.kind in self.kinds and (self.layers is None or site.layer in self.layers)
-
     def wants(self, site: Site, at: Pass | None) -> bool:
-        """Return whether the call of a site in a pass is asked for."""
-        if not self.selects(site):
-            return False
-        if at is None:
-            return True
+        """Return whether the call of a site in a pass is asked for; at None: where nobody announced it."""
+        if self.call_indices is None:
+            selected = site.kind in self.kinds and (self.layers is None or site.layer in self.layers)
+        else:
+            selected = call_index(site) in self.call_indices
+        if not selected or at is None:
+            return selected
         of_map = self.granularity == "map" and site.kind == "self"
         return asks_for(self, None, at) and not (of_map and not queries_of(self.queries, at.query_frames))
 
@@ -240,7 +235,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if call.site.kind == "cross":
         mass = reductions.token_mass(q, k, num_query_frames, bias)
         return {"cross_mass": mass} | _attended(mass.shape, on_host, q.device)
-    layout = call.known_layout
+    layout = call.layout
     assert call.lse is not None
     bands = list(RotaryTable(q.shape[-1]).bands.values()) if request.rope_bands else []
     values = reductions.frame_values(
@@ -286,7 +281,7 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
         values = {"word_map": word_map(q, k, request.num_words, added)}
     else:
         assert call.lse is not None
-        S, lse = call.known_layout.tokens_per_slot, select(call.lse, some, 1)
+        S, lse = call.layout.tokens_per_slot, select(call.lse, some, 1)
         values = key_maps(q, k, lse, request.queries, at.query_frames, S, added)
         values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), of_heads, q.device)
     return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
@@ -404,8 +399,8 @@ class Capture:
             # Each group has other key frames: columns are those of all, NaN where a head lacks one.
             request = replace(request, query_key_means=False)
             parts = [values_of(request, call) for call in calls]
-            columns = [call.known_layout.columns for call in calls]
-            first = calls[0].known_layout
+            columns = [call.layout.columns for call in calls]
+            first = calls[0].layout
             (batch, length, _, head_dim), queries = calls[0].q.shape, len(first.query_positions)
             layout = joint_layout(columns, replace(first, tokens_per_slot=length // queries))
             num_heads = sum(call.q.shape[2] for call in calls)

@@ -114,12 +114,6 @@ PARTS = {
 }
 
 
-def require_dir(path: str | Path) -> Path:
-    if not Path(path).is_dir():
-        raise CheckpointError(f"model directory {path} not found; run: {DOWNLOAD_HINT}")
-    return Path(path)
-
-
 def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, otherwise: str = "") -> Path:
     if not Path(path).is_file():
         raise CheckpointError(f"{path} not found; run: {hint}{'; ' + otherwise if otherwise else ''}")
@@ -128,7 +122,10 @@ def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, otherwise: str = "
 
 def is_native(ckpt_dir: str | Path) -> bool:
     """Return True for a directory in the layout of the original release, not that of diffusers."""
-    return not (require_dir(ckpt_dir) / "transformer").is_dir() and (Path(ckpt_dir) / "config.json").is_file()
+    folder = Path(ckpt_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"model directory {folder} not found; run: {DOWNLOAD_HINT}")
+    return not (folder / "transformer").is_dir() and (folder / "config.json").is_file()
 
 
 def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
@@ -161,11 +158,6 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
         raise CheckpointError(f"{path} is not the config of a {kind}: {reason}") from None
 
 
-def read_component_config(folder: str | Path) -> dict[str, Any]:
-    """Read config.json of a text encoder or VAE."""
-    return read_json(require_file(Path(folder) / "config.json"), CheckpointError)
-
-
 def part_file(ckpt_dir: str | Path, part: str) -> Path:
     """Return the weights of a part of a model directory: one file, or the index of its shards."""
     path = Path(ckpt_dir) / PARTS[part][0 if is_native(ckpt_dir) else 1]
@@ -173,14 +165,12 @@ def part_file(ckpt_dir: str | Path, part: str) -> Path:
     return index if index.is_file() else require_file(path)
 
 
-def tokenizer_dir(ckpt_dir: str | Path) -> Path:
-    return Path(ckpt_dir) / (TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
-
-
-def encoder_files(ckpt_dir: str | Path) -> list[Path]:
-    """Return all files that prompt embeddings depend on: umT5's weights and the tokenizer."""
-    tokenizer = sorted(path for path in require_dir(tokenizer_dir(ckpt_dir)).iterdir() if path.is_file())
-    return [part_file(ckpt_dir, "text_encoder"), *tokenizer]
+def encoder_files(ckpt_dir: str | Path) -> tuple[Path, Path]:
+    """Return all that prompt embeddings depend on: umT5's weights, and the folder of the tokenizer."""
+    tokenizer = Path(ckpt_dir) / (TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
+    if not tokenizer.is_dir():
+        raise CheckpointError(f"model directory {tokenizer} not found; run: {DOWNLOAD_HINT}")
+    return part_file(ckpt_dir, "text_encoder"), tokenizer
 
 
 def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:
@@ -217,7 +207,9 @@ def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the files of weights: those beside a shard index that it names, or the one file itself."""
+    """Return the files of weights: those that a shard index names, those in a folder, or the one itself."""
+    if path.is_dir():
+        return sorted(filter(Path.is_file, path.iterdir()))
     if not path.name.endswith(".index.json"):
         return [path]
     with library_reads(f"the shard index {path}", CheckpointError, "get it again"):
@@ -266,9 +258,9 @@ def sampled_sha256(path: str | Path) -> str:
 
 
 def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Return name, bytes and sampled_sha256 of files, ordered by name; of an index its shards.
+    """Return name, bytes and sampled_sha256 of files, ordered by name.
 
-    Raise CheckpointError for a missing file.
+    An index stands for its shards, a folder for its files. Raise CheckpointError for a missing file.
     """
     files = {require_file(file) for path in paths for file in shards(Path(path))}
     return [
@@ -281,7 +273,7 @@ def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 CONTAINERS = ("generator_ema", "generator", "model")  # what training scripts put a state dict into
 WITHOUT_EMA = ("generator", "model", "generator_ema")
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")  # anywhere in a name
+WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")  # anywhere
 LEAD = re.compile(r"(?:(?:module|model|generator|diffusion_model)\.)*")  # at its beginning
 
 
@@ -335,10 +327,10 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     for name, tensor in state.items():
         if str(name).endswith("scaled_fp8"):  # marks ComfyUI's files
             continue
-        lead, bare = bare_name(str(name), LEAD)
-        report.prefixes.update(
-            [wrapper for wrapper in WRAPPERS if wrapper in str(name)] + [lead] * bool(lead)
-        )
+        inner = WRAPPERS.sub("", str(name))
+        lead = LEAD.match(inner)[0]  # type: ignore[index]  # which matches nothing, too
+        report.prefixes.update([*dict.fromkeys(WRAPPERS.findall(str(name))), *[lead] * bool(lead)])
+        bare = inner.removeprefix(lead)
         if bare in found:
             raise CheckpointError(f"{path} has two keys for {bare}, such as {name}")
         found[bare] = tensor
@@ -348,14 +340,6 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     found = dequantise(found, report)
     report.loaded = len(found)
     return found, report
-
-
-def bare_name(name: str, lead: re.Pattern[str]) -> tuple[str, str]:
-    """Return the lead of a name and the rest of it, without what training wrappers put into it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    start = lead.match(name)[0]  # type: ignore[index]  # which matches nothing, too
-    return start, name[len(start) :]
 
 
 # --- FP8 as ComfyUI stores it: W = q · scale, one scale a weight, or none where values were only rounded
@@ -397,7 +381,7 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
 # --- LoRA (arXiv 2106.09685), merged into weights on loading: W + alpha / rank · B A, in float32
 
 LORA_CONTAINERS = ("generator_lora", "lora")
-PEFT = re.compile(r"(?:base_model\.model\.|(?:module|model|generator|diffusion_model|transformer)\.)*")
+PEFT = re.compile(r"^(?:base_model\.model\.|(?:module|model|generator|diffusion_model|transformer)\.)*")
 KOHYA = re.compile(r"lora_unet_(?:(blocks)_(\d+)_)?([^.]+)\.(.+)")  # kohya's scripts: _ in place of .
 KOHYA_LAYERS = {
     name.rstrip(".").replace(".", "_"): name.rstrip(".")
@@ -438,7 +422,7 @@ def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha:
     halves: tuple[StateDict, StateDict] = {}, {}
     alphas = set() if alpha is None else {float(alpha)}
     for name, value in state.items():
-        _, bare = bare_name(str(name), PEFT)
+        bare = PEFT.sub("", WRAPPERS.sub("", str(name)), count=1)
         if match := KOHYA.fullmatch(bare):
             layer = KOHYA_LAYERS.get(match[3], match[3])
             bare = ".".join(filter(None, (match[1], match[2], layer, match[4])))

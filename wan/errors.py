@@ -95,33 +95,35 @@ def check_fields(settings: Any, where: str = "") -> None:
     all that is known. Other classes than numbers, texts and None are not looked into.
     """
     for each in fields(settings):
-        value = getattr(settings, each.name)
+        # 1. The kinds that an annotation names, and the value.
+        value, known = getattr(settings, each.name), []
+        kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
         if type(value) is str:
             require_text(value, where + each.name)
-        kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
-        if not any(_is_of(value, kind)[0] for kind in kinds):
-            known = " or ".join(_is_of(value, kind)[1] for kind in kinds)
-            raise ConfigError(f"{where}{each.name} {short_repr(value)} is not {known}")
-
-
-def _is_of(value: Any, kind: Any) -> tuple[bool, str]:
-    """Return whether a value is of a kind, and the kind in words."""
-    limits: tuple = ()
-    if get_origin(kind) is Annotated:
-        kind, *limits = get_args(kind)  # type: ignore[assignment]
-    if get_origin(kind) is Literal:
-        kind, limits = str, (get_args(kind),)
-    if kind not in (bool, int, float, str, NoneType):
-        return True, ""
-    name = {NoneType: "null", str: "text"}.get(kind, getattr(kind, "__name__", ""))
-    fits = type(value) is kind or (kind is float and type(value) is int)
-    if len(limits) == 1:
-        return fits and value in limits[0], f"one of {', '.join(limits[0])}"
-    if len(limits) == 2:
-        low, high = limits
-        size = len(value.strip()) if fits and kind is str else value
-        return fits and low <= size <= high, f"{name} in {low}..{high}" + " characters" * (kind is str)
-    return fits, name
+        for kind in kinds:
+            # 2. What it may hold: all that is known, or a range of numbers or lengths.
+            limits: tuple = ()
+            if get_origin(kind) is Annotated:
+                kind, *limits = get_args(kind)  # type: ignore[assignment]
+            if get_origin(kind) is Literal:
+                kind, limits = str, (get_args(kind),)
+            if kind not in (bool, int, float, str, NoneType):
+                break
+            # 3. Whether it fits this kind; else the kind in words.
+            name = {NoneType: "null", str: "text"}.get(kind, kind.__name__)
+            fits = type(value) is kind or (kind is float and type(value) is int)
+            if len(limits) == 1:
+                name, fits = f"one of {', '.join(limits[0])}", fits and value in limits[0]
+            elif len(limits) == 2:
+                low, high = limits
+                size = len(value.strip()) if fits and kind is str else value
+                name = f"{name} in {low}..{high}" + " characters" * (kind is str)
+                fits = fits and low <= size <= high
+            if fits:
+                break
+            known.append(name)
+        else:
+            raise ConfigError(f"{where}{each.name} {short_repr(value)} is not {' or '.join(known)}")
 
 
 @contextmanager

@@ -53,26 +53,24 @@ def read_json(path: str | Path, error: type[UserError] = ConfigError) -> dict[st
         return dict(json.loads(text))
 
 
-def read_yaml(path: str | Path) -> dict[Any, Any]:
-    """Read a YAML file that holds a mapping of settings. Raise ConfigError for any other."""
-    content = load_yaml(path, "settings")
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a mapping of settings")
-    return content
+def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit: int = CONFIG_BYTES) -> Any:
+    """Read YAML that holds a mapping, or another kind, of what; ConfigError for any other file.
 
-
-def load_yaml(path: str | Path, what: str, limit: int = CONFIG_BYTES) -> Any:
-    """Read YAML; a key given twice is an error, ${...} stays text. what says in errors what it is of."""
+    A key given twice is an error, ${...} stays text.
+    """
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
     text = read_text(path, limit)
     try:
-        return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except Exception as error:  # PyYAML's and OmegaConf's classes, and those of the values that they build
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = f" in line {mark.line + 1}" if mark else ""
         reason = problem or reason_of(error)
         raise ConfigError(f"{path}: not a YAML file of {what}: {reason}{line}") from error
+    if not isinstance(content, kind):
+        raise ConfigError(f"{path}: not a mapping of {what}")
+    return content
 
 
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from wan.attention import Call
 from wan.errors import ConfigError, check_fields, reason_of, short_repr
-from wan.files import load_yaml, read_text
+from wan.files import read_text, read_yaml
 from wan.keys import (
     EMPTY,
     MIXED,
@@ -267,7 +267,7 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 
     ConfigError where a number or "first" meets a slot that holds another frame for each batch item.
     """
-    layout, found = call.known_layout, []
+    layout, found = call.layout, []
     # 1. Under which names each slot goes; frames of the block itself are "own", never a number.
     for n, slot in enumerate(layout.slots):
         named: set[int | str] = set()
@@ -288,13 +288,13 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 def check_items(call: Call, slots: Iterable[int]) -> None:
     """Raise ConfigError where one of the slots holds another frame for each batch item."""
     for index in slots:
-        if len(set(call.known_layout.slots[index].by_item)) > 1:
+        if len(set(call.layout.slots[index].by_item)) > 1:
             raise ConfigError(f"slot {index} holds another frame for each batch item: edit them one by one")
 
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
     """Return the tokens of slots among the keys, as an index."""
-    S, some = call.known_layout.tokens_per_slot, as_index(slots, call.k.device)
+    S, some = call.layout.tokens_per_slot, as_index(slots, call.k.device)
     if isinstance(some, slice):
         return slice(some.start * S, some.stop * S)
     return (some[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
@@ -352,7 +352,7 @@ def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
     ConfigError where the keys of a slot, or of its batch items, stand at several positions.
     """
     check_items(call, slots)
-    chosen = [call.known_layout.slots[n] for n in slots]
+    chosen = [call.layout.slots[n] for n in slots]
     if any(slot.position == MIXED for slot in chosen):
         remedy = "move them by offset=, or take a policy that knows the position of every key"
         raise ConfigError(f"these keys stand at several positions: {remedy}")
@@ -392,7 +392,7 @@ class KeySelection(Edit):
             return call  # all of them are in other processes
         # 2. Edits of one call add up in one bias [H, slots], which its attention adds to the logits.
         if call.bias is None:
-            size = call.k.shape[1] if self.frames is None else len(call.known_layout.slots)
+            size = call.k.shape[1] if self.frames is None else len(call.layout.slots)
             call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
         return call  # attention() raises ConfigError for a head that loses all its keys
@@ -582,7 +582,7 @@ class Jitter(Edit):
         return ROPE_THETA * (1 + self.scale * e)
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
-        layout, heads, head_dim = call.known_layout, heads_in(self, call), call.q.shape[3]
+        layout, heads, head_dim = call.layout, heads_in(self, call), call.q.shape[3]
         stands = positions_of(call, range(len(layout.slots)))
         # q and k stand where RoPE of base 10000 put them; another base moves each pair by a drift on top.
         numbers = [call.numbers[head] for head in heads]
@@ -772,7 +772,7 @@ def edits_of(values: Iterable[Any], where: str) -> list[Edit]:
 
 def read_edits(path: str | Path) -> list[Edit]:
     """Read edits from a YAML file: a list of them, or a mapping with the key interventions."""
-    values = load_yaml(path, "interventions", MAX_BYTES)
+    values = read_yaml(path, "interventions", object, MAX_BYTES)
     if isinstance(values, Mapping) and [*values] == ["interventions"]:
         values = values["interventions"]
     if not (edits := edits_of(values, str(path))):

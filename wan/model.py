@@ -365,8 +365,11 @@ class WanModel(nn.Module):
         # The rows of zeros are embedded and attended too, so they are no mask: [B, text_len, text_dim].
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
         text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
-        layers = [block.cross_attn for block in self.blocks]
-        return [(attn.norm_k(attn.k(text)), attn.values(text)) for attn in layers]
+        found = []
+        for block in self.blocks:  # each computes within its turn: wan/wings/offload.py streams its weights
+            attn = block.cross_attn
+            found.append((attn.norm_k(attn.k(text)), attn.values(text)))  # [B, text_len, H, D] each
+        return found
 
     def flow(
         self,

@@ -103,10 +103,6 @@ class CausalInferencePipeline:
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
         check_recompute(recompute_context, self.cache_policy, num_frame_per_block)
 
-    def steps_of(self, block: int) -> list[int]:
-        """Return the denoising steps of a block, as indices of timesteps."""
-        return self.later_steps if block else self.first_steps
-
     def at(self, block: int, frames: range, step: int) -> Pass:
         """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
         how = {"timestep": self.pass_timesteps[step], "is_clean_pass": step in (len(self.timesteps), RECACHE)}
@@ -205,8 +201,11 @@ class CausalInferencePipeline:
                     probe(block, partial(video.denoise, block, frames))
                 x0 = video.denoise(block, frames)
 
-            # 3. Remember: the clean pass overwrites this block's keys and values.
-            video.remember(block, frames, x0)
+            # 3. Remember: the clean pass overwrites this block's keys and values, which later blocks see.
+            video.predict_flow(x0, block, frames, step=len(self.timesteps))
+            if video.keeps_past:
+                video.past += x0.split(1, 1)
+                del video.past[: -(video.kv_cache.policy.recomputed_frames or len(video.past))]
             self.cache_bytes = video.kv_cache.nbytes
             yield frames, x0
 
@@ -256,13 +255,14 @@ class CausalInferencePipeline:
                 if again:
                     cache.recache(range(block.start - again, block.start), (), lasts=not context)
                 cache.advance(block, cut=how == "cut")
-                earlier = cache.frames[: cache.own.start]
+                earlier = [slot.frame for slot in cache.slots[: cache.own.start]]
                 past |= {*earlier}
                 sink |= {*earlier[: len(cache.layouts[0].sink)]}
             remembered = min(left + len(block), policy.recomputed_frames or block.stop)
             # A forward over clean frames of the past comes first where the cache is computed again.
             first = [RECACHE] if how == "recache" or (context and past) else []
-            steps = (*first, *(() if block.start < given else self.steps_of(number)), len(self.timesteps))
+            own = self.later_steps if number else self.first_steps
+            steps = (*first, *(() if block.start < given else own), len(self.timesteps))
             more = bool(past) and not knows_all
             found.append(BlockKeys(tuple(block), steps, tuple(sorted(past)), tuple(sorted(sink)), more))
         plan = config.num_layers, config.num_heads, len(self.timesteps), tuple(found), config.text_len
@@ -316,7 +316,8 @@ class Rollout:
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
         """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w]."""
-        steps, sigmas = self.pipeline.steps_of(block), self.pipeline.sigmas
+        steps = self.pipeline.later_steps if block else self.pipeline.first_steps
+        sigmas = self.pipeline.sigmas
         x = self.noise.first(frames) if x is None else x
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
@@ -327,13 +328,6 @@ class Rollout:
             if number + 1 < len(steps):
                 x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])
         return x0
-
-    def remember(self, block: int, frames: range, x0: Tensor) -> None:
-        """Run the clean pass: later blocks see the keys and values that it writes."""
-        self.predict_flow(x0, block, frames, step=len(self.pipeline.timesteps))
-        if self.keeps_past:
-            self.past += x0.split(1, 1)
-            del self.past[: -(self.kv_cache.policy.recomputed_frames or len(self.past))]
 
     def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
         """Run the model once, announced to those who observe it."""

@@ -13,14 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan.kernels import mass_kernels
 from wan.keys import KeyBias, KeyLayout, RotaryTable, key_frames, key_tokens, send, slot_frames
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
-
-
-def kernels_take(q: Tensor) -> bool:
-    """Return whether the Triton kernels are for such a call."""
-    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
 
 
 # --- By frame and slot
@@ -138,11 +134,9 @@ def frame_mass(
     sums to 1. On the CPU lse is not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a
     chunk costs the same.
     """
-    if kernels_take(q):
-        from wan.kernels.mass import query_frame_mass  # Triton is there only beside CUDA
-
+    if kernels := mass_kernels(q):
         # The call's lse counts the bias, the kernel's logits do not: e^bias is still to come.
-        mass = query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
+        mass = kernels.query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
         if bias is not None:
             mass = _weighted(mass, bias[..., None])
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
@@ -186,10 +180,8 @@ def token_mass(
     With the unedited call's lse [B, H, Lq] a kernel forms it on CUDA. Else whole query frames are taken at
     once, as many as fit: their means run along memory. Where not one fits it is taken in pieces.
     """
-    if lse is not None and kernels_take(q):
-        from wan.kernels.mass import key_token_mass  # Triton is there only beside CUDA
-
-        mass = key_token_mass(q, k, lse, num_query_frames)
+    if lse is not None and (kernels := mass_kernels(q)):
+        mass = kernels.key_token_mass(q, k, lse, num_query_frames)
         return mass if bias is None else _weighted(mass, bias[:, None])
     # 1. How many query frames fit at once; where not one does, its queries go in pieces.
     S = q.shape[1] // num_query_frames
@@ -201,7 +193,7 @@ def token_mass(
         ]
         return torch.stack(sums, 2) / S
     # 2. Whole frames: [B, H, frames·S, Lk] -> [B, H, frames, Lk].
-    keys = _keys_last(k)
+    keys = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     means = [
         _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
         for part in q.split(frames * S, dim=1)
@@ -214,10 +206,8 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = Non
 
     lse is used on CUDA alone, as in frame_mass.
     """
-    if kernels_take(q):
-        from wan.kernels import mass as mass_kernel  # Triton is there only beside CUDA
-
-        logits, mass = (x[:, :, 0] for x in mass_kernel.key_token_means(q, k, lse))
+    if kernels := mass_kernels(q):
+        logits, mass = (x[:, :, 0] for x in kernels.key_token_means(q, k, lse))
         if bias is not None:
             mass = _weighted(mass, bias)
     else:
@@ -260,15 +250,10 @@ def token_matrix(
 # --- Logits, some query rows at a time
 def scaled_logits(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Iterator[Tensor]:
     """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time."""
-    keys = _keys_last(k)
+    keys = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2]))
     for part in q.split(rows, dim=1):
         yield _logits(part, keys, bias)
-
-
-def _keys_last(k: Tensor) -> Tensor:
-    """Keys [B, Lk, H, D] -> float32 [B, H, D, Lk]."""
-    return k.permute(0, 2, 3, 1).float()
 
 
 def _logits(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:

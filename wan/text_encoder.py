@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint import (
-    CheckpointError,
-    assign,
-    is_native,
-    part_file,
-    read_component_config,
-    read_part,
-    require_dir,
-    tokenizer_dir,
-)
+from wan.checkpoint import CheckpointError, assign, encoder_files, is_native, part_file, read_part
 from wan.errors import library_reads, short_repr
+from wan.files import read_json
 
 if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5EncoderModel
@@ -35,7 +27,7 @@ UMT5_XXL = {  # the original release has no config of umT5
     "dropout_rate": 0.0,
 }
 
-USUAL_SIZES = {  # transformers', where a config does not say
+USUAL_SIZES = {  # transformers' own, where a config does not say
     "vocab_size": 250112,
     "d_model": 512,
     "d_kv": 64,
@@ -47,16 +39,11 @@ USUAL_SIZES = {  # transformers', where a config does not say
 
 
 def encoder_config(ckpt_dir: str | Path) -> dict[str, Any]:
-    """Return umT5's settings as transformers names them."""
+    """Return umT5's settings as transformers names them, without its import, which takes seconds."""
     if is_native(ckpt_dir):
-        return UMT5_XXL
-    return read_component_config(part_file(ckpt_dir, "text_encoder").parent)
-
-
-def encoder_sizes(ckpt_dir: str | Path) -> dict[str, int]:
-    """Return umT5's sizes without transformers, whose import takes seconds."""
-    config = encoder_config(ckpt_dir)
-    return {name: config.get(name, usual) for name, usual in USUAL_SIZES.items()}
+        return USUAL_SIZES | UMT5_XXL
+    path = part_file(ckpt_dir, "text_encoder").with_name("config.json")
+    return USUAL_SIZES | read_json(path, CheckpointError)
 
 
 def clean_prompt(text: str) -> str:
@@ -85,7 +72,7 @@ class TextEncoder(nn.Module):
         from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
         # 1. The tokenizer.
-        folder = require_dir(tokenizer_dir(ckpt_dir))
+        weights, folder = encoder_files(ckpt_dir)
         with library_reads(f"the tokenizer {folder}", CheckpointError, "get it again"):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         with library_reads(f"the text encoder of {ckpt_dir}", CheckpointError, "get it again"):
@@ -97,7 +84,7 @@ class TextEncoder(nn.Module):
             names = ("shared.weight", "encoder.embed_tokens.weight")
             if tokens := [state[name] for name in names if name in state]:
                 state |= dict.fromkeys(names, tokens[0])
-            assign(encoder, state, part_file(ckpt_dir, "text_encoder"), dtype, device)
+            assign(encoder, state, weights, dtype, device)
             encoder.tie_weights()
         return cls(encoder, tokenizer, text_len)
 

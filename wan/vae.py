@@ -25,12 +25,12 @@ from wan.checkpoint import (
     assign,
     is_native,
     part_file,
-    read_component_config,
     read_part,
     read_weights_file,
     sampled_sha256,
 )
 from wan.errors import library_reads
+from wan.files import read_json
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
@@ -74,7 +74,9 @@ class VAE(nn.Module):
                 if is_native(ckpt_dir):
                     vae = AutoencoderKLWan(**sizes)
                 else:
-                    vae = AutoencoderKLWan.from_config(read_component_config(path.parent))
+                    vae = AutoencoderKLWan.from_config(
+                        read_json(path.with_name("config.json"), CheckpointError)
+                    )
             assign(vae, read_part(ckpt_dir, "vae"), path, dtype, device)
             if torch.device(device).type == "cpu":
                 channels_last(vae)

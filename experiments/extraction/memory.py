@@ -18,14 +18,15 @@ import torch
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, queries_of
-from wan.checkpoint import VAE_FILE
+from wan.checkpoint import VAE_FILE, CheckpointError
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
+from wan.files import read_json
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
 from wan.reductions import CHUNK_ELEMENTS
 from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
-from wan.text_encoder import encoder_sizes
+from wan.text_encoder import encoder_config
 
 GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
@@ -75,7 +76,7 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
     """
     folder = Path(config.ckpt_dir)
     is_native = checkpoint.is_native(folder)
-    c = {} if is_native else checkpoint.read_component_config(folder / "vae")
+    c = {} if is_native else read_json(folder / "vae/config.json", CheckpointError)
     files = [folder / VAE_FILE] if is_native else (folder / "vae").iterdir()
     pixels, size = config.height * config.width * 8**2, dtype.itemsize
     frame = size * (c.get("decoder_base_dim") or c.get("base_dim") or 96) * pixels
@@ -188,7 +189,7 @@ class Memory:
         largest = max(c.block_sizes)
         # 1. umT5, and the widest of its activations: a layer's logits with their bias, and their softmax
         if self.encodes and not c.prompt_embeds:
-            t5 = SimpleNamespace(**encoder_sizes(c.ckpt_dir))
+            t5 = SimpleNamespace(**encoder_config(c.ckpt_dir))
             attention = 4 * t5.d_model * t5.d_kv * t5.num_heads
             attention += t5.relative_attention_num_buckets * t5.num_heads
             layers = t5.num_layers * (attention + 3 * t5.d_model * t5.d_ff)

@@ -166,7 +166,7 @@ def pretended_gpu() -> Iterator[torch.device]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         for module in (layers, cache):
             patch.setattr(module, "fused_kernels", lambda x: None)
-        patch.setattr(reductions, "kernels_take", lambda q: False)
+        patch.setattr(reductions, "mass_kernels", lambda q: None)
         patch.setattr(attention_backend, "takes", lambda q, k, v: False)
         waited.clear()
         try:

@@ -78,7 +78,7 @@ def test_the_first_block_takes_its_own_steps():
     run = CausalInferencePipeline(model, num_frame_per_block=1, **FIRST_STEPS)
     latents = run.inference(noise, prompt_embeds=embeds, renoise=renoise)[1]
     assert run.pass_timesteps == pytest.approx([1000, 937.5, 833.3333, 625, 0])
-    assert run.steps_of(1) == [0, 2]
+    assert run.later_steps == [0, 2]
 
     schedule = FlowSchedule(5.0)
     levels = [(float(t), float(schedule.sigma(t))) for t in schedule.warp([1000, 750, 500, 250])]

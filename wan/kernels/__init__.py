@@ -1,4 +1,4 @@
-"""Optional fast paths, each beside the plain one: fused.py is taken where fused_kernels() gives it."""
+"""Optional fast paths, each beside the plain one: modules are taken where these functions give them."""
 
 from importlib import import_module
 from types import ModuleType
@@ -12,3 +12,10 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
     if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
         return None
     return import_module("wan.kernels.fused")  # Triton is there only beside CUDA
+
+
+def mass_kernels(q: Tensor) -> ModuleType | None:
+    """Return the kernels of softmax mass if they apply to a call's queries: in half precision on CUDA."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return import_module("wan.kernels.mass")
