@@ -16,8 +16,6 @@ that is stopped leaves nothing; --start_from trains on from weights that are fin
 from pathlib import Path
 
 from experiments.running.cli import Parser, count, finite_number, main
-from experiments.running.ranks import this_rank
-from wan.errors import ConfigError
 
 
 def run(argv=None):
@@ -35,8 +33,6 @@ def run(argv=None):
     add("--device", default="auto")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if this_rank().count > 1:
-        raise ConfigError("the miniature trains on one GPU; start it without torchrun")
 
     from experiments.miniature.training import train  # no torch for --help
 

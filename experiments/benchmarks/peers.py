@@ -32,7 +32,8 @@ from experiments.benchmarks.rollouts import (
     warmed_up,
 )
 from experiments.running.cli import config_from, count, main, run_parser
-from experiments.running.ranks import on_own_device, this_rank
+from experiments.running.peers import on_own_device
+from experiments.running.ranks import this_rank
 from wan.blocks import block_ranges, block_sizes
 from wan.config import RunConfig
 from wan.errors import ConfigError, reason_of

@@ -47,7 +47,8 @@ from experiments.extraction import video
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
-from experiments.running.ranks import end_at_once, on_own_device, this_rank
+from experiments.running.peers import on_own_device
+from experiments.running.ranks import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest

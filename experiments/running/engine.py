@@ -238,8 +238,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
     # Workers inherit it; at the usual level a killed worker fills the screen
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "error")
     try:
-        import dask
-        from distributed import Client
+        import dask.distributed
     except ImportError:
         raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     settings: dict[str, Any] = {
@@ -255,7 +254,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
         cluster = _slurm_cluster(args.slurm) if args.slurm else nullcontext(args.scheduler)
     with cluster as target:
         try:
-            client = Client(target, set_as_default=False)
+            client = dask.distributed.Client(target, set_as_default=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"no scheduler answers at {args.scheduler}: {one_line(error)}") from None
         with client:

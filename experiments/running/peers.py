@@ -20,13 +20,16 @@ from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from experiments.caches.files import RunError
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.provenance import choose_device
 from experiments.extraction.rollout import Progress
 from experiments.running.cli import EXPLAINED, fail
-from experiments.running.ranks import exit_with_parent, on_own_device, this_rank
+from experiments.running.ranks import Rank, exit_with_parent, this_rank
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
@@ -34,6 +37,20 @@ from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.wings import parallel
 from wan.wings.parallel import leave as leave
+
+
+def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
+    """Return the config of one of several ranks: each has a GPU of its own, or all share the CPU.
+
+    Raises ConfigError where the config names one GPU for all; torch says where there are too few.
+    """
+    if rank.count == 1 or config.device == "cpu":
+        return config
+    if config.device == "auto" and not torch.cuda.device_count():
+        return replace(config, device="cpu")
+    if config.device not in ("auto", "cuda"):
+        raise ConfigError(f"device {config.device} was asked for {rank.count} ranks; leave it out")
+    return replace(config, device=f"cuda:{rank.local}")
 
 
 # --- A script: torchrun's agent starts a process for each GPU
@@ -66,10 +83,6 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
 
 def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
     """Run this command in count processes, and end as the first of them that fails."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     logging.disable(logging.CRITICAL)  # the agent's own report of what the processes printed already
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -5,11 +5,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
-
-from wan.config import RunConfig
-from wan.errors import ConfigError
 
 PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 
@@ -32,29 +29,6 @@ def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
     if not environment.get("RANK"):
         return Rank()
     return Rank(*(int(environment.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
-
-
-def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
-    """Return the config of one of several ranks: each has a GPU of its own, or all share the CPU.
-
-    Raises ConfigError where there are fewer GPUs than ranks, or where the config names one GPU for all.
-    """
-    if rank.count == 1 or config.device == "cpu":
-        return config
-    # Entry scripts import this file for their flags, and a --help needs no torch
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if config.device == "auto" and not gpus:
-        return replace(config, device="cpu")
-    if config.device not in ("auto", "cuda"):
-        raise ConfigError(f"device {config.device} was asked for {rank.count} ranks; leave it out")
-    if rank.local >= gpus:
-        raise ConfigError(
-            f"rank {rank.number} is number {rank.local} of its host, and {gpus} GPU(s) are there: "
-            "start a rank for each GPU, or use --device cpu"
-        )
-    return replace(config, device=f"cuda:{rank.local}")
 
 
 def cores() -> int:

@@ -43,6 +43,7 @@ class StopAfter(Progress):
     """Asks to stop after so many blocks."""
 
     def __init__(self, blocks: int = 10**9):
+        super().__init__(quiet=True)
         self.left = blocks
 
     def advance(self, unit: str, index: int, count: int, what: str) -> None:
