@@ -1,9 +1,8 @@
-"""Numbers of interventions: knockout curves, effects of edits, a causal atlas."""
+"""Numbers of interventions: effects of edits, and a causal atlas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,52 +13,6 @@ from experiments.analysis.stats import Interval, head_correlation
 from experiments.analysis.taxonomy import ABSENT, KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.view import edits_in_words, open_profiles
-
-# --- Knockout curves: how much of something is left when more and more heads lose their past
-
-BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
-ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
-ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
-
-
-def knockouts_of(report: Mapping[str, Any]) -> tuple:
-    """Return counts, orders, random draws, ends, title and ceilings, for figures.knockout_curves."""
-    found = report["knockouts"]
-    curves = {name: np.array(rows) for name, rows in found["curves"].items()}
-    orders = {label: curves[name] for name, label in ORDERS.items()}
-    ends = np.array(found["ends"]["base"]), np.array(found["ends"]["all"])
-    about = f"{found['captions without colour']} captions without its colour × {found['seeds']} seeds"
-    title = f"Which heads bring a hidden shape back: {report['model']}, {about}"
-    return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
-
-
-ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
-CEILINGS = "rendered", "VAE"
-
-
-def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
-    """Return panels, ceilings and subtitle, for figures.budget_curves, of a window and sink of other heads.
-
-    panels: rule -> miniature, or all -> budget -> (share,), of all with its interval.
-    """
-    panels: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for claim, found in report["shares"].items():
-        rule, *size = claim.split(", ")
-        if size[1:] == [f"sink {sink}" if rule == "uniform" else f"{window} with sink {sink}"]:
-            # One value a miniature has no interval; "all" has one, over miniatures and captions.
-            each = zip(report["miniatures"], found["same"][EACH], strict=True)
-            for name, row in [(ALL, found["same"][ALL]), *((name, [share]) for name, share in each)]:
-                if row[0] is not None:
-                    panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
-    ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
-    others = f"{window} frames" + f", {sink} of them a sink" * (sink > 0)
-    return panels, ceilings, f"{_of_models(report)}; chosen heads keep the whole past, others {others}"
-
-
-def _of_models(report: Mapping[str, Any]) -> str:
-    count = len(report["miniatures"])
-    return f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"
-
 
 QUESTIONS = {name: name for name in ("background", "shape", "direction", "landmark")}  # of the tracker
 QUESTIONS |= {"color": "colour", "crossing": "paths cross", "hides": "it hides"}

@@ -1,4 +1,4 @@
-"""Published facts of the real model, results of findings, and how heads agree with published curves."""
+"""Published facts of the real model, and how heads agree with published curves."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from experiments.analysis.stats import pearson, rms_difference
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles, ranges
-from wan.files import MAX_COUNT, read_json, read_text
+from wan.files import MAX_COUNT, read_text
 
 FOLDER = Path("cache/published")
 FIGURE4_CSV = "deep_forcing_figure4_digitised.csv"  # the paper's Figure 4, by key frame
@@ -25,14 +25,6 @@ DEFAULT_ATLAS = "self_forcing_dmd_eagle_21f.pt"  # what a notebook shows before 
 DEFAULT_CACHE = "cache/attention_cache_figure4.pt"
 HEAD_LABELS_CSV = "pyramid_forcing_head_labels.csv"  # 1 anchor, -1 wave, 2 veil
 STATIC_HEADS_CSV = "forcing_kv_static_heads.csv"  # 1 static, 0 dynamic
-
-
-def read_report(path: str | Path, finding: str) -> dict[str, Any]:
-    """Read the results of a finding in experiments/findings. CacheError where there are none."""
-    try:
-        return read_json(path, CacheError)
-    except CacheError as error:
-        raise CacheError(f"{error}; run: python experiments/findings/{finding}/run.py") from None
 
 
 class Curve(NamedTuple):

@@ -20,6 +20,8 @@ from experiments.analysis.stats import mean_without_nan
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
 
+# Of Wan2.1 1.3B and 14B; 22 of its 64 complex pairs turn with time.
+WAN_HEAD_DIM = 128
 NUM_BANDS = 6  # of 22: the elbow of R² and of |E q| / E|q| in the real model
 JITTER = 0.35  # null frequencies are ω e^u, u uniform in ± this
 
@@ -29,6 +31,19 @@ def temporal_frequencies(head_dim: int, base: float = 10000.0) -> np.ndarray:
     # Wan gives height and width 2 (D // 6) channels each and time the rest; two make a frequency
     count = (head_dim - 4 * (head_dim // 6)) // 2
     return base ** (-np.arange(count) / count)
+
+
+def rope_coherence(distances: np.ndarray) -> np.ndarray:
+    """Re C(Δ), the mean over Wan's temporal frequencies ω of cos(ω Δ), at distances [n] in latent frames."""
+    return np.cos(np.outer(distances, temporal_frequencies(WAN_HEAD_DIM))).mean(1)
+
+
+def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:
+    """Find the largest local maxima of values at distances above beyond: (distance, value), largest first."""
+    # Strictly above both neighbours, so a plateau is no maximum.
+    inner = np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:])) + 1
+    chosen = sorted((i for i in inner if distances[i] > beyond), key=lambda i: -values[i])[:count]
+    return [(int(distances[i]), float(values[i])) for i in chosen]
 
 
 def fitted_frequencies(view: Profiles, longest_period: float) -> np.ndarray:

@@ -8,21 +8,28 @@ prompts, random weights, and models with one thing wrong, beside the right one's
 
 import argparse
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.analysis import agreement, published
-from experiments.analysis.agreement import AGREES, OTHER_OWN, OTHER_R, Comparison, compare
-from experiments.analysis.first_frame import matrices
+from experiments.analysis import published
+from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices, sign_rate
 from experiments.analysis.panels import table
-from experiments.analysis.rope_waves import fitted_frequencies, last_block_context, temporal_frequencies
+from experiments.analysis.rope_waves import (
+    fit_waves,
+    fitted_frequencies,
+    last_block_context,
+    temporal_frequencies,
+)
+from experiments.analysis.stats import mean_without_nan, pearson, rms_difference, spearman
+from experiments.analysis.taxonomy import Thresholds, agreement, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import RunError, save_report
 from experiments.caches.view import open_profiles
@@ -45,8 +52,100 @@ PROMPTS = (  # of the calibration
     "a yellow circle moving left behind a white wall over a dark red background",
     "a purple triangle moving down over a light blue background with a small green circle at the top left",
 )
+# Borders, by docs/check_model.json: right models were seen above AGREES, other prompts between, wrong models
+# below one of the others. r is the median over heads, own the share of heads most like themselves.
+AGREES, OTHER_R, OTHER_OWN = 0.985, 0.80, 0.30
+VERDICTS = ("agrees", "differs like another prompt", "wrong")
+MEANING = {
+    "agrees": "the heads attend as in the published runs",
+    "differs like another prompt": "the heads are the published ones, of another noise or prompt",
+    "wrong": "the heads are not those of the published model; docs/real_model.md says what to look at",
+}
 
 
+# --- Heads beside their published selves
+class Comparison(NamedTuple):
+    """How heads [layers, H] agree with their published selves."""
+
+    r: np.ndarray  # of last-block curves over context frames
+    is_best: np.ndarray  # bool: no other published head is more like this one
+    of_heads: Mapping[str, float | None]  # further numbers over all heads; None where the data lack them
+
+    def numbers(self) -> dict[str, float | None]:
+        """Return what a table shows, each over all heads."""
+        found = {
+            "r of last-block curves, median": self.median_r,
+            "r, 5 % of heads are below": float(np.nanpercentile(self.r, 5)),
+            "heads most like their own": float(self.is_best.mean()),
+            **self.of_heads,
+        }
+        return {name: value if value is None else round(value, 3) for name, value in found.items()}
+
+    @property
+    def median_r(self) -> float:
+        """Median over heads of r."""
+        return float(np.nanmedian(self.r))
+
+    @property
+    def verdict(self) -> str:
+        """Return one of VERDICTS for one video."""
+        if self.median_r >= AGREES:
+            return VERDICTS[0]
+        return VERDICTS[1 if self.median_r >= OTHER_R and self.is_best.mean() >= OTHER_OWN else 2]
+
+    def worst(self, count: int) -> list[tuple[int, int]]:
+        """Return the heads (layer, head) of lowest r, by index."""
+        order = np.argsort(np.nan_to_num(self.r, nan=-2), axis=None, kind="stable")[:count]
+        return [(int(i // self.r.shape[1]), int(i % self.r.shape[1])) for i in order]
+
+
+def verdict(comparisons: Sequence[Comparison]) -> str:
+    """Return the worst verdict of several videos."""
+    return max((one.verdict for one in comparisons), key=VERDICTS.index)
+
+
+def compare(
+    ours: np.ndarray,
+    curves: np.ndarray,
+    matrix: np.ndarray | None,
+    block_sizes: Sequence[int],
+    frequencies: np.ndarray,
+) -> Comparison:
+    """Compare our matrices with published curves and, where there is one, the published matrix."""
+    cells = context_cells(block_sizes)
+    # [layers, H, F]: the mean over the last block's queries
+    last = np.asarray(ours, np.float64)[..., -block_sizes[-1] :, :].mean(-2)
+    (mine, distances), (theirs, _) = (last_block_context(one, block_sizes) for one in (last, curves))
+    # Amplitudes of the waves that RoPE makes, [layers, H, bands].
+    a, b = (fit_waves(np.nan_to_num(one), distances, frequencies).amplitude for one in (mine, theirs))
+    rho = [spearman(a[..., band].ravel(), b[..., band].ravel()) for band in range(a.shape[-1])]
+    matrix_r, of_s, rates = None, None, [sign_rate(mine), sign_rate(theirs)]
+    if matrix is not None:
+        both = [np.where(cells, np.asarray(one, np.float64), np.nan) for one in (ours, matrix)]
+        # Softmax ignores a constant of a query: rows are compared without their mean.
+        within = [(one - mean_without_nan(one)[..., None])[..., cells] for one in both]  # of each query
+        matrix_r = float(np.nanmedian(pearson(*within)))
+        s = np.stack([first_frame_effect(one, block_sizes).effect.ravel() for one in (ours, matrix)])
+        s = s[:, np.isfinite(s).all(0)]
+        of_s = float(pearson(*s)) if s.shape[1] > 2 else None
+        rates = [sign_rate(one[..., cells]) for one in (ours, matrix)]
+    r = pearson(mine, theirs)
+    flat = [one.reshape(-1, one.shape[-1]) for one in (mine, theirs)]
+    # Shifted or permuted heads agree well with another head, not with their own.
+    others = pearson(flat[0][:, None], flat[1][None])  # [heads, published heads]
+    is_best = np.isfinite(r) & ((others > r.reshape(-1, 1)).sum(1).reshape(r.shape) == 0)
+    # None where the published data lack the matrix.
+    of_heads = {
+        "RMS, median (logits)": float(np.nanmedian(rms_difference(mine, theirs))),
+        "r of whole matrices, median": matrix_r,
+        "r of s over heads": of_s,
+        "heads of the same kind": agreement(*(kinds(rate, Thresholds()) for rate in rates)),
+        "ρ of wave amplitudes": float(np.mean(rho)) if rho else None,
+    }
+    return Comparison(r, is_best, of_heads)
+
+
+# --- The check
 def check(args: argparse.Namespace, config: RunConfig) -> None:
     """Print how the heads agree with the references, draw it, and say the verdict. RunError for wrong."""
     # 1. Read the references, and make each one's run from this config.
@@ -75,11 +174,11 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)
 
     # 2. Generate the same videos, under one noise after another until the heads agree.
-    def closest(found: list[agreement.Comparison]) -> float:
+    def closest(found: list[Comparison]) -> float:
         """Return how near the farther video is."""
         return min(one.median_r for one in found)
 
-    best: list[agreement.Comparison] = []
+    best: list[Comparison] = []
     best_logits, best_noise = [], ""
     with observed(args) as watch:
         session = load(largest).prepare(requests, [one.prompt for one in configs], watch)
@@ -94,17 +193,23 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
                 logits.append(ours)
                 waves = fitted_frequencies(view, view.num_frames - view.block_sizes[-1])
                 theirs = view.profiles(), view.frame_matrices()
-                found.append(agreement.compare(ours, *theirs, view.block_sizes, waves))
+                found.append(compare(ours, *theirs, view.block_sizes, waves))
             if not best or closest(found) > closest(best):
                 best, best_logits, best_noise = found, logits, noise
             watch.print(f"noise {noise}: median r {closest(found):.3f}")
             # The right noise is found: no other one is tried.
-            if agreement.verdict(best) == agreement.VERDICTS[0]:
+            if verdict(best) == VERDICTS[0]:
                 break
 
     # 3. Print the table, draw r of all heads beside the curves of the worst, and say the verdict.
     titles = [path.stem.removeprefix("self_forcing_dmd_") for path in paths]
-    print(table(agreement.rows(dict(zip(titles, best, strict=True)), published.FIGURE4_HEADS)))
+    compared = dict(zip(titles, best, strict=True))
+    columns = {name: one.numbers() for name, one in compared.items()}
+    shown = [{"": row} | {name: of[row] for name, of in columns.items()} for row in best[0].numbers()]
+    for layer, head, label in published.FIGURE4_HEADS:  # a model of fewer heads lacks them
+        if all(layer < one.r.shape[0] and head < one.r.shape[1] for one in best):
+            shown.append({"": f"{label}: r"} | {name: one.r[layer, head] for name, one in compared.items()})
+    print(table(shown))
     worst = []
     for name, comparison, ours, view in zip(titles, best, best_logits, views, strict=True):
         context, _ = last_block_context(view.profiles(), view.block_sizes)
@@ -112,13 +217,13 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
         for layer, head in comparison.worst(4):
             pair = (mine[layer, head], context[layer, head], comparison.r[layer, head])
             worst.append(HeadPair(f"{name}, L{view.layers[layer]}H{head}", *pair))
-    curves = {name: one.r.ravel() for name, one in zip(titles, best, strict=True)}
-    says = agreement.verdict(best)
+    curves = {name: one.r.ravel() for name, one in compared.items()}
+    says = verdict(best)
     figure = heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
     print(save_svg(figure, args.output_path))
-    if says == agreement.VERDICTS[2]:
-        raise RunError(f"{config.model} is wrong: {agreement.MEANING[says]}")
-    print(f"{config.model} {says}: {agreement.MEANING[says]}")
+    if says == VERDICTS[2]:
+        raise RunError(f"{config.model} is wrong: {MEANING[says]}")
+    print(f"{config.model} {says}: {MEANING[says]}")
 
 
 # --- Calibration

@@ -21,7 +21,7 @@ import torch
 
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
-from experiments.analysis.long_rollouts import CONTROLS
+from experiments.analysis.results import CONTROLS
 from experiments.caches.files import claimed, mp4_tag, replacing, require_writable
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.project_files import policy_settings

@@ -48,7 +48,7 @@ def test_thresholds_are_checked(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError):
             taxonomy.load_thresholds(path)
-    with pytest.raises(ConfigError, match="not found"):
+    with pytest.raises(ConfigError, match="No such file"):
         taxonomy.load_thresholds(tmp_path / "none.yaml")
 
 
@@ -163,10 +163,8 @@ def test_other_curves(tmp_path):
         path.write_text(text)
         with pytest.raises(CacheError, match=r"a\.csv is not a table of curves"):
             published.read_curves(path, 21)
-    path.write_text("1,2\n3,x\n")
-    for read in (lambda: published.read_labels(path), lambda: published.read_curves(tmp_path / "c.csv")):
-        with pytest.raises(CacheError, match="csv"):
-            read()
+    with pytest.raises(CacheError, match=r"c\.csv"):
+        published.read_curves(tmp_path / "c.csv")
 
 
 def test_heads_worth_a_look():

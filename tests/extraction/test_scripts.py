@@ -21,12 +21,12 @@ from experiments import (
     run_extraction_figure4,
 )
 from experiments import session as sessions
-from experiments.analysis import agreement
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
 from experiments.extraction import project_files, rollout
 from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE
+from experiments.studies import model_check
 from wan import checkpoint
 from wan.blocks import later_block
 from wan.capture import CapturedCall, CaptureRequest, Pass, Site
@@ -232,7 +232,7 @@ def test_the_miniature_agrees_with_itself_and_its_base_weights_do_not(tmp_path, 
 
 def test_the_borders_of_a_models_check_separate_what_was_measured():
     report = json.loads((ROOT / "docs/check_model.json").read_text())
-    borders = agreement.AGREES, agreement.OTHER_R, agreement.OTHER_OWN
+    borders = model_check.AGREES, model_check.OTHER_R, model_check.OTHER_OWN
     assert tuple(report["borders"].values()) == borders
     wrong = ("heads", "layers", "base", "random", "no ", "RoPE off", "RoPE of base 1,000,000", "blocks of 1")
     said = {wrong: "wrong", "another prompt": "differs like another prompt"}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.analysis.effects import ORDERS
 from experiments.analysis.first_frame import first_frame_effect
+from experiments.analysis.results import ORDERS
 from experiments.analysis.stats import head_correlation
 from experiments.extraction.rollout import Progress
 from experiments.findings.head_memory import run as finding

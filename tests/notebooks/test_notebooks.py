@@ -38,7 +38,7 @@ from experiments import (
     run_extraction_maps,
     run_notebooks,
 )
-from experiments.analysis import effects, long_rollouts
+from experiments.analysis import effects, results, rope_waves
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.formats import SCHEMA_VERSION
@@ -350,18 +350,18 @@ def test_long_rollouts(tmp_path, findings):
     assert drawn.keys() == {"rope.svg", *(f"{name}.svg" for name in names)}
     assert "weights 012345678, 4 prompts" in drawn["effect_by_length.svg"]
     assert "5 s" in drawn["strips.svg"] and "weights fedcba987, seed 3" in drawn["strips.svg"]
-    windows, sinks, values = long_rollouts.LongRollouts(findings).sink_map("window")
+    windows, sinks, values = results.LongRollouts(findings).sink_map("window")
     assert windows == [9, 12] and sinks == [0, 3]
     assert np.isnan(values[1, 0]) and values[0, 1] > values[0, 0]
     with pytest.raises(CacheError, match="run: python experiments/findings"):
-        long_rollouts.LongRollouts.open(tmp_path / "x.json")
+        results.LongRollouts.open(tmp_path / "x.json")
 
 
 def test_coherence_has_the_maxima_that_are_known():
     distances = np.arange(0, 260)
-    values = long_rollouts.rope_coherence(distances)
+    values = rope_waves.rope_coherence(distances)
     assert values[0] == 1 and round(values[69], 3) == 0.565 and round(values[88], 3) == 0.548
-    found = long_rollouts.maxima(distances, values, beyond=100, count=2)
+    found = rope_waves.maxima(distances, values, beyond=100, count=2)
     assert [(place, round(value, 3)) for place, value in found] == [(201, 0.544), (132, 0.541)]
 
 

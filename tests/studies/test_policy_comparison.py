@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.long_findings import KINDS, comparison
 
-from experiments.analysis.long_rollouts import LongRollouts
+from experiments.analysis.results import LongRollouts
 from experiments.caches.files import CacheError
 from experiments.findings.long_rollouts.run import findings
 from experiments.running.long_rollout import read_blocks

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.analysis.effects import ALL, BACK, CEILINGS, EACH, ORDERS, budget_panels, knockouts_of
+from experiments.analysis.results import ALL, BACK, CEILINGS, EACH, ORDERS, budget_panels, knockouts_of
 from experiments.analysis.stats import (
     DRAWS,
     bootstrap,

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.analysis.effects import BACK
 from experiments.analysis.first_frame import context_cells, first_frame_effect, sign_rate
+from experiments.analysis.results import BACK
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import Progress

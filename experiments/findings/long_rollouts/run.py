@@ -28,7 +28,7 @@ import numpy as np
 
 from experiments.analysis.drift import FPS
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
-from experiments.analysis.long_rollouts import CONTROLS, PRIMARY, TITLES, LongRollouts, read_strips
+from experiments.analysis.results import CONTROLS, PRIMARY, TITLES, LongRollouts, read_strips
 from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
 from experiments.caches.files import require_ffmpeg, save_report
 from experiments.captured import capture

@@ -1,4 +1,4 @@
-"""The findings about long rollouts, as notebook and figures see them; what RoPE alone would say."""
+"""Results of experiments/findings, as notebooks and figures take them."""
 
 import base64
 import io
@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from experiments.analysis.published import read_report
-from experiments.analysis.rope_waves import temporal_frequencies
 from experiments.analysis.stats import ENOUGH_PROMPTS, Interval
+from experiments.caches.files import CacheError
+from wan.files import read_json
+
+
+def read_report(path: str | Path, finding: str) -> dict[str, Any]:
+    """Read the results of a finding in experiments/findings. CacheError where there are none."""
+    try:
+        return read_json(path, CacheError)
+    except CacheError as error:
+        raise CacheError(f"{error}; run: python experiments/findings/{finding}/run.py") from None
+
+
+# --- Long rollouts under cache policies
 
 PRIMARY = "right"
 CONTROLS = ("frozen", "vae", "rendered")
@@ -23,8 +35,6 @@ TITLES = {
     "non_repetition": "Non-repetition",
     "largest_drop": "Largest drop towards the first frames",
 }
-# Of Wan2.1 1.3B and 14B; 22 of its 64 complex pairs turn with time.
-WAN_HEAD_DIM = 128
 
 
 class LongRollouts:
@@ -124,8 +134,6 @@ class LongRollouts:
 
 def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str]:
     """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle."""
-    from PIL import Image
-
     report = read_report(path, "long_rollouts")
     pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in report["rows"].items()}
     # [side, n · side, 3] uint8, a PNG of 32 colours
@@ -150,18 +158,48 @@ def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict
     return effects, {row["num_frames"]: row["largest_placebo"] for row in whole}, subtitle
 
 
-def rope_coherence(distances: np.ndarray) -> np.ndarray:
-    """Re C(Δ), the mean over Wan's temporal frequencies ω of cos(ω Δ), at distances [n] in latent frames."""
-    return np.cos(np.outer(distances, temporal_frequencies(WAN_HEAD_DIM))).mean(1)
-
-
-def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:
-    """Find the largest local maxima of values at distances above beyond: (distance, value), largest first."""
-    # Strictly above both neighbours, so a plateau is no maximum.
-    inner = np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:])) + 1
-    chosen = sorted((i for i in inner if distances[i] > beyond), key=lambda i: -values[i])[:count]
-    return [(int(distances[i]), float(values[i])) for i in chosen]
-
-
 def _interval(values: Sequence[float | None]) -> Interval:
     return Interval(*(float("nan") if value is None else float(value) for value in values))
+
+
+# --- Memory of heads: how much of something is left when more and more heads lose their past
+
+BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
+ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
+ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
+
+
+def knockouts_of(report: Mapping[str, Any]) -> tuple:
+    """Return counts, orders, random draws, ends, title and ceilings, for figures.knockout_curves."""
+    found = report["knockouts"]
+    curves = {name: np.array(rows) for name, rows in found["curves"].items()}
+    orders = {label: curves[name] for name, label in ORDERS.items()}
+    ends = np.array(found["ends"]["base"]), np.array(found["ends"]["all"])
+    about = f"{found['captions without colour']} captions without its colour × {found['seeds']} seeds"
+    title = f"Which heads bring a hidden shape back: {report['model']}, {about}"
+    return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
+
+
+ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
+CEILINGS = "rendered", "VAE"
+
+
+def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
+    """Return panels, ceilings and subtitle, for figures.budget_curves, of a window and sink of other heads.
+
+    panels: rule -> miniature, or all -> budget -> (share,), of all with its interval.
+    """
+    panels: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for claim, found in report["shares"].items():
+        rule, *size = claim.split(", ")
+        if size[1:] == [f"sink {sink}" if rule == "uniform" else f"{window} with sink {sink}"]:
+            # One value a miniature has no interval; "all" has one, over miniatures and captions.
+            each = zip(report["miniatures"], found["same"][EACH], strict=True)
+            for name, row in [(ALL, found["same"][ALL]), *((name, [share]) for name, share in each)]:
+                if row[0] is not None:
+                    panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
+    ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
+    others = f"{window} frames" + f", {sink} of them a sink" * (sink > 0)
+    count = len(report["miniatures"])
+    models = f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"
+    return panels, ceilings, f"{models}; chosen heads keep the whole past, others {others}"
