@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from helpers.pretended_gpu import pretended_gpu
 
 from wan.model import CausalWanModel, WanModel
 
-pytest_plugins = ["helpers.tiny_model", "helpers.warmed"]
+pytest_plugins = ["helpers.tiny_model"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -44,7 +46,7 @@ def pytest_collection_modifyitems(items):
     """
     items.sort(key=lambda item: item.path.stem != "test_readme_commands")
     for item in items:
-        beside = item.get_closest_marker("beside") or "warm" in item.fixturenames
+        beside = item.get_closest_marker("beside")
         if beside or item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
 
@@ -91,3 +93,27 @@ def device(request) -> Iterator[torch.device]:
             yield there
     else:
         yield torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory) -> Path:
+    """A clone of what is committed, whose environment is this one, with six frames of the miniature."""
+    folder = tmp_path_factory.mktemp("clone") / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
+    # 1. An environment of its own, as env.sh asks for, with the packages and commands of this one
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
+    [site] = (folder / ".venv/lib").glob("python*/site-packages")
+    (site / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    for name, module in (("papermill", "papermill"), ("hf", "huggingface_hub.cli.hf")):
+        (folder / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec python -m {module} "$@"\n')
+        (folder / ".venv/bin" / name).chmod(0o755)
+    # 2. The mark of what env.sh has installed, so that it installs nothing
+    files = [(folder / name).read_bytes() for name in ("requirements.txt", "pyproject.toml")]
+    checksum = subprocess.run(["cksum"], input=b"".join(files), capture_output=True).stdout
+    (folder / ".venv/installed").write_bytes(checksum)
+    # 3. Fewer frames
+    config = folder / "configs/wan_mini.yaml"
+    config.write_text(config.read_text().replace("num_frames: 21", "num_frames: 6"))
+    commit = ["-c", "user.name=t", "-c", "user.email=t", "commit", "-qam", "few frames"]
+    subprocess.run(["git", *commit], cwd=folder, check=True)
+    return folder

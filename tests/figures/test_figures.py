@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -161,7 +162,7 @@ def test_bars_curve_maximum_and_reference():
 
 
 @pytest.mark.beside
-def test_a_notebooks_display_stays_on_after_the_first_figure(warm):
+def test_a_notebooks_display_stays_on_after_the_first_figure():
     code = """
 from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
@@ -172,7 +173,7 @@ survival_map(np.ones((2, 3)), "x")
 print(plt.isinteractive())
 """
     env = os.environ | {"MPLBACKEND": "inline"}
-    said = subprocess.run([warm.python, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert said.stdout.split() == ["True"], said.stderr
 
 

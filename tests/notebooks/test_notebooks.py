@@ -435,12 +435,12 @@ def layer_folder(tmp_path):
 
 
 @pytest.mark.beside
-def test_stopped_and_continued(layer_folder, tmp_path, capsys, warm_executable):
+def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     out = tmp_path / "out"
     command = [NOTEBOOK.name, str(layer_folder), "all", "--output_dir", str(out), "--jobs", "1"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen([warm_executable, "experiments/run_notebooks.py", *command], **options)
+    running = subprocess.Popen([sys.executable, "experiments/run_notebooks.py", *command], **options)
     first = out / "notebooks" / "layer0.ipynb"
     while not first.exists() and running.poll() is None:
         time.sleep(0.05)
@@ -470,7 +470,7 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys, warm_executable):
     assert [runs.is_done(N) for N in LAYERS] == [False, True]
 
 
-def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch, warm_executable):
+def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
     """A cache that is damaged after the layers were chosen."""
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
     monkeypatch.setattr(NotebookRuns, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})

@@ -251,6 +251,7 @@ class Hub(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     sent: list[str]
+    port: int
     spoiled: str
 
     def log_message(self, *args):
@@ -287,19 +288,21 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(warm):
+def hub():
     Hub.sent, Hub.spoiled = [], ""
-    server = ThreadingHTTPServer(warm.hub, Hub)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    Hub.port = server.server_port
     yield Hub
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def download(warm, clone, *flags, answer=""):
-    environment = os.environ | {"HF_ENDPOINT": "http://{}:{}".format(*warm.hub), "NO_PROXY": "127.0.0.1"}
+def download(port, clone, *flags, answer=""):
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}
+    environment["HF_HOME"] = str(clone.parent / "home")
     command = ["bash", str(clone / "experiments/download_weights.sh"), *flags]
     options = {"capture_output": True, "text": True, "timeout": 120}
     return subprocess.run(command, input=answer, env=environment | {"PYTHONPATH": str(clone)}, **options)
@@ -310,29 +313,29 @@ def fetched(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def test_without_a_network_and_with_a_wrong_name_it_says_so_in_one_line(warm, clone, tmp_path):
-    done = download(warm, clone, "--yes", str(tmp_path / "here"))
-    wrong = download(warm, clone, "no_such", "x")
+def test_without_a_network_and_with_a_wrong_name_it_says_so_in_one_line(clone, tmp_path):
+    done = download(1, clone, "--yes", str(tmp_path / "here"))  # where nobody listens
+    wrong = download(1, clone, "no_such", "x")
     assert (done.returncode, wrong.returncode) == (1, 2) and "does not answer" in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == wrong.stderr.count("\n") == 1
 
 
-def test_nothing_is_fetched_without_a_yes_or_twice_and_what_arrived_is_compared(hub, warm, clone, tmp_path):
+def test_nothing_is_fetched_without_a_yes_or_twice_and_what_arrived_is_compared(hub, clone, tmp_path):
     here = tmp_path / "here"
     for flags, said in (
         ([], "nothing was downloaded; --yes"),
         (["--yes", "causvid"], "nothing was downloaded; --accept_licence"),  # to which that yes is none
     ):
-        done = download(warm, clone, *flags, str(here))
+        done = download(hub.port, clone, *flags, str(here))
         assert done.returncode == 2 and said in done.stderr and "licence" in done.stdout
         assert "3.1M" in done.stdout and not hub.sent and not fetched(here)
-    done = download(warm, clone, str(here), answer="y\n")
+    done = download(hub.port, clone, str(here), answer="y\n")
     assert done.returncode == 0, done.stderr
     assert fetched(here) == WHOLE and "next: python experiments/check_model.py" in done.stdout
     assert "the sizes of 5 files are the hub's, and so are the SHA-256 of 4" in done.stdout
     assert len(hub.sent) == len(set(hub.sent)) == 5
     hub.spoiled = WEIGHTS  # the hub says another hash than that of the file that it sent
-    done = download(warm, clone, "--yes", str(here))
+    done = download(hub.port, clone, "--yes", str(here))
     assert done.returncode == 1 and len(hub.sent) == 5
     assert f"{WEIGHTS} is not the file that the hub has; remove it" in done.stderr
 

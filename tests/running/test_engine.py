@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -132,18 +133,18 @@ if __name__ == "__main__":
 
 
 @pytest.mark.beside
-def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_path, warm):
+def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_path):
     (tmp_path / "stopped.py").write_text(STOPPED)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     options |= {"start_new_session": True, "env": os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}}
-    command = [warm.python, str(tmp_path / "stopped.py"), str(tmp_path)]
+    command = [sys.executable, str(tmp_path / "stopped.py"), str(tmp_path)]
     running, items = subprocess.Popen(command, **options), tmp_path / "items"
 
     def workers_after(count):
         while len(list(items.glob("*.json"))) < count and running.poll() is None:
             time.sleep(0.05)
-        started = psutil.process_iter(["cmdline"])
-        return [p for p in started if {warm.python, "--multiprocessing-fork"} <= {*(p.info["cmdline"] or ())}]
+        started = [p for p in psutil.process_iter(["ppid", "cmdline"]) if p.info["ppid"] == running.pid]
+        return [p for p in started if "--multiprocessing-fork" in (p.info["cmdline"] or ())]
 
     workers_after(4)[0].kill()
     workers = workers_after(20)
@@ -157,14 +158,14 @@ def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_p
 
 
 @pytest.mark.beside
-def test_a_scheduler_that_is_gone_ends_the_command_and_the_same_one_goes_on(tmp_path, warm):
+def test_a_scheduler_that_is_gone_ends_the_command_and_the_same_one_goes_on(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     options = {"env": os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}, "stderr": subprocess.DEVNULL}
-    scheduler = [warm.python, "-m", "distributed.cli.dask_scheduler", "--host", address]
+    scheduler = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", address]
     scheduler += ["--dashboard-address", "127.0.0.1:0"]
-    worker = [warm.python, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
+    worker = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1", "--no-nanny"]
     running = [subprocess.Popen(command, **options) for command in (scheduler, worker)]
 
     def kill():
@@ -192,7 +193,7 @@ FAKE = {  # a queue of jobs that run here at once
 
 
 @pytest.mark.beside
-def test_workers_that_slurm_starts(tmp_path, monkeypatch, warm_executable):
+def test_workers_that_slurm_starts(tmp_path, monkeypatch):
     for name, text in FAKE.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

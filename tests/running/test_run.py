@@ -345,10 +345,10 @@ def test_one_process_fails(tmp_path):
 
 
 @pytest.mark.beside
-def test_ctrl_c_saves_what_is_there(tmp_path, warm):
+def test_ctrl_c_saves_what_is_there(tmp_path):
     """torchrun's agent passes it on, and both processes stop after the same block."""
     command = [
-        warm.python,
+        sys.executable,
         str(ROOT / "experiments/run_extraction_each.py"),
         *RANKED[:2],
         "--device",

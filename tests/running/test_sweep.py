@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,10 +159,19 @@ def test_several_checkpoints(tmp_path, prompts, loads):
 
 
 @pytest.mark.beside
-def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts, warm):
+def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts):
     sweeping(prompts, tmp_path / "one", seeds=("0",))()
-    command = [warm.python, str(ROOT / "experiments/run_extraction_all.py"), *SHORT[:-1], "--device", "cpu"]
-    command += ["--prompts", str(prompts), "--seeds", "0", "--output_dir", str(tmp_path / "two")]
+    command = [sys.executable, str(ROOT / "experiments/run_extraction_all.py"), *SHORT[:-1]]
+    command += [
+        "--device",
+        "cpu",
+        "--prompts",
+        str(prompts),
+        "--seeds",
+        "0",
+        "--output_dir",
+        str(tmp_path / "two"),
+    ]
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--workers", "1", "--gpus", "2"], timeout=200, **options)
     assert done.returncode == 0 and "2/2" in done.stderr, done.stderr
