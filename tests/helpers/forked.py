@@ -1,7 +1,5 @@
 """Run a function in a fork of this warmed process: its own memory, its own end, no cold start; stop a run, or
 read what a script says where it refuses.
-
-How much is tried: a little in CI, all of it with ROBUSTNESS=full.
 """
 
 import contextlib
@@ -24,8 +22,6 @@ import torch
 import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
 from experiments.extraction.rollout import Progress
 from experiments.running import cli
-
-FULL = os.environ.get("ROBUSTNESS") == "full"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch
 import yaml
 from conftest import ROOT, golden_arrays
 from helpers.checkpoints import GOLDEN_MODEL, write_transformer
-from helpers.forked import FULL, forked
+from helpers.forked import forked
 from helpers.synthetic_caches import MAKERS, older_figure4, older_inference, older_layer, same
 
 from experiments.analysis.published import FIGURE4_CSV, FOLDER, read_curves
@@ -351,7 +351,7 @@ def test_spoilt_files(kind, tmp_path, monkeypatch, capfd):
     write(tmp_path / "whole")
     files, dice, found, wrong = sorted((tmp_path / "whole").glob(pattern)), Random(1), Counter(), []
     whole = {path: read(path) for path in (files if kind == "caches" else files[:1])}
-    for start in range(0, count * (12 if FULL else 1), AT_ONCE):
+    for start in range(0, count, AT_ONCE):
         mutants = []
         for number in range(start, start + AT_ONCE):
             folder, original = tmp_path / str(number), dice.choice(files)
