@@ -11,7 +11,7 @@ turns into a cache. captured.py looks at what happens inside: capture, compare, 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import Context, ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
@@ -26,33 +26,31 @@ from torch import Tensor
 
 from experiments.caches.files import replacing, require_same
 from experiments.caches.formats import READ_BY
+from experiments.caches.frames import one_thread
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.project_files import find_config, policy_settings
-from experiments.extraction.prompt_embeds import (
-    PromptStates,
-    PromptTexts,
-    encode_prompts,
-    needs_encoder,
-    with_given_prompt,
-)
 from experiments.extraction.provenance import (
     check_sources,
     choose_device,
     choose_dtype,
+    code_version,
+    device_name,
     encoding_device,
     files_of,
     fingerprint,
     identity,
     provenance,
     threads_for,
+    versions,
 )
 from experiments.extraction.rollout import Progress, out_of_memory, roll_out
 from wan import checkpoint
 from wan.cache import CachePolicy
 from wan.capture import CaptureRequest
+from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import MODELS, ModelConfig, RunConfig
-from wan.errors import ConfigError, did_you_mean, short_repr
+from wan.errors import ConfigError, did_you_mean, require_text, short_repr
 from wan.files import UnreadableError, load_tensors
 from wan.interventions import (
     Ablate,
@@ -84,6 +82,11 @@ OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; o
     *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
     *("reference_prompts", "layer_indices", "layer_index", "step", "base", "release", "embeds_dir"),
 )
+PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
+
+PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
 # Who captures the videos of a session (captured.py), by the session's id. It has `requests` for attention,
 # watching(configs), which yields activations, and take(runs, activations).
 CAPTURES: ContextVar[Mapping[int, Any]] = ContextVar("captures", default={})  # noqa: B039 - never changed
@@ -449,6 +452,118 @@ class Session:
 
 
 Pipe = Session  # its name of before, for one release
+
+
+# --- Prompts to embeddings, once: remembered by prompt and encoder, or given in a file in place of umT5
+# A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir
+# of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
+class PromptTexts:
+    """States and tokens of many prompts, PROMPTS_AT_ONCE at a time as they are asked for, in their order."""
+
+    def __init__(self, prompts: Sequence[str], encode: Callable[[Sequence[str]], dict[str, PromptStates]]):
+        self._prompts, self._encode = list(prompts), encode
+        self._known: dict[str, PromptStates] = {}
+
+    def __getitem__(self, prompt: str) -> PromptStates:
+        if prompt not in self._known:
+            there = self._prompts.index(prompt) if prompt in self._prompts else len(self._prompts)
+            self._known = self._encode(self._prompts[there:][:PROMPTS_AT_ONCE] or [prompt])
+        return self._known[prompt]
+
+
+def encode_prompts(
+    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, PromptStates]:
+    """Return embeddings and tokens of each prompt; the encoder is loaded only where needed, and freed."""
+    if given := config.prompt_embeds:
+        own = with_given_prompt(config, None)
+        if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
+            needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
+            raise ConfigError(f"{given} holds the states of {short_repr(own)}, {needs}")
+        states, tokens = read_states(given, sizes)
+        return {own: (states.to(device, dtype), tokens)}
+    # Remembered states are taken where all that their bits depend on is the same (states_files)
+    where, known = encoding_device(config, device), dict[str, PromptStates]()
+    encoder: TextEncoder | None = None
+    for prompt, path in zip(prompts, states_files(config, prompts, sizes, dtype, where), strict=True):
+        if path is not None and is_of(path):
+            with suppress(CheckpointError):  # damaged: to be made again
+                known[prompt] = read_states(path, sizes)
+                continue
+        # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
+        encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
+        with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
+            known[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
+        if path is not None:  # a full disk costs the next run some seconds
+            with suppress(OSError, RuntimeError), replacing(path) as file:
+                kept = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}
+                torch.save(kept | {"fingerprint": path.stem}, file)
+    if encoder is not None and where.type == "cuda":
+        del encoder
+        torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
+    return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
+
+
+def needs_encoder(
+    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return True where encode_prompts would load umT5."""
+    if config.prompt_embeds:
+        return False
+    paths = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
+    return not all(path is not None and is_of(path) for path in paths)
+
+
+def is_of(path: Path) -> bool:
+    """Return True where remembered states say that they are those that the file is named by."""
+    with suppress(CheckpointError):
+        return read_weights_file(path).get("fingerprint") == path.stem
+    return False
+
+
+def states_files(
+    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> list[Path | None]:
+    """Name the files of prompts' states by all that their bits depend on. None: they are not remembered."""
+    if config.embeds_dir is None:
+        return [None] * len(prompts)
+    files = describe_files(encoder_files(config.ckpt_dir))
+    made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "versions": versions()}
+    made_of |= {"device": device_name(device), "code": code_version()}
+    return [Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt" for prompt in prompts]
+
+
+def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
+    """Return the prompt of a run with --prompt_embeds: the file's own, else the one asked for; not both."""
+    own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
+    if own is not None and not isinstance(own, str):
+        raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
+    if prompt is not None and own is not None and prompt != own:
+        holds = f"{config.prompt_embeds} holds the states of {short_repr(own)}"
+        raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")
+    return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
+
+
+def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
+    """Read embeddings [1, n, text_dim], n at most text_len, and their tokens. CheckpointError for others."""
+    content = read_weights_file(require_file(path, MAKE_ONE))
+    states = content.get("prompt_embeds")
+    if not isinstance(states, Tensor) or states.dtype not in FLOATS or not states.isfinite().all():
+        raise CheckpointError(f"{path} holds no finite prompt_embeds of floating point; make one: {MAKE_ONE}")
+    states = states[None] if states.ndim == 2 else states
+    fits = states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
+    if not fits or not 1 <= states.shape[1] <= sizes.text_len:
+        wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
+        raise CheckpointError(f"{path}: prompt_embeds {list(states.shape)} are not {wanted}")
+    # Padding is zero: the other rows are tokens
+    rows = int(states[0].any(-1).sum())
+    tokens = content.get("tokens", [str(i) for i in range(rows)])
+    texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    if not texts or len(tokens) > states.shape[1]:
+        raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
+    for token in tokens:
+        require_text(token, f"{path}: a token")
+    return states, tokens
 
 
 # --- Loading

@@ -298,7 +298,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
-        from experiments.extraction.prompt_embeds import with_given_prompt
+        from experiments.session import with_given_prompt
 
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
 

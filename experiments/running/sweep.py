@@ -24,14 +24,13 @@ from experiments.caches.files import (
 )
 from experiments.caches.formats import peek
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-from experiments.extraction.prompt_embeds import encode_prompts, needs_encoder
 from experiments.extraction.provenance import choose_device, choose_dtype, fingerprint, identity, video_tag
 from experiments.extraction.rollout import Progress, check_outputs, deterministic, observed
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
-from experiments.session import load
+from experiments.session import encode_prompts, load, needs_encoder
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig

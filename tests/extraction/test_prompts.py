@@ -11,8 +11,8 @@ import yaml
 from helpers.forked import refused
 
 from experiments import run_extraction_all, run_extraction_figure4
+from experiments import session as sessions
 from experiments.caches import load_cache
-from experiments.extraction import prompt_embeds
 from experiments.extraction.provenance import check_sources
 from wan import checkpoint
 from wan.config import load_config
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def state_file(config, prompt, *given):
-    (path,) = prompt_embeds.states_files(config, [prompt], *given)
+    (path,) = sessions.states_files(config, [prompt], *given)
     return path
 
 
@@ -38,7 +38,7 @@ def short(tiny, tmp_path):
 
 def no_encoder(monkeypatch):
     loaded = lambda *args: pytest.fail("umT5 was loaded")  # noqa: E731
-    monkeypatch.setattr(prompt_embeds.TextEncoder, "from_pretrained", loaded)
+    monkeypatch.setattr(sessions.TextEncoder, "from_pretrained", loaded)
 
 
 def made(tmp_path, *flags, script=run_extraction_figure4) -> bytes:
@@ -69,16 +69,16 @@ def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
     others = {"describe_files": lambda paths: [], "versions": dict, "device_name": lambda device: "other"}
     for changed, value in others.items():
         with monkeypatch.context() as patch:
-            patch.setattr(prompt_embeds, changed, value)
+            patch.setattr(sessions, changed, value)
             names.append(state_file(config, "a", sizes, torch.float32, CPU))
     assert len(set(names)) == len(names)
     assert state_file(replace(config, embeds_dir=None), "a", sizes, torch.float32, CPU) is None
     asked = ["a", "b"], sizes, torch.float32, CPU
     for path in names[:2]:  # umT5 is needed until every prompt has its states
-        assert prompt_embeds.needs_encoder(config, *asked)
+        assert sessions.needs_encoder(config, *asked)
         torch.save({"fingerprint": path.stem}, path)
-    assert not prompt_embeds.needs_encoder(config, *asked)
-    assert prompt_embeds.needs_encoder(replace(config, embeds_dir=None), *asked)
+    assert not sessions.needs_encoder(config, *asked)
+    assert sessions.needs_encoder(replace(config, embeds_dir=None), *asked)
 
 
 def test_a_file_takes_the_place_of_umt5_and_no_cache_holds_a_path(tiny, tmp_path, short, monkeypatch):
@@ -115,9 +115,9 @@ def test_a_file_is_of_one_prompt(tmp_path):
     states = {"prompt_embeds": torch.ones(1, 5, 64)}
     for own, named in ("a cat", {"prompt": "a cat"}), (config.prompt, {}):
         torch.save(states | named, config.prompt_embeds)
-        assert own in prompt_embeds.encode_prompts(config, [own], sizes, torch.float32, CPU)
+        assert own in sessions.encode_prompts(config, [own], sizes, torch.float32, CPU)
         with pytest.raises(ConfigError, match="and this run needs those of 'a dog'; leave --prompt_embeds"):
-            prompt_embeds.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
+            sessions.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
     for edit in (Ablate("mean", passes="denoise"), Patch("z", Source("a dog"), passes="denoise")):
         with pytest.raises(ConfigError, match=r"holds the states of one prompt, and .* needs"):
             check_sources([edit], config)

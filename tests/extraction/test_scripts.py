@@ -25,7 +25,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
 from experiments.extraction import project_files, rollout
-from experiments.extraction.prompt_embeds import PROMPTS_AT_ONCE
+from experiments.session import PROMPTS_AT_ONCE
 from experiments.studies import model_check
 from wan import checkpoint
 from wan.blocks import later_block

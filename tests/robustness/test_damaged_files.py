@@ -35,8 +35,8 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction.memory import Memory
-from experiments.extraction.prompt_embeds import read_states
 from experiments.running.cli import read_prompts, slugs_of
+from experiments.session import read_states
 from wan import checkpoint
 from wan.checkpoint import CheckpointError, read_self_forcing_state
 from wan.config import load_config

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from experiments import run_causal_atlas, run_extraction_all, run_rollout
+from experiments import session as sessions
 from experiments.caches import files
-from experiments.extraction import prompt_embeds, provenance, video
+from experiments.extraction import provenance, video
 from experiments.running import cli
 from wan.config import ModelConfig, load_config
 from wan.errors import UserError
@@ -100,7 +101,7 @@ def fake_finish(self) -> None:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    monkeypatch.setattr(prompt_embeds.TextEncoder, "from_pretrained", lambda *given: Encoder())
+    monkeypatch.setattr(sessions.TextEncoder, "from_pretrained", lambda *given: Encoder())
     monkeypatch.setattr(VAE, "from_pretrained", lambda *given, **more: Decoder())
     monkeypatch.setattr(video.GrowingVideo, "finish", fake_finish)
     for module in (files, video):
@@ -153,7 +154,7 @@ def command(kind: str, home: Path, out: Path, chosen: Settings, *flags: str) -> 
     provenance.code_version.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provenance, "code_version", lambda: str(code))
-        patch.setattr(prompt_embeds, "code_version", lambda: str(code))
+        patch.setattr(sessions, "code_version", lambda: str(code))
         words = ["--config_path", str(home / "config.yaml"), "--device", "cpu", "--quiet", *flags]
         words += ["--cache_policy", str(home / f"{policy}.yaml")]
         if kind == "long":
