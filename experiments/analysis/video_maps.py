@@ -96,8 +96,6 @@ def open_map(
 ) -> VideoMap:
     """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
     typed = MapsCache.from_dict(cache)
-    if quantity not in UNITS:
-        raise CacheError(f"quantity {quantity!r} is not one of {', '.join(UNITS)}")
     there = _queries(typed)
     place = next(iter(there), None) if query is None else (*query, ANY, ANY)[:3]  # a frame alone is its mean
     if place is None or place not in there:

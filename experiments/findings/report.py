@@ -1,16 +1,8 @@
-"""What the findings share: their flags, the miniature's config, and how a report and its figures are kept."""
+"""The flags that all findings have."""
 
-import argparse
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure
-
-from experiments.caches.files import save_report
-from experiments.figures.style import save_svg
 from experiments.running.cli import Parser, count
-from wan.config import RunConfig, load_config
 
 
 def finding_parser(description: str, folder: str) -> Parser:
@@ -23,19 +15,3 @@ def finding_parser(description: str, folder: str) -> Parser:
     flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     flag("--judges", type=count, help="processes that judge videos")
     return parser
-
-
-def miniature_config(args: argparse.Namespace, ckpt_dir: str | None = None) -> RunConfig:
-    """Return the config of --config_path and --device in float32, with the weights of another training."""
-    settings = {"device": args.device, "dtype": "float32"}
-    if ckpt_dir:
-        settings |= {"ckpt_dir": ckpt_dir, "checkpoint_path": f"{ckpt_dir}/self_forcing_mini.pt"}
-    return load_config(args.config_path, settings)
-
-
-def save_finding(args: argparse.Namespace, report: Mapping[str, Any], figures: Mapping[str, Figure]) -> None:
-    """Write a report and its figures, and print their paths."""
-    save_report(report, args.output_path)
-    print(args.output_path)
-    for name, figure in figures.items():
-        print(save_svg(figure, args.figures / f"{name}.svg"))

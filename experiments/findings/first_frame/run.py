@@ -19,10 +19,12 @@ from experiments.analysis.first_frame import first_frame, key_frame_contrasts, m
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.stats import pearson, rounded, spearman
 from experiments.caches import load_cache
+from experiments.caches.files import save_report
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.provenance import choose_device, environment
 from experiments.figures import atlas, heads
-from experiments.findings.report import finding_parser, save_finding
+from experiments.figures.style import save_svg
+from experiments.findings.report import finding_parser
 from experiments.running.cli import main
 
 PROMPTS, LENGTHS, HEAD_DIM = ("eagle", "castle"), (21, 72), 128
@@ -47,7 +49,10 @@ def run(argv=None):
         for length in LENGTHS
     }
     made = {"environment": environment(choose_device(args.device))}
-    save_finding(args, made | report_of(views), figures_of(views))
+    save_report(made | report_of(views), args.output_path)
+    print(args.output_path)
+    for name, figure in figures_of(views).items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 def report_of(views: Views) -> dict[str, Any]:

@@ -31,9 +31,11 @@ from experiments.analysis.stats import (
     spearman,
 )
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
+from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.extraction.rollout import Progress, stopping_when_asked
 from experiments.figures.atlas import budget_curves, effect_against, knockout_curves
+from experiments.figures.style import save_svg
 from experiments.findings.head_memory.trials import (
     HALVES,
     MEASURED,
@@ -52,12 +54,13 @@ from experiments.findings.head_memory.trials import (
     first_frame_study,
     unnamed_captions,
 )
-from experiments.findings.report import finding_parser, miniature_config, save_finding
+from experiments.findings.report import finding_parser
 from experiments.miniature import SHIPPED
 from experiments.running.cli import count, main
 from experiments.running.ranks import workers_of
 from experiments.session import load
 from experiments.studies import causal_atlas
+from wan.config import RunConfig, load_config
 from wan.files import read_json
 
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
@@ -88,10 +91,21 @@ def run(argv=None):
         report["budgets"] = measured_budgets(args, report["shapes"])
     report["shapes"]["knockouts"] |= curves_of(report["shapes"]["knockouts"])
     report["budgets"]["shares"] = shares_of(report["budgets"])
-    save_finding(args, report, figures_of(report))
+    save_report(report, args.output_path)
+    print(args.output_path)
+    for name, figure in figures_of(report).items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 # --- Making the answers
+def miniature_config(args: argparse.Namespace, ckpt_dir: str | None = None) -> RunConfig:
+    """Return the config of --config_path and --device in float32, with the weights of another training."""
+    settings = {"device": args.device, "dtype": "float32"}
+    if ckpt_dir:
+        settings |= {"ckpt_dir": ckpt_dir, "checkpoint_path": f"{ckpt_dir}/self_forcing_mini.pt"}
+    return load_config(args.config_path, settings)
+
+
 def measured_shapes(args: argparse.Namespace) -> dict[str, Any]:
     """Make the trials that are missing; return what came back, and what frame 0 does."""
     config, design = miniature_config(args, args.ckpt_dir[0]), Design(args.captions or 96, seeds=args.seeds)

@@ -35,7 +35,7 @@ from experiments.captured import capture
 from experiments.extraction.provenance import choose_device, environment
 from experiments.figures.long_rollouts import long_strips, policy_dots
 from experiments.figures.style import save_svg
-from experiments.findings.report import finding_parser, save_finding
+from experiments.findings.report import finding_parser
 from experiments.running.cli import count, main
 from experiments.session import load
 from experiments.studies.policy_comparison import (
@@ -101,7 +101,8 @@ def run(argv=None):
     flag("--prompts", type=count, default=4, help="reference prompts that are rolled out together")
     args = parser.parse_args(argv)
     if args.first_frame:
-        save_finding(args, by_length(args), {})
+        save_report(by_length(args), args.output_path)
+        print(args.output_path)
     elif args.comparison:
         comparison = read_json(args.comparison)
         save_report(findings(comparison), args.output_path)
