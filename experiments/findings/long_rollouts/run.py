@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from experiments.analysis.drift import FPS
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
@@ -311,7 +312,6 @@ def make_strips(comparison: Mapping[str, Any], folder: Path, output: Path) -> No
         print(f"{folder} lacks median videos (compare with --videos 18): {output.name} is as before")
         return
     import imageio.v3 as iio
-    from PIL import Image
 
     require_ffmpeg()
     rows, prompts = {}, {}
