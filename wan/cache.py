@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -574,6 +574,32 @@ class CachePolicy:
         least = self.sink + self.reserved + self.least_blocks * max(block_sizes, default=1)
         window = getattr(self, "window", least)
         self.require(window >= least, f"window {window} is too small; it must be at least {least}")
+
+    def check_schedule(self, schedule: Sequence[Any], blocks: Sequence[range]) -> None:
+        """Raise ConfigError where a PromptSwitch begins no later block, is a second one, or cannot be."""
+        starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
+        for switch in schedule:
+            if switch.frame not in starts or frames.count(switch.frame) > 1:
+                there = ", ".join(map(str, starts)) or "no later frame"
+                raise ConfigError(
+                    f"prompt_schedule: frame {switch.frame} does not begin a block after the first, or has "
+                    f"two prompts; blocks begin at {there}"
+                )
+            known = {how: self.switch_from(how) for how in get_args(How)}
+            can = ", ".join(f"{how} from frame {n} on" for how, n in known.items() if n is not None)
+            first = known[switch.how]
+            fits = first is not None and switch.frame >= first
+            self.require(fits, f"cannot {switch.how} at frame {switch.frame}; it can {can}")
+
+    def check_recompute(self, context: int, block_size: int) -> None:
+        """Raise ConfigError where keys of the last context frames cannot be computed again (0: none are)."""
+        if context:
+            self.require(self.can_recache, "cannot compute its cache again; take window or relative")
+            least = context + block_size
+            fits = context > 0 and (self.num_frames is None or least <= self.num_frames)
+            self.require(
+                fits, f"recompute_context {context} and a block do not fit; take a window of {least}"
+            )
 
     def switch_from(self, how: How) -> int | None:
         """Return the first frame at which a change of prompts can change the cache in this way, or None."""

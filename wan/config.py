@@ -208,16 +208,15 @@ class RunConfig:
             remedy = "leave them out where cache_policy is given"
             raise ConfigError(f"local_attn_size and sink_size mean cache_policy {said}; {remedy}")
         if self.cache_policy is not None or has_window or self.prompt_schedule or self.recompute_context:
-            from wan.policies import check_recompute, check_schedule  # a config must not wait for torch
-
-            self.policy.check(sizes)
-            check_schedule(self.switches, block_ranges(sizes), self.policy)
-            check_recompute(self.recompute_context, self.policy, self.num_frame_per_block)
+            policy = self.policy
+            policy.check(sizes)
+            policy.check_schedule(self.switches, block_ranges(sizes))
+            policy.check_recompute(self.recompute_context, self.num_frame_per_block)
 
     @property
     def policy(self) -> "CachePolicy":
         """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
-        from wan.policies import of_window, read_policy
+        from wan.policies import of_window, read_policy  # here: a --help must not wait for torch
 
         if self.cache_policy is None:
             return of_window(self.local_attn_size, self.sink_size)

@@ -13,7 +13,7 @@ from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.noise import Noise, TensorNoise, check_frames
-from wan.policies import PromptSwitch, apply_switch, check_recompute, check_schedule, of_window
+from wan.policies import PromptSwitch, apply_switch, of_window
 from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
@@ -101,7 +101,7 @@ class CausalInferencePipeline:
         self.recompute_context = recompute_context
         self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
-        check_recompute(recompute_context, self.cache_policy, num_frame_per_block)
+        self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 
     def at(self, block: int, frames: range, step: int) -> Pass:
         """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
@@ -180,7 +180,7 @@ class CausalInferencePipeline:
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks = self.block_ranges(num_given, num_frames)
         check_frames(noise, range(num_given, num_given + num_frames))
-        check_schedule(prompt_schedule, blocks, self.cache_policy)
+        self.cache_policy.check_schedule(prompt_schedule, blocks)
         if probe:  # a block can be denoised twice where its passes leave noise and past as they are
             if not noise.is_repeatable:
                 raise ConfigError("a probe needs renoise: fresh noise would change the rollout")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ftfy
 import torch
 from torch import Tensor, nn
 
@@ -48,8 +49,6 @@ def encoder_config(ckpt_dir: str | Path) -> dict[str, Any]:
 
 def clean_prompt(text: str) -> str:
     """Mend broken unicode, unescape HTML twice, collapse white space, as Wan2.1 does before tokenising."""
-    import ftfy
-
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 

@@ -7,9 +7,9 @@ frames.py has the policies of all heads alike, headwise.py those of single heads
 of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -122,23 +122,6 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     return PromptSwitch(**settings)
 
 
-def check_schedule(schedule: Sequence[PromptSwitch], blocks: Sequence[range], policy: CachePolicy) -> None:
-    """Raise ConfigError where a switch begins no later block, is a second one there, or the policy cannot."""
-    starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
-    for switch in schedule:
-        if switch.frame not in starts or frames.count(switch.frame) > 1:
-            there = ", ".join(map(str, starts)) or "no later frame"
-            raise ConfigError(
-                f"prompt_schedule: frame {switch.frame} does not begin a block after the first, or has two "
-                f"prompts; blocks begin at {there}"
-            )
-        known = {how: policy.switch_from(how) for how in get_args(How)}
-        can = ", ".join(f"{how} from frame {first} on" for how, first in known.items() if first is not None)
-        first = known[switch.how]
-        fits = first is not None and switch.frame >= first
-        policy.require(fits, f"cannot {switch.how} at frame {switch.frame}; it can {can}")
-
-
 def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
     """Flush the cache where a switch of prompts says so; return two counts of past frames.
 
@@ -150,12 +133,3 @@ def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, in
         cache.flush()
         past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
     return past, past if how == "recache" else min(past, context)
-
-
-def check_recompute(context: int, policy: CachePolicy, block_size: int) -> None:
-    """Raise ConfigError where keys of the last context frames cannot be computed again (0: they are not)."""
-    if context:
-        policy.require(policy.can_recache, "cannot compute its cache again; take window or relative")
-        least = context + block_size
-        fits = context > 0 and (policy.num_frames is None or least <= policy.num_frames)
-        policy.require(fits, f"recompute_context {context} and a block do not fit; take a window of {least}")
