@@ -17,6 +17,7 @@ import scipy  # scipy.stats is loaded by its first use
 import torch
 from torch import Tensor
 
+from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, Place, joined, save_activations
 from experiments.caches.files import CacheError, RunError
@@ -234,6 +235,13 @@ class Captured:
 Seen = Captured  # its name of before, for one release
 
 
+def drawing() -> Any:
+    """Return experiments.figures, which loads matplotlib: not before something is drawn."""
+    from experiments import figures
+
+    return figures
+
+
 # --- Atlases
 class Atlas(dict[str, Any]):
     """Attention of one rollout at frame level, by quantity.
@@ -272,14 +280,10 @@ class Atlas(dict[str, Any]):
 
     def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
         """Draw the profile of every head of a layer over the key frames, seen by the last block's queries."""
-        from experiments.analysis.measures import head_statistics
-        from experiments.figures.heads import head_grid, head_titles
-
-        view = self.view(step, quantity)
-        titles = head_titles(head_statistics(view.frame_profile(layer)).delta)
-        return head_grid(
-            view.key_profile(layer), titles, view.caption, layer=layer, note="Δ = first − middle"
-        )
+        view, draw = self.view(step, quantity), drawing()
+        titles = draw.head_titles(head_statistics(view.frame_profile(layer)).delta)
+        note = "Δ = first − middle"
+        return draw.head_grid(view.key_profile(layer), titles, view.caption, layer=layer, note=note)
 
     @classmethod
     def mean(cls, atlases: Sequence["Atlas"]) -> "MeanAtlas":
@@ -344,9 +348,7 @@ class AtlasComparison:
 
     def plot(self) -> "Figure":
         """Draw the correlations, layers by heads."""
-        from experiments.figures.atlas import correlation_map
-
-        return correlation_map(self.correlation.numpy(), self.layers, self.quantity)
+        return drawing().correlation_map(self.correlation.numpy(), self.layers, self.quantity)
 
     def __repr__(self) -> str:
         low, mean = self.correlation.min().item(), self.correlation.mean().item()
@@ -463,8 +465,7 @@ class Lens:
 
     def plot(self, block: int) -> "Figure":
         """Draw the last frame of a block: layers down, steps across, with the distance to the final x0."""
-        from experiments.figures.atlas import lens_strip
-
         last = lambda layer, step: self.frames(layer, block, step)[-1].numpy()  # noqa: E731
         images = [[last(layer, step) for step in self.steps] for layer in self.layers]
-        return lens_strip(images, self.layers, self.steps, self.distance[:, self.blocks.index(block)].numpy())
+        distance = self.distance[:, self.blocks.index(block)].numpy()
+        return drawing().lens_strip(images, self.layers, self.steps, distance)

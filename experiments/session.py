@@ -195,7 +195,7 @@ class Session:
     ) -> Self:
         """Load what rollouts need, for one prompt or several, unless it is there. ConfigError for bad input.
 
-        Everything that may be refused is checked before anything large is session. replays: rollouts are many
+        Everything that may be refused is checked before anything large is loaded. replays: rollouts are many
         or long, and nobody hooks into the model, so that a GPU replays layers from graphs. decodes: what asks
         for a video. config: that of the first rollout, where it is not the session's.
         """
