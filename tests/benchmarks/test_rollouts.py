@@ -14,6 +14,7 @@ from experiments.benchmarks.rollouts import in_turn
 from experiments.running import cli
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
+from wan.policies import of_window
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]
 ON_CPU = [*MINI, "--device", "cpu"]
@@ -103,7 +104,9 @@ class StandIn(CausalWanModel):
         assert crossattn_cache[0]["v"].shape[1] == self.config.text_len
         if not crossattn_cache[0]["is_init"]:  # a rollout begins
             crossattn_cache[0]["is_init"].fill_(True)
-            self.cache, self.firsts = self.new_kv_cache(batch, seq_len // S, height, width), []
+            whole = of_window(-1, 0)
+            self.cache = self.new_kv_cache(batch, seq_len // S, height, width, whole)
+            self.firsts = []
         if first not in self.firsts:
             self.cache.advance(range(first, first + num_frames))
         self.firsts.append(first)
