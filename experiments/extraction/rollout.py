@@ -101,8 +101,9 @@ class Progress:
         with suppress(OSError, ValueError):  # a full disk must not end it either
             if self._bar is None or index < self._bar.n:  # of another rollout
                 self.close_bar()
-                # delay: it is first shown when its first unit is done, which began `passed` ago
-                self._bar = tqdm(desc=f"{unit}s", unit=unit, total=count, initial=index, delay=1e-3)
+                # It is first shown when its first unit is done, which began `passed` ago; and however fast
+                # the blocks are, each is shown (mininterval: tqdm would leave out what is faster than 0.1 s)
+                self._bar = tqdm(desc=f"{unit}s", unit=unit, total=count, initial=index, delay=1e-9, mininterval=0)
                 self._bar.start_t = self._bar.last_print_t = self._bar.start_t - passed
             self._bar.set_postfix_str(f"{what}, {memory()}", refresh=False)
             self._bar.update()
