@@ -103,7 +103,9 @@ class Progress:
                 self.close_bar()
                 # It is first shown when its first unit is done, which began `passed` ago; and however fast
                 # the blocks are, each is shown (mininterval: tqdm would leave out what is faster than 0.1 s)
-                self._bar = tqdm(desc=f"{unit}s", unit=unit, total=count, initial=index, delay=1e-9, mininterval=0)
+                self._bar = tqdm(
+                    desc=f"{unit}s", unit=unit, total=count, initial=index, delay=1e-9, mininterval=0
+                )
                 self._bar.start_t = self._bar.last_print_t = self._bar.start_t - passed
             self._bar.set_postfix_str(f"{what}, {memory()}", refresh=False)
             self._bar.update()

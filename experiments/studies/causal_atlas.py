@@ -24,7 +24,7 @@ from experiments.extraction.provenance import check_sources, fingerprint, identi
 from experiments.extraction.rollout import Progress, check_outputs, memory, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import MeanRuns, Session, load, reference_means
-from experiments.studies.interventions import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
+from experiments.studies.batches import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError

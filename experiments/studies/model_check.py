@@ -38,7 +38,7 @@ from experiments.extraction.rollout import observed
 from experiments.figures.heads import HeadPair, heads_by_agreement
 from experiments.figures.style import save_svg
 from experiments.session import load, load_pipeline, pipeline_of
-from experiments.studies.interventions import Batch, frame_matrices
+from experiments.studies.batches import Batch, frame_matrices
 from wan import keys as rope
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError

@@ -22,7 +22,7 @@ from experiments.extraction.provenance import environment, fingerprint
 from experiments.extraction.rollout import Progress, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, load, pipeline_of
-from experiments.studies.interventions import Batch, Head, knockouts, outside
+from experiments.studies.batches import Batch, Head, knockouts, outside
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_yaml

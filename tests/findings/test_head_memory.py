@@ -22,14 +22,12 @@ from experiments.findings.head_memory.trials import (
     Sizes,
     Trials,
     attention_measures,
-    first_frame_numbers,
-    first_frame_study,
     measures_of_pass,
     regressed,
     unnamed_captions,
 )
 from experiments.studies import causal_atlas
-from experiments.studies.interventions import Runs, knockouts, outside
+from experiments.studies.batches import Runs, knockouts, outside
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import intervene
 
@@ -130,9 +128,9 @@ def test_a_planted_dependence_on_frame_0_is_found(monkeypatch):
 
 def test_frame_0_is_removed_from_the_view_of_each_head(study, tiny, tmp_path):
     prompts = {scene.caption: number for number, scene in study.test.scenes}
-    removed = first_frame_study(prompts, 1, tiny.config, tiny.session, tmp_path)
+    removed = finding.first_frame_study(prompts, 1, tiny.config, tiny.session, tmp_path)
     causal_atlas.run(removed, 2, QUIET)
-    found, effects_of_heads = first_frame_numbers(removed, 1), causal_atlas.merged(removed)["effects"]
+    found, effects_of_heads = finding.first_frame_numbers(removed, 1), causal_atlas.merged(removed)["effects"]
     np.testing.assert_allclose(found["effect"], np.nanmean(effects_of_heads.numpy(), -1))
     again = measures_of_pass(Runs(tiny.session, removed.configs), 0)
     np.testing.assert_allclose(found["s, first pass"], again["s"], atol=1e-5)

@@ -16,8 +16,8 @@ from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.session import Session, edited
-from experiments.studies import interventions, paired_prompts
-from experiments.studies.interventions import distance
+from experiments.studies import batches, interventions, paired_prompts
+from experiments.studies.batches import distance
 from experiments.studies.paired_prompts import budget_rows, read_pairs
 from wan.capture import CaptureRequest
 from wan.config import as_one_block
@@ -136,7 +136,7 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
     assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
     assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,)
-    seed = tiny.config.seed + interventions.ANOTHER_SEED
+    seed = tiny.config.seed + batches.ANOTHER_SEED
     other = tiny.session.rollout(replace(tiny.config, num_frames=6, seed=seed))
     monkeypatch.setattr(Session, "rollout", lambda *_: pytest.fail("rolled out again"))
     kept = interventions.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))

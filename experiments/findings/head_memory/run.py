@@ -14,6 +14,7 @@ bytes. Scores by path patching and routes through the past need the code of comm
 import argparse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,19 @@ from experiments.findings.head_memory.trials import (
     by_claim,
     captions_behind_a_wall,
     captions_of_all_kinds,
-    first_frame_numbers,
-    first_frame_study,
+    measures_of_pass,
     unnamed_captions,
 )
 from experiments.findings.report import finding_parser
 from experiments.miniature import SHIPPED
 from experiments.running.cli import count, main
 from experiments.running.ranks import workers_of
-from experiments.session import load
+from experiments.session import Session, load
 from experiments.studies import causal_atlas
+from experiments.studies.batches import Runs
 from wan.config import RunConfig, load_config
 from wan.files import read_json
+from wan.interventions import Knockout
 
 FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
 SHOWN = 12  # heads of the ranking in the report
@@ -133,6 +135,38 @@ def measured_shapes(args: argparse.Namespace) -> dict[str, Any]:
             "first_frame": first_frame_report(first_frame, range(session.model_config.num_layers)),
             "knockouts": knockouts(shapes),
         }
+
+
+# Frame 0 removed from a head's view, beside what that head attends to
+def first_frame_study(
+    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: Session, folder: Path
+) -> causal_atlas.Study:
+    """Return the causal atlas of frame 0: runs of all captions with their first seed, then with the next."""
+    configs = [
+        replace(config, prompt=caption, seed=first + SEED_STEP * n)
+        for n in range(seeds)
+        for caption, first in prompts.items()
+    ]
+    edit = Knockout(frames=("first",), passes="denoise")
+    return causal_atlas.Study(folder, edit, "head", configs, session)
+
+
+def first_frame_numbers(study: causal_atlas.Study, seeds: int) -> dict[str, np.ndarray]:
+    """Return means over frames and seeds of a study that is done, [prompts, layers, H] each.
+
+    effect and control (the same on a random earlier frame) in units of the distance between seeds, norm of z,
+    and s and masses, of the first pass and as the mean over the denoising passes.
+    """
+    atlas = {name: values.numpy() for name, values in causal_atlas.merged(study).items()}
+    names = {"effect": "effects", "control": "frame_control", "floor": "floor"}
+    found = {name: np.nanmean(atlas[field], -1) for name, field in names.items()}
+    found["norm"] = atlas["head_norms"]
+    runs = Runs(study.session, study.configs)
+    passes = [measures_of_pass(runs, step) for step in range(len(study.configs[0].denoising_step_list))]
+    for name in passes[0]:
+        of_layers = np.stack([one[name] for one in passes])[:, :, [layer or 0 for layer in study.layers]]
+        found |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
+    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in found.items()}
 
 
 def knockouts(study: HiddenShapes) -> dict[str, Any]:

@@ -28,8 +28,7 @@ from experiments.miniature.moving_shapes import FRAMES, KINDS, Scene, rendered
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
 from experiments.running.engine import Results, cached, work_through
 from experiments.session import Session
-from experiments.studies import causal_atlas
-from experiments.studies.interventions import (
+from experiments.studies.batches import (
     Dropped,
     Head,
     Runs,
@@ -40,7 +39,7 @@ from experiments.studies.interventions import (
 )
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.interventions import Edit, Knockout, intervene
+from wan.interventions import Edit, intervene
 from wan.vae import VAE
 
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
@@ -324,38 +323,6 @@ class HiddenShapes:
         """Return, by order, a number per head [layers, H], from the selection captions."""
         found = self.selection.scores(self.selection.everyone)
         return {"effect": found.pop("effect"), "change": found.pop("change of x0")} | found
-
-
-# --- Frame 0 removed from a head's view, beside what that head attends to
-def first_frame_study(
-    prompts: Mapping[str, int], seeds: int, config: RunConfig, session: Session, folder: Path
-) -> causal_atlas.Study:
-    """Return the causal atlas of frame 0: runs of all captions with their first seed, then with the next."""
-    configs = [
-        replace(config, prompt=caption, seed=first + SEED_STEP * n)
-        for n in range(seeds)
-        for caption, first in prompts.items()
-    ]
-    edit = Knockout(frames=("first",), passes="denoise")
-    return causal_atlas.Study(folder, edit, "head", configs, session)
-
-
-def first_frame_numbers(study: causal_atlas.Study, seeds: int) -> dict[str, np.ndarray]:
-    """Return means over frames and seeds of a study that is done, [prompts, layers, H] each.
-
-    effect and control (the same on a random earlier frame) in units of the distance between seeds, norm of z,
-    and s and masses, of the first pass and as the mean over the denoising passes.
-    """
-    atlas = {name: values.numpy() for name, values in causal_atlas.merged(study).items()}
-    names = {"effect": "effects", "control": "frame_control", "floor": "floor"}
-    found = {name: np.nanmean(atlas[field], -1) for name, field in names.items()}
-    found["norm"] = atlas["head_norms"]
-    runs = Runs(study.session, study.configs)
-    passes = [measures_of_pass(runs, step) for step in range(len(study.configs[0].denoising_step_list))]
-    for name in passes[0]:
-        of_layers = np.stack([one[name] for one in passes])[:, :, [layer or 0 for layer in study.layers]]
-        found |= {f"{name}, first pass": of_layers[0], f"{name}, all passes": of_layers.mean(0)}
-    return {name: x.reshape(seeds, -1, *x.shape[1:]).mean(0) for name, x in found.items()}
 
 
 # --- Which heads keep their past at equal bytes
