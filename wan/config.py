@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from wan.blocks import block_ranges, block_sizes, latent_frames, rolling_attention_size, steps_of_blocks
-from wan.errors import ConfigError, check_fields, did_you_mean, reason_of, short_repr
+from wan.errors import ConfigError, check_fields, from_values, named, short_repr
 from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, Count, Frames, read_yaml
 
 if TYPE_CHECKING:
@@ -61,16 +61,13 @@ class ModelConfig:
     text_len: Size = 512
     in_dim: Size = 16
     out_dim: Size = 16
-    patch_size: tuple[int, int, int] = (1, 2, 2)  # frames, rows, columns of latents that become one token
+    patch_size: tuple[Annotated[int, 1, 1], Side, Side] = (1, 2, 2)  # latents that become one token
     eps: Annotated[float, 0, 1] = 1e-6
 
     def __post_init__(self):
         check_fields(self)
-        object.__setattr__(self, "patch_size", tuple(self.patch_size))
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
-        if len(self.patch_size) != 3 or self.patch_size[0] != 1 or min(self.patch_size) < 1:
-            raise ConfigError(f"patch_size {self.patch_size} is not (1, height, width)")
 
     @property
     def head_dim(self) -> int:
@@ -157,12 +154,13 @@ class RunConfig:
     )
 
     # --- What is captured and edited
-    layer_indices: list[int] = field(default_factory=lambda: [1, 5])
-    layer_index: int = 3
+    layer_indices: Annotated[list[Layer], 1, MAX_LAYERS] = field(default_factory=lambda: [1, 5])
+    layer_index: Layer = 3
     step: Frames = 0  # which pass is extracted; 0 is t = 1000
 
     interventions: list[Any] = field(default_factory=list)  # docs/interventions.md; none
-    reference_prompts: list[str] = field(default_factory=lambda: list(REFERENCE_PROMPTS))  # of mean ablation
+    # of mean ablation
+    reference_prompts: list[Prompt] = field(default_factory=lambda: list(REFERENCE_PROMPTS))
 
     base: BaseSampling = field(default_factory=BaseSampling)
 
@@ -178,10 +176,6 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_device(self.device)
-        layers = [*self.layer_indices, self.layer_index]
-        if not 2 <= len(layers) <= MAX_LAYERS + 1 or not all(0 <= layer < MAX_LAYERS for layer in layers):
-            said = f"{short_repr(layers)} are not 1..{MAX_LAYERS} in 0..{MAX_LAYERS - 1}"
-            raise ConfigError(f"layer_indices and layer_index {said}; layers count from 0")
         for name in ("denoising_step_list", "first_block_steps"):
             steps = getattr(self, name)
             falls = steps is None or all(a > b for a, b in pairwise([NUM_TRAIN_TIMESTEPS + 1, *steps, -1]))
@@ -259,37 +253,17 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     With an independent first frame, frames that do not fit whole blocks are left out, with a warning.
     Raise ConfigError for a file that is not there, an unknown key, or a value that no run can have.
     """
-    from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
-
-    if not Path(path).is_file():
-        beside = ", ".join(sorted(p.name for p in Path("configs").glob("*.yaml")))
-        raise ConfigError(f"config {path} not found; configs/ holds: {beside}")
-    # 1. The file, whose keys are those of RunConfig.
-    from_file = read_yaml(path)
-    known = {f.name for f in fields(RunConfig)}
-    if unknown := [name for name in from_file if name not in known]:
-        said = short_repr(unknown[0])
-        raise ConfigError(f"{path}: unknown key {said}{did_you_mean(unknown[0], known)}")
-    # 2. Flags win over the file.
-    chosen = {k: v for k, v in (overrides or {}).items() if v is not None}
-    for name in {"cache_policy", "prompt_schedule"} & chosen.keys():
-        from_file.pop(name, None)  # replaced as a whole, not merged
-    # 3. OmegaConf checks types against the dataclass.
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), from_file, chosen)
-        settings = OmegaConf.to_container(merged, throw_on_missing=True)
-        asked, n = settings["num_frames"], settings["num_frame_per_block"]
-        if settings["independent_first_frame"] and asked > 1 and n >= 1:
-            settings["num_frames"] = fits = 1 + (asked - 1) // n * n
-            if fits != asked:
-                warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
-        return RunConfig(**settings | {"base": BaseSampling(**settings["base"])})
-    except ConfigError:
-        raise
-    except Exception as error:  # OmegaConf's own classes, and whatever a value of a wrong type raises
-        key = getattr(error, "full_key", None)
-        said = f" (key {short_repr(key)})" if key else ""
-        raise ConfigError(f"{path}: {reason_of(error)}{said}") from error
+    # 1. Flags win over the file; a policy and later prompts are replaced as a whole.
+    settings = read_yaml(path) | {k: v for k, v in (overrides or {}).items() if v is not None}
+    # 2. Frames that fit whole blocks behind a first one; values of other types are refused below.
+    defaults = {each.name: each.default for each in fields(RunConfig)}
+    asked, n = (settings.get(name, defaults[name]) for name in ("num_frames", "num_frame_per_block"))
+    if settings.get("independent_first_frame") is True and type(asked) is type(n) is int and asked > 1 <= n:
+        settings["num_frames"] = fits = 1 + (asked - 1) // n * n
+        if fits != asked:
+            warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
+    with named(path):
+        return from_values(RunConfig, settings)
 
 
 def check_device(name: str) -> str:

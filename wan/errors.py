@@ -1,12 +1,16 @@
 """Errors that a user can mend: the message is one printable line that names the value and the remedy."""
 
+import re
 import reprlib
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+Made = TypeVar("Made")
 
 
 class UserError(Exception):
@@ -89,41 +93,93 @@ def require_text(value: str, name: str, limit: int | None = None) -> str:
 
 
 def check_fields(settings: Any, where: str = "") -> None:
-    """Raise ConfigError where a field of a dataclass is not what its annotation says.
+    """Give the fields of a dataclass the form that their annotations name; ConfigError for what has none.
 
-    Annotated[int, low, high] names a range, of a text that of its length; Annotated[str, words] and Literal
-    all that is known. Other classes than numbers, texts and None are not looked into.
+    Annotated[int, low, high] names a range, of texts and lists that of their length; Annotated[str, words]
+    and Literal name all that is known, N standing for a number. tuple[X, ...] takes one X alone, too, a
+    dataclass its fields as a mapping. Strict: "3" is no number and True no text, but 3 becomes the float 3.0.
     """
     for each in fields(settings):
-        # 1. The kinds that an annotation names, and the value.
-        value, known = getattr(settings, each.name), []
-        kinds = get_args(each.type) if get_origin(each.type) in (Union, UnionType) else (each.type,)
-        if type(value) is str:
-            require_text(value, where + each.name)
-        for kind in kinds:
-            # 2. What it may hold: all that is known, or a range of numbers or lengths.
-            limits: tuple = ()
-            if get_origin(kind) is Annotated:
-                kind, *limits = get_args(kind)  # type: ignore[assignment]
-            if get_origin(kind) is Literal:
-                kind, limits = str, (get_args(kind),)
-            if kind not in (bool, int, float, str, NoneType):
-                break
-            # 3. Whether it fits this kind; else the kind in words.
-            name = {NoneType: "null", str: "text"}.get(kind, kind.__name__)
-            fits = type(value) is kind or (kind is float and type(value) is int)
-            if len(limits) == 1:
-                name, fits = f"one of {', '.join(limits[0])}", fits and value in limits[0]
-            elif len(limits) == 2:
-                low, high = limits
-                size = len(value.strip()) if fits and kind is str else value
-                name = f"{name} in {low}..{high}" + " characters" * (kind is str)
-                fits = fits and low <= size <= high
-            if fits:
-                break
-            known.append(name)
-        else:
-            raise ConfigError(f"{where}{each.name} {short_repr(value)} is not {' or '.join(known)}")
+        value = getattr(settings, each.name)
+        fitting, known = fitted(value, each.type, where + each.name)
+        if known:
+            raise ConfigError(f"{where}{each.name} {short_repr(value)} is not {known}")
+        if fitting is not value:
+            object.__setattr__(settings, each.name, fitting)  # frozen ones, too: they are being made
+
+
+def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
+    """Return a value in the form of an annotation, and ""; where none fits, the value and what would."""
+    # 1. One of several kinds; a kind and its limits.
+    if get_origin(kind) in (Union, UnionType):
+        tried = [fitted(value, one, name) for one in get_args(kind)]
+        words = " or ".join(known for _, known in tried)
+        return next((one for one in tried if not one[1]), (value, words))
+    limits: tuple[Any, ...] = ()
+    if get_origin(kind) is Annotated:
+        kind, *limits = get_args(kind)  # type: ignore[assignment]
+    if get_origin(kind) is Literal:
+        kind, limits = str, (get_args(kind),)
+    # 2. Several values of one kind, or values of these kinds in this order.
+    origin, items = get_origin(kind) or kind, get_args(kind)
+    if origin in (list, tuple) and items:
+        given = [value]
+        if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)):
+            given = [*value]
+        kinds = items if origin is tuple and items[-1] is not Ellipsis else items[:1] * len(given)
+        parts = [fitted(x, one, name) for x, one in zip(given, kinds, strict=False)]
+        low, high = limits or (0, sys.maxsize) if kinds is not items else [len(items)] * 2
+        fits = low <= len(given) <= high and (origin is tuple or given != [value])
+        fits = fits and not any(known for _, known in parts)
+        many = f"{low}..{high} of " if limits else "a list of "
+        words = many + (fitted(object(), items[0], name)[1] or "anything")
+        return (origin(x for x, _ in parts), "") if fits else (value, words)
+    # 3. A dataclass by its fields; other classes are not looked into.
+    if is_dataclass(origin) and isinstance(value, Mapping):
+        return from_values(origin, value, f"{name}: "), ""
+    if origin not in (bool, int, float, str, NoneType):
+        fits = origin is Any or isinstance(value, origin)
+        return value, "" if fits else f"a {origin.__name__}"
+    # 4. Numbers and texts: the type itself, for True is no 1, and the known ones or the range.
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    words = {NoneType: "null", str: "text"}.get(kind, kind.__name__)
+    if type(value) is str:
+        require_text(value, name)
+    if len(limits) == 1:
+        words = f"one of {', '.join(limits[0])}"
+        fits = fits and any(re.fullmatch(one.replace(":N", r":\d{1,5}"), value) for one in limits[0])
+    elif limits:
+        low, high = limits
+        words = f"{words} in {low}..{high}" + " characters" * (kind is str)
+        fits = fits and low <= (len(value.strip()) if kind is str else value) <= high
+    return float(value) if fits and type(value) is int and kind is float else value, "" if fits else words
+
+
+def from_values(kind: type[Made], values: Any, where: str = "") -> Made:
+    """Make a dataclass of a mapping, as YAML and JSON have it.
+
+    ConfigError for an unknown or a missing field, and by check_fields() of the dataclass for a wrong value.
+    """
+    known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
+    needed = [name for name, one in known.items() if one.default is one.default_factory is MISSING]
+    given = values if isinstance(values, Mapping) else {}
+    unknown = [key for key in given if key not in known]
+    missing = [name for name in needed if name not in given]
+    if unknown or missing or not isinstance(values, Mapping):
+        problem = f"has no {missing[0]}; its fields: {', '.join(known)}" if missing else short_repr(values)
+        if unknown:
+            problem = f"unknown key {short_repr(unknown[0])}{did_you_mean(unknown[0], known)}"
+        raise ConfigError(where + problem)
+    return kind(**given)
+
+
+@contextmanager
+def named(where: object, error: type[UserError] = ConfigError) -> Iterator[None]:
+    """Say before the message of a ConfigError in which file, or of which row, the setting stands."""
+    try:
+        yield
+    except ConfigError as problem:
+        raise error(f"{where}: {problem}") from None
 
 
 @contextmanager

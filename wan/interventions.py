@@ -17,7 +17,6 @@ import hashlib
 import inspect
 import json
 import math
-import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.attention import Call
-from wan.errors import ConfigError, check_fields, reason_of, short_repr
-from wan.files import read_text, read_yaml
+from wan.errors import ConfigError, check_fields, from_values, named, reason_of, short_repr
+from wan.files import MAX_SIZE, read_text, read_yaml
 from wan.keys import (
     EMPTY,
     MIXED,
@@ -66,48 +65,18 @@ from wan.sites import (
 )
 
 MAX_BIAS = 65504.0  # the largest number of float16
+Number = Annotated[float, -1e30, 1e30]  # no NaN
 MAX_BYTES = 1 << 20  # of a file of edits
 
 Passes = Annotated[str, ("denoise", "clean", "all")]
-Frames = tuple[int | str, ...]
+Index = Annotated[int, 0, MAX_SIZE]  # how many there are, a rollout knows
+Indices = Annotated[tuple[Index, ...], 1, MAX_SIZE]
+Frame = Index | Annotated[str, ("first", "sink", "past", "own", "own:N")]
+Frames = Annotated[tuple[Frame, ...], 1, MAX_SIZE]
+Direction = tuple[Number, ...]
 Tokens = slice | Tensor  # an index
 EVERY: Tokens = slice(None)
 InterventionError = ConfigError  # the name that older code catches
-
-
-# --- One form of a value, so that equal edits compare, hash and print alike
-FRAME_NAME = re.compile(r"first|sink|past|own(:\d+)?")
-
-
-def as_indices(name: str, value: Any) -> tuple[int, ...] | None:
-    """Return a number from 0, or several, as increasing ones: 5 -> (5,), [3, 1, 3] -> (1, 3); None stays."""
-    if value is None:
-        return None
-    chosen = [value] if isinstance(value, int) else [*value]
-    # type(): True is no layer 1, and 5.0 would be another fingerprint than 5.
-    if not chosen or not all(type(n) is int and n >= 0 for n in chosen):
-        message = f"{name} {short_repr(value)} is not whole numbers from 0, at least one"
-        raise ConfigError(f"{message}; leave it out for all")
-    return tuple(sorted({*chosen}))
-
-
-def as_frames(value: Any) -> Frames | None:
-    """Return frames by number or name, numbers first: 0, "first", [3, "sink"], "own:18"; None stays."""
-    if value is None:
-        return None
-    chosen = [value] if isinstance(value, (int, str)) else [*value]
-    numbers = sorted({n for n in chosen if type(n) is int and n >= 0})
-    names = dict.fromkeys(n for n in chosen if isinstance(n, str) and FRAME_NAME.fullmatch(n))
-    known = [*numbers, *names]
-    if not chosen or not all(n in known for n in chosen):
-        message = f"frames {short_repr(value)} is not numbers from 0, or names"
-        raise ConfigError(f"{message}: first, sink, past, own, own:18")
-    return (*numbers, *names)
-
-
-def as_float(value: Any) -> Any:
-    """Return a whole number as a float, so that b=-2 and b=-2.0 have one fingerprint."""
-    return float(value) if type(value) is int else value
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,16 +98,6 @@ class Source:
         return f"Source({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
 
-def as_source(value: Any) -> Source:
-    """Return a source, which a YAML gives by its fields: {seed: 1, weights: base}."""
-    known = {each.name for each in fields(Source)}
-    if isinstance(value, Mapping) and {*value} <= known:
-        return Source(**value)
-    if not isinstance(value, Source):
-        raise ConfigError(f"source {short_repr(value)} is not another run: give its prompt, seed or weights")
-    return value
-
-
 # --- What every edit has: which calls it selects, and how it is written down
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edit(ABC):
@@ -148,22 +107,25 @@ class Edit(ABC):
     steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
     """
 
-    layers: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-    blocks: tuple[int, ...] | None = None
-    steps: tuple[int, ...] | None = None
+    layers: Indices | None = None
+    heads: Indices | None = None
+    blocks: Indices | None = None
+    steps: Indices | None = None
     passes: Passes
     branch: Annotated[str, ("cond", "uncond")] | None = None  # of classifier-free guidance
 
     def __post_init__(self) -> None:
-        chosen = {name: getattr(self, name) for name in ("layers", "heads", "blocks", "steps")}
-        self._set(**{name: as_indices(name, value) for name, value in chosen.items()})
+        check_fields(self)
+        # Equal edits compare, hash and print alike: [3, 1, 3] is (1, 3), names of frames come behind numbers.
+        for each in fields(self):
+            if type(value := getattr(self, each.name)) is tuple and each.type != Direction:
+                numbers = sorted({n for n in value if isinstance(n, int)})
+                self._set(each.name, (*numbers, *dict.fromkeys(n for n in value if isinstance(n, str))))
         self.check()
 
-    def _set(self, **values: Any) -> None:
-        """Set fields while the edit is made; from then on it is frozen."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def _set(self, name: str, value: Any) -> None:
+        """Set a field while the edit is made; from then on it is frozen."""
+        object.__setattr__(self, name, value)
 
     @abstractmethod
     def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
@@ -213,14 +175,19 @@ class Edit(ABC):
             and self.selects_pass(at.step, at.is_clean_pass)
         )
 
+    def conflict(self) -> str:
+        """Say which fields would be passed over in silence, or contradict each other; "" for none."""
+        if self.heads is not None and not self.has_heads:
+            return f"{self.sites[0]} has no heads: leave heads out"
+        if self.layers is not None and {*self.sites} <= {*OF_FORWARD}:
+            return f"{self.sites[0]} belongs to no layer: leave layers out"
+        return ""
+
     def check(self, plan: RolloutPlan | None = None) -> None:
         """Raise ConfigError where fields contradict each other or, with a plan, no call can be edited."""
-        # 1. Of the edit alone: what would be passed over in silence.
-        check_fields(self)
-        if self.heads is not None and not self.has_heads:
-            raise ConfigError(f"{self.sites[0]} has no heads: leave heads out")
-        if self.layers is not None and {*self.sites} <= {*OF_FORWARD}:
-            raise ConfigError(f"{self.sites[0]} belongs to no layer: leave layers out")
+        # 1. Of the edit alone.
+        if problem := self.conflict():
+            raise ConfigError(f"{type(self).__name__}: {problem}")
         if plan is None:
             return
         # 2. Of a rollout: indices that it has, and at least one call.
@@ -366,17 +333,12 @@ class KeySelection(Edit):
 
     b: ClassVar[float]
     frames: Frames | None = None
-    tokens: tuple[int, ...] | None = None
+    tokens: Indices | None = None
 
-    def __post_init__(self) -> None:
-        self._set(frames=as_frames(self.frames), tokens=as_indices("tokens", self.tokens))
-        super().__post_init__()
-
-    def check(self, plan: RolloutPlan | None = None) -> None:
+    def conflict(self) -> str:
         if (self.frames is None) == (self.tokens is None):
-            name = type(self).__name__
-            raise ConfigError(f"{name} takes frames (of self-attention) or tokens (of the prompt)")
-        super().check(plan)
+            return "give frames (of self-attention) or tokens (of the prompt)"
+        return super().conflict()
 
     @property
     def kind(self) -> str:
@@ -411,10 +373,6 @@ class Bias(KeySelection):
 
     b: Annotated[float, -MAX_BIAS, MAX_BIAS]  # type: ignore[misc]  # of all Knockouts, of each Bias
 
-    def __post_init__(self) -> None:
-        self._set(b=as_float(self.b))
-        super().__post_init__()
-
 
 @dataclass(frozen=True, repr=False)
 class Ablate(Edit):
@@ -430,19 +388,14 @@ class Ablate(Edit):
     attention: Annotated[str, ("self", "cross")] = "self"
     site: str = "z"
 
-    def __post_init__(self) -> None:
-        if self.how == "resample" or isinstance(self.source, Mapping):
-            self._set(source=as_source(self.source))
-        super().__post_init__()
-
-    def check(self, plan: RolloutPlan | None = None) -> None:
+    def conflict(self) -> str:
         check_site(self.site)
-        super().check(plan)
-        takes = {"resample": Source, "mean": str}.get(self.how, ())
-        if self.source is not None and not isinstance(self.source, takes):
-            raise ConfigError(f"{self.how} does not take source={self.source!r}")
+        takes = {"resample": Source, "mean": str | None}.get(self.how, type(None))
+        if not isinstance(self.source, takes):
+            return f"{self.how} does not take source={self.source!r}"
         if "mean" in self.how and "L" not in SITES[self.sites[0]].split():
-            raise ConfigError(f"{self.site} has no tokens: take zero or resample")
+            return f"{self.site} has no tokens: take zero or resample"
+        return super().conflict()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -472,17 +425,13 @@ class Patch(Edit):
     frames: Frames | None = None  # of kv; None is past
     attention: Annotated[str, ("self", "cross")] = "self"
 
-    def __post_init__(self) -> None:
-        self._set(source=as_source(self.source), frames=as_frames(self.frames))
-        super().__post_init__()
-
-    def check(self, plan: RolloutPlan | None = None) -> None:
+    def conflict(self) -> str:
         if self.what not in ("qk", "kv"):
             check_site(self.what)
         is_kv = self.what == "kv"
         if (self.frames is not None and not is_kv) or (self.attention == "cross" and is_kv):
-            raise ConfigError("frames go with what='kv', which patches cached frames of self-attention")
-        super().check(plan)
+            return "frames go with what='kv', which patches cached frames of self-attention"
+        return super().conflict()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -533,14 +482,10 @@ class Move(Edit):
     offset: int | None = None
     position: int | None = None
 
-    def __post_init__(self) -> None:
-        self._set(frames=as_frames(self.frames))
-        super().__post_init__()
-
-    def check(self, plan: RolloutPlan | None = None) -> None:
-        if self.frames is None or (self.offset is None) == (self.position is None):
-            raise ConfigError("Move takes frames, and offset= or position=, in frames")
-        super().check(plan)
+    def conflict(self) -> str:
+        if (self.offset is None) == (self.position is None):
+            return "give offset= or position=, in frames"
+        return super().conflict()
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         slots = slots_in(call, self.frames)
@@ -567,10 +512,6 @@ class Jitter(Edit):
     scale: Annotated[float, 0, 0.99] = 0.8  # a base stays above 0
     seed: Annotated[int, 0, 2**63 - 1] = 0
     passes: Passes = field(default="all", kw_only=True)
-
-    def __post_init__(self) -> None:
-        self._set(scale=as_float(self.scale))
-        super().__post_init__()
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         return step < 0 or super().selects_pass(step, is_clean_pass)
@@ -602,14 +543,9 @@ class Band(Edit):
     queries' pairs of dims are changed, which is the same for all keys of the call.
     """
 
-    bands: tuple[int, ...]
-    phase: float = 0.0
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        bands = as_indices("bands", self.bands or ())
-        self._set(bands=bands, phase=as_float(self.phase), scale=as_float(self.scale))
-        super().__post_init__()
+    bands: Indices
+    phase: Number = 0.0
+    scale: Number = 1.0
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
@@ -629,22 +565,22 @@ class Steer(Edit):
     """Add scale times a direction, a vector of the last axis of a site, to every token."""
 
     site: str
-    direction: tuple[float, ...]
-    scale: float = 1.0
+    direction: Direction
+    scale: Number = 1.0
 
     def __post_init__(self) -> None:
         given: Any = self.direction
-        numbers = given.tolist() if isinstance(given, Tensor) else given
-        self._set(direction=tuple(map(float, numbers)), scale=as_float(self.scale))
+        if isinstance(given, (Tensor, np.ndarray)):
+            self._set("direction", given.tolist())
         super().__post_init__()
 
     @property
     def sites(self) -> tuple[str, ...]:
         return (self.site,)
 
-    def check(self, plan: RolloutPlan | None = None) -> None:
+    def conflict(self) -> str:
         check_site(self.site)
-        super().check(plan)
+        return super().conflict()
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
         size, given = x.shape[-1], len(self.direction)
@@ -668,11 +604,12 @@ class Custom(Edit):
     names: tuple[str, ...]
     function: Any = None
     passes: Passes = "all"
-    heads: tuple[int, ...] | None = field(default=None, init=False)  # the function has all of them
+    heads: Indices | None = field(default=None, init=False)  # the function has all of them
 
-    def __post_init__(self) -> None:
-        self._set(names=tuple(map(check_site, self.names)))
-        super().__post_init__()
+    def conflict(self) -> str:
+        for name in self.names:
+            check_site(name)
+        return super().conflict()
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -743,13 +680,8 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     if not isinstance(name, str) or name not in KINDS:
         remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
         raise ConfigError(f"edit {short_repr(name)} is not one of {', '.join(KINDS)}; {remedy}")
-    kind = KINDS[name]
-    try:
-        return kind(**{str(key): value for key, value in values.items() if key != "edit"})
-    except (TypeError, ValueError) as error:  # TypeError: fields that are missing or unknown
-        known = ", ".join(each.name for each in fields(kind))
-        message = str(error).replace("__init__() ", "")
-        raise ConfigError(f"{name}: {message}; its fields: {known}; passes: denoise, clean or all") from None
+    with named(name):
+        return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
 
 
 def fingerprint(edits: Iterable[Edit]) -> str:
@@ -763,10 +695,8 @@ def edits_of(values: Iterable[Any], where: str) -> list[Edit]:
     """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
     edits = []
     for number, each in enumerate(values, 1):
-        try:
+        with named(f"{where}: intervention {number}"):
             edits.append(edit_from_dict(each))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: intervention {number}: {error}") from None
     return edits
 
 

@@ -34,7 +34,7 @@ REFUSED = {
     "knows no gpus above 1": {"sampler": "rolling_forcing", "gpus": 2},
     "knows no interventions": {"sampler": "rolling_forcing", "interventions": [1]},
     "lora_alpha 0.0 is not float": {"lora_path": "a", "lora_alpha": 0.0},
-    "are not 1..256 in 0..255": {"layer_indices": []},
+    r"layer_indices \[\] is not 1..256 of int in 0..255": {"layer_indices": []},
     "does not go down within 1000..1": {"denoising_step_list": [500, 750]},
     "first_block_steps .* does not go down": {"first_block_steps": [1000, -1]},
     "timestep_shift nan is not": {"timestep_shift": float("nan")},

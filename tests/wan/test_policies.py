@@ -224,7 +224,7 @@ def then(*prompts) -> dict:
 FIRST, LONG_SINK = {"independent_first_frame": True, "num_frames": 4}, {"window": 12, "sink": 6}
 REFUSED = {  # what is said -> a config, before weights are read
     "'magic' is not one of full, window": of("magic"),
-    "has no field 'windw'; it has": of("window", windw=3),
+    "unknown key 'windw'; did you mean window": of("window", windw=3),
     "window '9' is not int in 1": of("window", window="9"),
     "window 5 .* must be at least 6": of("window", window=5, sink=3) | FIRST,
     "leave it out": of("full", released=True),
@@ -233,7 +233,8 @@ REFUSED = {  # what is said -> a config, before weights are read
     r"sink 1 is not int in 0\.\.0": of("rolling_sink", sink=1),
     "does not begin a block .* begin at 3, 6": then({"frame": 4}),
     "frame 6 .* has two prompts": then({}, {}),
-    "has a frame, a prompt and perhaps how, not": then({"text": "a"}),
+    "unknown key 'text'; known ones: frame, how, prompt": then({"text": "a"}),
+    "frame 6 has no prompt": then({"prompt": None}),
     "cannot cut at frame 3; it can .*cut from frame 6 on": then({"frame": 3, "how": "cut"})
     | of("relative", **LONG_SINK, released="longlive_infinity"),
     "recompute_context 6 .* take a window of 9": {"recompute_context": 6, "local_attn_size": 6},

@@ -8,13 +8,13 @@ of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torch import Tensor
 
 from wan.cache import FLUSH_KEEPS, CachePolicy, How
-from wan.errors import ConfigError, check_fields, library_reads, short_repr
+from wan.errors import ConfigError, check_fields, from_values, library_reads, short_repr
 from wan.files import MAX_TEXT
 from wan.policies.frames import (
     DeepSink,
@@ -74,14 +74,10 @@ def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
     name = given.pop("name", settings)
     if not isinstance(name, str) or name not in POLICIES:
         raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
-    known = [each.name for each in fields(POLICIES[name]) if each.init]
-    if unknown := [key for key in given if key not in known]:
-        message = f"has no field {short_repr(unknown[0])}; it has {', '.join(known)}"
-        raise ConfigError(f"cache_policy {name} {message}")
     if "policies" in given:  # of classes of heads
         with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
             given["policies"] = {str(label): read_policy(one) for label, one in given["policies"].items()}
-    return POLICIES[name](**given)
+    return from_values(POLICIES[name], given, f"cache_policy {name}: ")
 
 
 def make_policy(name: str, **chosen: Any) -> CachePolicy:
@@ -115,11 +111,10 @@ class PromptSwitch:
 
 def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
-    has = {*settings}
-    if not {"frame", "prompt"} <= has <= {"frame", "prompt", "how"} or settings["prompt"] is None:
-        given = short_repr(dict(settings))
-        raise ConfigError(f"prompt_schedule: a switch has a frame, a prompt and perhaps how, not {given}")
-    return PromptSwitch(**settings)
+    switch = from_values(PromptSwitch, settings, "prompt_schedule: ")
+    if switch.prompt is None:
+        raise ConfigError(f"prompt_schedule: frame {switch.frame} has no prompt")
+    return switch
 
 
 def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
