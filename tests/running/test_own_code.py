@@ -22,6 +22,7 @@ from experiments.caches.activations import Activations
 from experiments.caches.files import CacheError
 from experiments.running import cli
 from experiments.session import CAPTURES
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.files import read_yaml
 from wan.interventions import Ablate, Patch, Source
@@ -258,11 +259,13 @@ def test_pipes_in_threads_do_not_see_each_other(pipe, tiny):
         torch.set_num_threads(1)
         one, edit = pipes[number % 2], at("resid_post", layers=[number % 2])
         seeing = capture(one, "z", layers=[0], steps=[0])
-        with seeing as seen, intervene(edit, lambda x, where: x * (1.01 + number)):
+        also = ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame")
+        with seeing as seen, also as calls, intervene(edit, lambda x, where: x * (1.01 + number)):
             run = one.generate(seed=number % 2)
-        return run.latents, seen["z"].stack(), len(seen.runs)
+        mass = torch.stack([call["frame_mass"].diagonal(dim1=-2, dim2=-1) for call in calls])
+        return (run.latents, seen["z"].stack(), mass), len(seen.runs)
 
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(work, range(4)))
     for found, alone in zip(together, map(work, range(4)), strict=True):
-        assert torch.equal(found[0], alone[0]) and torch.equal(found[1], alone[1]) and found[2] == 1
+        assert all(map(torch.equal, found[0], alone[0])) and found[1] == alone[1] == 1

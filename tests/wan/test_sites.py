@@ -1,8 +1,5 @@
 """Every activation has a name: each seen and changed against the model written out by hand."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
@@ -14,7 +11,7 @@ from helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
 from wan import interventions
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Patch, RunInStep, Source, Steer, active_edits, at, intervene
+from wan.interventions import Ablate, Patch, RunInStep, Source, Steer, at, intervene
 from wan.keys import rotate
 from wan.model import sinusoidal_embedding
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
@@ -269,30 +266,3 @@ def test_what_does_not_fit_is_refused_in_one_line(message):
     with pytest.raises(ConfigError, match=message) as error, watched(SiteCapture(("z",))):
         REFUSED[message]()
     assert "\n" not in str(error.value)
-
-
-# --- Threads
-def test_threads_do_not_see_each_others_edits_and_captures():
-    """Four at once, on two pipelines, half of them with edits of their own."""
-    pipelines, barrier = [two_steps(seed=seed) for seed in (0, 5)], threading.Barrier(4)
-
-    def one(number: int) -> list[torch.Tensor]:
-        with ExitStack() as stack:
-            if number >= 2:
-                edit = at("resid_post", layers=[number], passes="denoise")
-                stack.enter_context(intervene(edit, lambda x, where: x * (1 + number / 100)))
-            calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame"))
-            seen = captured("mlp_out", "x0", pipeline=pipelines[number % 2], layers=[1])
-            assert len(active_edits()) == (number >= 2) and len(calls) == 6
-        return [*seen["x0"], *seen["mlp_out"], *(call["frame_logits"] for call in calls)]
-
-    def work(number: int) -> list[torch.Tensor]:
-        torch.set_num_threads(1)
-        barrier.wait()
-        return one(number)
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, range(4)))
-    assert not active_edits()
-    for number in range(4):
-        assert all(map(torch.equal, found[number], one(number)))
