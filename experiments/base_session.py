@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CaptureRequest
 from wan.config import RunConfig, as_one_block, load_config
 from wan.errors import ConfigError, short_repr
-from wan.interventions import active_edits, edits_of, intervene
+from wan.interventions import intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
+from wan.sites import active_edits
 from wan.text2video import TextToVideoPipeline
 
 
@@ -42,7 +43,7 @@ class BaseSession(Session):
 
     def generate(self, *given: Any, config: RunConfig | None = None, **more: Any) -> Any:
         # Before anything is loaded: means and runs in step are made by causal rollouts alone.
-        edits = edits_of((config or self.config).interventions, "config")
+        edits = (config or self.config).edits
         if needy := next((edit for edit in edits if edit.needs), None):
             raise ConfigError(
                 f"runs of the base model cannot make this edit, which needs {needy.needs}: {needy}"
@@ -58,18 +59,23 @@ class BaseSession(Session):
         model = build_model(WanModel, config, self.model_config, state, self.dtype, self.device)
         return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
+    def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
+        return intervene(*config.edits) if config.edits else nullcontext()
+
     def _roll_out(
         self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: Progress
     ) -> list[Run]:
         config, base = configs[0], configs[0].base
-        edits = edits_of(config.interventions, "config")
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
         # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
         noise, _ = draw_noise(replace(config, noise="seeded"), self.model_config, torch.float32, self.device)
         if observer.video is not None:
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
-        with threads_for(noise, self.model_config), intervene(*edits) if edits else nullcontext():
+        with (
+            threads_for(noise, self.model_config),
+            intervene(*config.edits) if config.edits else nullcontext(),
+        ):
             edits = active_edits()  # also those of one's own intervene() around this
             latents, calls, done = sample(self.pipeline, (prompt, negative), noise, requests, observer)
         common = self.common(config, edits, base=asdict(base)) | {  # how it was sampled

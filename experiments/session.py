@@ -8,13 +8,12 @@ Scripts go the same way: session.generate(requests=..., observer=...), whose Run
 turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from contextvars import Context, ContextVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -24,14 +23,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from experiments.caches.files import replacing, require_same
+from experiments.caches.files import replacing
 from experiments.caches.formats import READ_BY
 from experiments.caches.frames import one_thread
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.project_files import find_config, policy_settings
 from experiments.extraction.provenance import (
-    check_sources,
     choose_device,
     choose_dtype,
     code_version,
@@ -41,42 +39,24 @@ from experiments.extraction.provenance import (
     fingerprint,
     identity,
     provenance,
+    record_of,
     threads_for,
     versions,
 )
 from experiments.extraction.rollout import Progress, out_of_memory, roll_out
 from wan import checkpoint
-from wan.cache import CachePolicy
+from wan.cache import CachePolicy, PromptSwitch
 from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError, did_you_mean, require_text, short_repr
-from wan.files import UnreadableError, load_tensors
-from wan.interventions import (
-    Ablate,
-    Edit,
-    Edits,
-    HeadOutputs,
-    Key,
-    ReferenceMeans,
-    RunInStep,
-    Source,
-    active_edits,
-    edits_of,
-    intervene,
-    record_head_outputs,
-    record_of,
-)
 from wan.model import CausalWanModel
 from wan.noise import draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
-from wan.policies import POLICIES, PromptSwitch
-from wan.sites import observed, watchers
+from wan.sites import active_edits
 from wan.text_encoder import TextEncoder
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
-MEANS = Path("cache/reference_means")
-MEANS_SEEDS = (0, 1)
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
 OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
     *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
@@ -116,12 +96,9 @@ def load(
         raise ConfigError(f"{wrong} is no setting of a run{did_you_mean(wrong, known)}")
     if cache_policy is not None:
         if isinstance(cache_policy, CachePolicy):
-            own = type(cache_policy)
-            if POLICIES.get(cache_policy.name, own).__qualname__ != own.__qualname__:
-                name = cache_policy.name
-                raise ConfigError(f"cache_policy {name} is the name of another policy; give yours another")
-            # Known from here on; a cell of a notebook may define it again
-            POLICIES[cache_policy.name] = own
+            from wan.policies import register
+
+            register(type(cache_policy))
             cache_policy = cache_policy.describe()
         elif isinstance(cache_policy, str | Path):
             cache_policy = policy_settings(str(cache_policy))
@@ -329,8 +306,7 @@ class Session:
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         schedule = self.switches(config, len(configs))
         inputs = {"prompt_embeds": torch.cat(states), "renoise": renoise, "prompt_schedule": schedule}
-        edits = edits_of(config.interventions, "config")
-        with threads_for(noise, sizes), edited(self, config, edits, len(configs)):
+        with threads_for(noise, sizes), self.edited(config, len(configs)):
             edits = active_edits()  # also those of one's own intervene() around this
             latents, records = roll_out(
                 self.pipeline, noise, config.block_sizes, requests, observer, **inputs
@@ -350,6 +326,15 @@ class Session:
             common = self.common(each, edits) | more
             found.append(Run(each, sizes.num_layers, own, *made, common, stopped, self.preview))
         return found
+
+    def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
+        """Edit while the context lasts as a config says, and give one's own intervene() what it lacks."""
+        edits = config.edits
+        if not (edits or active_edits()):
+            return nullcontext()
+        from experiments.extraction.edits import edited  # a run without edits needs no wan.interventions
+
+        return edited(self, config, edits, batch)
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
@@ -379,7 +364,7 @@ class Session:
                     "load it again with the other settings"
                 )
 
-    def identity(self, config: RunConfig, edits: Sequence[Edit] | None = None, **more: Any) -> dict[str, Any]:
+    def identity(self, config: RunConfig, edits: Sequence[Any] | None = None, **more: Any) -> dict[str, Any]:
         """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
         return identity(config, self.weights_sha256 if self.sha256 else None, edits, **more)
 
@@ -389,7 +374,7 @@ class Session:
         assert self.sha256 is not None, "nothing is loaded"
         return self.sha256.result()
 
-    def common(self, config: RunConfig, edits: Sequence[Edit] = (), **more: Any) -> dict[str, Any]:
+    def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
         """Return the fields that all caches of a rollout share; more is what its numbers depend on, too."""
         sizes, weights = self.model_config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
         made_of = self.identity(config, edits, **more)
@@ -650,144 +635,3 @@ def run_in_background(function: Callable, *args) -> Future:
 
     Thread(target=work, daemon=True).start()
     return future
-
-
-# --- Edits of a rollout with what they need: means of a reference set, and runs in step
-@contextmanager
-def edited(
-    session: Session, config: RunConfig, edits: Sequence[Edit], batch: int = 1
-) -> Iterator[Edits | None]:
-    """Make edits while a rollout of config runs, with the means and the runs in step that they need.
-
-    Those of one's own intervene() around this get what they lack, too.
-    """
-    own = [one for one in watchers() if isinstance(one, Edits)]
-    lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
-    if batch > 1 and (needy := next((e for e in (*edits, *lacking) if e.needs), None)):
-        raise ConfigError(f"videos that are made together take no edit that needs {needy.needs}: {needy}")
-    if edits:
-        session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
-    with ExitStack() as stack:
-        # What they need: runs by source and unedited outputs by sites, which several edits share
-        data, made = dict[Edit, object](), dict[Any, Any]()
-        check_sources([*edits, *lacking], config)
-        for edit in (*edits, *lacking):
-            source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
-            if isinstance(source, Source):
-                if source not in made:
-                    made[source] = stack.enter_context(run_of(session, config, source))
-                data[edit] = made[source]
-            elif how == "mean":
-                data[edit] = reference_means(session, config, source, edit.sites)
-            elif how == "frame_mean":
-                if edit.sites not in made:
-                    made[edit.sites] = _head_outputs(session, config, edit.sites)
-                data[edit] = made[edit.sites]
-        for one in own:
-            stack.callback(setattr, one, "data", one.data)
-            one.data = {edit: data[edit] for edit in one.edits if edit in data} | one.data
-        yield stack.enter_context(intervene(*edits, data=data)) if edits else None
-
-
-def run_of(session: Session, config: RunConfig, source: Source) -> RunInStep:
-    """Return the run in step that a source names."""
-    given = {name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None}
-    other = replace(config, **given)
-    if source.weights is not None:
-        other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
-        session = session.with_weights(other)
-    return RunInStep(lambda: session.rollout(other))
-
-
-def _head_outputs(session: Session, config: RunConfig, sites: Sequence[str]) -> HeadOutputs:
-    def unedited() -> HeadOutputs:
-        with record_head_outputs(*sites) as outputs, observed():
-            session.rollout(config)
-        return outputs
-
-    return Context().run(unedited)  # without anybody's edits
-
-
-@dataclass(frozen=True)
-class MeanRuns:
-    """The rollouts of a config's reference set, an item each (the engine's Work)."""
-
-    session: Session
-    config: RunConfig
-    sites: Sequence[str] = ("z",)
-
-    @property
-    def recorded(self) -> tuple[str, ...]:
-        return HeadOutputs.sites if set(self.sites) <= set(HeadOutputs.sites) else tuple(self.sites)
-
-    @cached_property
-    def items(self) -> dict[str, RunConfig]:
-        runs = [(prompt, seed) for prompt in self.config.reference_prompts for seed in MEANS_SEEDS]
-        plain = replace(self.config, prompt_schedule=None, interventions=[])
-        return {f"run_{n}": replace(plain, prompt=run[0], seed=run[1]) for n, run in enumerate(runs)}
-
-    @cached_property
-    def made_of(self) -> str:
-        plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
-        others = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
-        return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
-
-    @property
-    def path(self) -> Path:
-        return MEANS / f"{self.made_of}.pt"
-
-    def part(self, name: str) -> Path:
-        return MEANS / self.made_of / f"{name}.pt"
-
-    def is_done(self, name: str, config: RunConfig) -> bool:
-        return self.path.is_file() or self.part(name).is_file()
-
-    def make(self, name: str, config: RunConfig, watch: Progress) -> None:
-        """Roll out a run and write its mean outputs, which reference_means takes."""
-        with replacing(self.part(name)) as file:
-            torch.save(_head_outputs(self.session, config, self.recorded).means, file)
-
-
-def reference_means(
-    session: Session, config: RunConfig, path: object = None, sites: Sequence[str] = ("z",)
-) -> ReferenceMeans:
-    """Return mean outputs over a config's reference_prompts, kept on disk, or a named file's."""
-    if isinstance(path, (str, Path)):
-        return ReferenceMeans(_read_means(Path(path), session.model_config))
-    runs = MeanRuns(session, config, sites)
-    if runs.path.is_file():
-        return ReferenceMeans(_read_means(runs.path, session.model_config, runs.made_of))
-    outputs = [
-        HeadOutputs(means=torch.load(runs.part(name), weights_only=True))
-        if runs.part(name).is_file()  # of a worker
-        else _head_outputs(session, one, runs.recorded)
-        for name, one in runs.items.items()
-    ]
-    means = ReferenceMeans.over(outputs)
-    values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
-    with replacing(runs.path) as file:
-        torch.save(values | {"fingerprint": runs.made_of}, file)
-    shutil.rmtree(runs.part("").parent, ignore_errors=True)
-    return means
-
-
-def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
-    """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
-    wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
-    try:
-        content = dict(load_tensors(path, mmap=False))
-        found = content.pop("fingerprint", None)
-        for name, values in content.items():
-            kind, layer, step, branch = name.split("|")
-            if not values.is_floating_point() or (
-                kind in ("self", "cross") and [*values.shape[1:]] != wanted
-            ):
-                raise ValueError(
-                    f"it holds no means of this model's {wanted[0]} heads of {wanted[1]} numbers"
-                )
-            means[kind, int(layer), int(step), branch] = values
-    except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
-    if made_of:
-        require_same(path, found, made_of, "remove it")
-    return means

@@ -8,17 +8,18 @@ H heads, h heads of a kind, D head dim, n keys.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, check_fields, short_repr
+from wan.errors import ConfigError, check_fields, from_values, short_repr
+from wan.files import MAX_TEXT
 from wan.kernels import fused_kernels
 from wan.keys import CHOSEN, EMPTY, MIXED, ChosenTokens, HeadGroup, HeadShard, KeyLayout, Slot, rotate, send
 
@@ -650,3 +651,51 @@ class CachePolicy:
         kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)
         cache.own = range(len(cache.slots) - kept, len(cache.slots))
         cache.newest = range(cache.newest.stop - kept, cache.newest.stop)
+
+
+@dataclass
+class Full(CachePolicy):
+    """Keep the whole past, each key at its own position. Self-Forcing, arXiv 2506.08009."""
+
+    name = "full"
+    keeps_whole_frames = True
+
+
+# --- Prompts that change, and keys that are computed again
+@dataclass(frozen=True, eq=False)
+class PromptSwitch:
+    """Change the prompt from a frame on, which must begin a block: a text, or its states [B, n, text_dim].
+
+    how: keep leaves the cache. recache (KV-recache of LongLive, arXiv 2509.22622) computes the newest frames
+    again under the new prompt. flush (KV flush of Infinity-RoPE, arXiv 2511.20649) keeps the sink and the
+    last two frames. cut (its RoPE cut) flushes and puts the next block at a far position.
+    """
+
+    frame: int
+    prompt: Annotated[str, 1, MAX_TEXT] | None = None
+    how: How = "keep"
+    prompt_embeds: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "prompt_schedule: ")
+
+
+def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
+    """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
+    switch = from_values(PromptSwitch, settings, "prompt_schedule: ")
+    if switch.prompt is None:
+        raise ConfigError(f"prompt_schedule: frame {switch.frame} has no prompt")
+    return switch
+
+
+def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
+    """Flush the cache where a switch of prompts says so; return two counts of past frames.
+
+    past is the number of frames before the block whose latents are remembered, context is recompute_context.
+    The first count is how many of them are remembered still, the second how many, the newest, are to be
+    computed again now.
+    """
+    if how in ("flush", "cut"):
+        cache.flush()
+        past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
+    return past, past if how == "recache" else min(past, context)

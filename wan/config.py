@@ -12,8 +12,8 @@ from wan.errors import ConfigError, check_fields, from_values, named, short_repr
 from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, Count, Frames, read_yaml
 
 if TYPE_CHECKING:
-    from wan.cache import CachePolicy
-    from wan.policies import PromptSwitch
+    from wan.cache import CachePolicy, PromptSwitch
+    from wan.interventions import Edit
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SAMPLERS = ("blocks", "rolling_forcing")
@@ -210,16 +210,30 @@ class RunConfig:
     @property
     def policy(self) -> "CachePolicy":
         """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
-        from wan.policies import of_window, read_policy  # here: a --help must not wait for torch
+        # Imported here, as a --help must not wait for torch; most runs keep the whole past
+        if self.cache_policy is None and self.local_attn_size == -1:
+            from wan.cache import Full
+
+            return Full()
+        from wan.policies import of_window, read_policy
 
         if self.cache_policy is None:
             return of_window(self.local_attn_size, self.sink_size)
         return read_policy(self.cache_policy)
 
     @property
+    def edits(self) -> "list[Edit]":
+        """What interventions mean."""
+        if not self.interventions:
+            return []
+        from wan.interventions import edits_of
+
+        return edits_of(self.interventions, "config")
+
+    @property
     def switches(self) -> "list[PromptSwitch]":
         """The prompts that follow the first one."""
-        from wan.policies import read_switch
+        from wan.cache import read_switch
 
         return [read_switch(settings) for settings in self.prompt_schedule or []]
 

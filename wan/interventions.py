@@ -15,7 +15,6 @@ S tokens per frame, F frames, H heads, D head dim.
 
 import hashlib
 import inspect
-import json
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.attention import Call
+from wan.config import RunConfig
 from wan.errors import ConfigError, check_fields, from_values, named, reason_of, short_repr
 from wan.files import MAX_SIZE, read_text, read_yaml
 from wan.keys import (
@@ -61,7 +61,6 @@ from wan.sites import (
     check_sites,
     observed,
     watched,
-    watchers,
 )
 
 MAX_BIAS = 65504.0  # the largest number of float16
@@ -158,6 +157,39 @@ class Edit(ABC):
     def needs(self) -> str:
         """Name the data that the edit requires; most require none."""
         return "its source as a RunInStep" if isinstance(getattr(self, "source", None), Source) else ""
+
+    @property
+    def files(self) -> list[str]:
+        """What it reads beside the model: a file of means, a source's weights (a checkpoint, or "base")."""
+        source = getattr(self, "source", None)
+        named = source.weights if isinstance(source, Source) else source
+        return [named] if named else []
+
+    def check_source(self, config: RunConfig) -> None:
+        """Raise ConfigError, with the remedy, where a run cannot give it the file, prompt or run it needs."""
+        source, needed = getattr(self, "source", None), ""
+        if source is None and getattr(self, "how", "") == "mean":
+            needed = "the reference prompts of a mean; name a file of means as its source"
+        if isinstance(source, Source) and source.prompt not in (None, config.prompt):
+            needed = f"the source's {short_repr(source.prompt)}; leave --prompt_embeds out"
+        if needed and config.prompt_embeds:
+            raise ConfigError(
+                f"{config.prompt_embeds} holds the states of one prompt, and {self} needs {needed}"
+            )
+        if isinstance(source, str) and not Path(source).is_file():
+            remedy = "leave source out: the run makes the means of reference_prompts"
+            raise ConfigError(f"{source} not found; {remedy}")
+        if not isinstance(source, Source):
+            return
+        own = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
+        if all(getattr(source, name) in (None, value) for name, value in own.items()):
+            raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
+        if config.offload and source.weights is None:
+            raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {self}")
+        if source.weights not in (None, "base") and not Path(source.weights).is_file():
+            raise ConfigError(
+                f"source: weights {source.weights} not found; bash experiments/download_weights.sh gets some"
+            )
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         """Return whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
@@ -684,12 +716,6 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
         return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
 
 
-def fingerprint(edits: Iterable[Edit]) -> str:
-    """Return 16 hexadecimal digits that tell lists of edits apart: of the SHA-256 of their plain values."""
-    values = json.dumps([edit.to_dict() for edit in edits], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(values.encode()).hexdigest()[:16]
-
-
 # --- Edits in YAML and CSV files
 def edits_of(values: Iterable[Any], where: str) -> list[Edit]:
     """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
@@ -725,18 +751,7 @@ def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes
     return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
 
 
-def record_of(edits: Sequence[Edit]) -> dict[str, Any]:
-    """Return what caches keep of edits: their plain values, their reprs, and the hash of the values."""
-    values = [edit.to_dict() for edit in edits]
-    return {"edits": values, "words": "; ".join(map(str, edits)), "hash": fingerprint(edits)}
-
-
 # --- Edits at work
-def active_edits() -> list[Edit]:
-    """Return all edits that apply now, in order of nesting."""
-    return [edit for one in watchers() if isinstance(one, Edits) for edit in one.edits]
-
-
 @dataclass(eq=False)
 class Edits(Watcher):
     """Edits that were asked for together, what they need, and how many calls each of them changed so far."""

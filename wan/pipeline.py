@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
-from wan.cache import CachePolicy, CacheSizes, KVCache
+from wan.cache import CachePolicy, CacheSizes, Full, KVCache, PromptSwitch, apply_switch
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.noise import Noise, TensorNoise, check_frames
-from wan.policies import PromptSwitch, apply_switch, of_window
 from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
@@ -99,7 +98,11 @@ class CausalInferencePipeline:
         self.timesteps, self.sigmas = timesteps.tolist(), schedule.sigma(timesteps).tolist()
         self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
-        self.cache_policy = cache_policy or of_window(model.local_attn_size, model.sink_size)
+        if cache_policy is None and model.local_attn_size != -1:
+            from wan.policies import of_window  # the whole past needs no policy of wan/policies/
+
+            cache_policy = of_window(model.local_attn_size, model.sink_size)
+        self.cache_policy = cache_policy or Full()
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
         self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 

@@ -112,6 +112,8 @@ class ActivationSite:
 class Watcher:
     """See, and perhaps change, activations while installed."""
 
+    edits: Sequence[Any] = ()  # of wan/interventions.py, where it makes some
+
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
         """Return what takes the place of x, or None."""
 
@@ -182,6 +184,11 @@ current_pass = _PASS.get  # the forward that runs, as the sampler announced it, 
 def watchers() -> tuple[Watcher, ...]:
     """Return all that watch in this context, from the outermost in."""
     return _WATCHERS.get() if _open else ()
+
+
+def active_edits() -> list[Any]:
+    """Return all edits (wan/interventions.py) that apply now, in order of nesting."""
+    return [edit for watcher in watchers() for edit in watcher.edits]
 
 
 def wanted(site: str, layer: int | None) -> bool:

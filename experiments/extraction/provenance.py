@@ -29,8 +29,7 @@ from wan import backends, checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE, encoder_files
 from wan.config import DTYPES, ModelConfig, RunConfig, check_device
-from wan.errors import ConfigError, short_repr
-from wan.interventions import Ablate, Edit, Source, edits_of
+from wan.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -130,7 +129,7 @@ def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
 
 
 def identity(
-    config: RunConfig, weights_sha256: str | None = None, edits: Sequence[Edit] | None = None, **more: Any
+    config: RunConfig, weights_sha256: str | None = None, edits: Sequence[Any] | None = None, **more: Any
 ) -> dict[str, Any]:
     """Return all that the numbers of a run depend on, as plain values by name.
 
@@ -141,7 +140,7 @@ def identity(
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    edits = edits_of(config.interventions, "config") if edits is None else edits
+    edits = config.edits if edits is None else edits
     found = {
         **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
         "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
@@ -157,6 +156,14 @@ def identity(
         **more,
     }
     return json.loads(json.dumps(found, default=str))
+
+
+def record_of(edits: Sequence[Any]) -> dict[str, Any]:
+    """Return what caches keep of edits: their plain values, their reprs, and a hash that tells them apart."""
+    values = [edit.to_dict() for edit in edits]
+    words = "; ".join(map(str, edits))
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return {"edits": values, "words": words, "hash": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
 def video_tag(run: str, config: RunConfig, decoder: str = "auto") -> str:
@@ -188,47 +195,18 @@ def provenance(
 
 def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
     """Describe the files of a run: weights, umT5 or its embeddings, named_files. ConfigError: missing."""
-    check_sources(edits_of(config.interventions, "config"), config)
+    for edit in config.edits:
+        edit.check_source(config)
     text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named_files(config), *text_files])
-
-
-def check_sources(edits: Sequence[Edit], config: RunConfig) -> None:
-    """Raise ConfigError, with the remedy, where an edit cannot have the file, prompt or run that it needs."""
-    for edit in edits:
-        source, needed = getattr(edit, "source", None), ""
-        if isinstance(edit, Ablate) and edit.how == "mean" and source is None:
-            needed = "the reference prompts of a mean; name a file of means as its source"
-        if isinstance(source, Source) and source.prompt not in (None, config.prompt):
-            needed = f"the source's {short_repr(source.prompt)}; leave --prompt_embeds out"
-        if needed and config.prompt_embeds:
-            raise ConfigError(
-                f"{config.prompt_embeds} holds the states of one prompt, and {edit} needs {needed}"
-            )
-        if isinstance(source, str) and not Path(source).is_file():
-            remedy = "leave source out: the run makes the means of reference_prompts"
-            raise ConfigError(f"{source} not found; {remedy}")
-        if not isinstance(source, Source):
-            continue
-        own = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
-        if all(getattr(source, name) in (None, value) for name, value in own.items()):
-            raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
-        if config.offload and source.weights is None:
-            raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {edit}")
-        if source.weights not in (None, "base") and not Path(str(source.weights)).is_file():
-            raise ConfigError(
-                f"source: weights {source.weights} not found; bash experiments/download_weights.sh gets some"
-            )
 
 
 def named_files(config: RunConfig) -> list[str]:
     """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
     classes = (config.cache_policy or {}).get("file")
-    sources = [getattr(edit, "source", None) for edit in edits_of(config.interventions, "config")]
-    files = [source.weights if isinstance(source, Source) else source for source in sources]
-    named = [
-        checkpoint.part_file(config.ckpt_dir, "transformer") if file == "base" else file for file in files
-    ]
+    files = [file for edit in config.edits for file in edit.files]
+    base = [checkpoint.part_file(config.ckpt_dir, "transformer")] if "base" in files else []
+    named = [base[0] if file == "base" else file for file in files]
     return [str(file) for file in (config.lora_path, classes, *named) if file]
 
 

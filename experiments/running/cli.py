@@ -302,18 +302,20 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
 
-    from wan.checkpoint import read_model_config
-    from wan.interventions import edits_of, read_ablated_heads, read_edits
-
     # 2. Edits: a file's in place of the YAML's; heads that are dropped come on top
     path, heads, passes = args.interventions, args.ablate_heads, args.ablate_passes
     if (heads is None) != (passes is None):
         raise ConfigError("--ablate_heads and --ablate_passes (denoise, clean or all) go together")
-    own = edits_of(config.interventions, args.config_path)
-    edits = read_edits(path) if path else own
+    if not (path or heads or config.interventions):
+        return config
+    from wan import checkpoint, interventions  # only a run with edits needs them
+
+    edits = interventions.edits_of(config.interventions, args.config_path)
+    if path:
+        edits = interventions.read_edits(path)
     if heads and passes:
-        sizes = read_model_config(config.ckpt_dir)
-        edits += read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
+        sizes = checkpoint.read_model_config(config.ckpt_dir)
+        edits += interventions.read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
     return replace(config, interventions=[edit.to_dict() for edit in edits])
 
 

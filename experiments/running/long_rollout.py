@@ -61,14 +61,13 @@ from experiments.extraction.video import (
     stream_of,
     to_pixels,
 )
-from experiments.session import Session, edited, load
+from experiments.session import Session, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import CapturedCall, CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
-from wan.interventions import edits_of
 from wan.noise import seeded_noise
 from wan.vae import VAE, Preview
 
@@ -404,7 +403,7 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
         latents = LatentFile(place.latents, shape, session.dtype, fingerprint(session.identity(config)))
         # 3. The video
         start, before = time.monotonic(), latents.frames
-        with edited(session, config, edits_of(config.interventions, "config")):
+        with session.edited(config):
             make_long_video(session, config, place, latents, capture, vae, watch)
         made, seconds = config.num_frames - before, time.monotonic() - start
         frames = f"{made} of {config.num_frames} frames made now"

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from experiments.caches.files import claimed
 from experiments.caches.formats import save_cache
-from experiments.extraction.provenance import check_sources, fingerprint, identity
+from experiments.extraction.edits import MeanRuns, reference_means
+from experiments.extraction.provenance import fingerprint, identity, record_of
 from experiments.extraction.rollout import Progress, check_outputs, memory, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.session import MeanRuns, Session, load, reference_means
+from experiments.session import Session, load
 from experiments.studies.batches import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
@@ -36,7 +37,6 @@ from wan.interventions import (
     Move,
     intervene,
     read_edits,
-    record_of,
 )
 
 EACH = ("head", "layer", "frame", "site")
@@ -330,7 +330,7 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
     if len(edits) != 1 or configs[0].gpus > 1:
         raise ConfigError("a causal atlas takes one edit, and several GPUs by --workers N instead of gpus")
     with_edit = replace(configs[0], interventions=[edits[0].to_dict()])
-    check_sources(edits, with_edit)
+    edits[0].check_source(with_edit)
     check_outputs(args, with_edit, [folder / ATLAS])
     with (
         claimed({str(folder / ATLAS): 0}),

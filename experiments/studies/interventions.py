@@ -16,12 +16,13 @@ from torch import Tensor
 from experiments.analysis import stats
 from experiments.caches.files import claimed, replacing, require_ffmpeg, require_same
 from experiments.caches.formats import save_cache
-from experiments.extraction.provenance import check_sources, fingerprint, video_tag
+from experiments.extraction.edits import edited
+from experiments.extraction.provenance import fingerprint, record_of, video_tag
 from experiments.extraction.rollout import check_outputs, observed
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
-from experiments.session import Session, edited, load
+from experiments.session import Session, load
 from experiments.studies.batches import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
@@ -31,8 +32,6 @@ from wan.interventions import (
     Bias,
     Edit,
     Jitter,
-    edits_of,
-    record_of,
 )
 from wan.vae import VAE
 
@@ -44,11 +43,12 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     videos = videos_of(args, [args.output_path])
     written = [args.output_path, *videos]
     check_outputs(args, config, written)
-    edits, plain = edits_of(config.interventions, args.config_path), replace(config, interventions=[])
+    edits, plain = config.edits, replace(config, interventions=[])
     with claimed(dict.fromkeys(written, 0), args.overwrite is not False), observed(args, unit=None) as watch:
         if videos and not args.dry_run:
             require_ffmpeg("leave the video out by --no_video")
-        check_sources(edits, config)
+        for edit in edits:
+            edit.check_source(config)
         session = load(plain).prepare(observer=watch, decodes="this script")
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)

@@ -23,11 +23,11 @@ from experiments.extraction.rollout import Progress, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, load, pipeline_of
 from experiments.studies.batches import Batch, Head, knockouts, outside
+from wan.cache import PromptSwitch
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.files import read_yaml
 from wan.interventions import Edit, Patch, Source, intervene
-from wan.policies import PromptSwitch
 from wan.sites import ActivationSite, Pass, Watcher, watched
 
 OTHER = Source(prompt="the other colour")  # a name: its calls are given as data

@@ -13,7 +13,6 @@ from helpers.forked import refused
 from experiments import run_extraction_all, run_extraction_figure4
 from experiments import session as sessions
 from experiments.caches import load_cache
-from experiments.extraction.provenance import check_sources
 from wan import checkpoint
 from wan.config import load_config
 from wan.errors import ConfigError
@@ -120,8 +119,9 @@ def test_a_file_is_of_one_prompt(tmp_path):
             sessions.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
     for edit in (Ablate("mean", passes="denoise"), Patch("z", Source("a dog"), passes="denoise")):
         with pytest.raises(ConfigError, match=r"holds the states of one prompt, and .* needs"):
-            check_sources([edit], config)
-    check_sources([Ablate("frame_mean", passes="denoise"), Patch("z", Source(seed=1), passes="all")], config)
+            edit.check_source(config)
+    for fits in (Ablate("frame_mean", passes="denoise"), Patch("z", Source(seed=1), passes="all")):
+        fits.check_source(config)
 
 
 STATES = {"prompt_embeds": torch.zeros(1, 5, 64)}

@@ -10,7 +10,7 @@ import torch
 
 from experiments import session as sessions
 from experiments.caches.files import CacheError, require_same
-from experiments.extraction import provenance
+from experiments.extraction import edits, provenance
 from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs
@@ -166,33 +166,33 @@ def test_another_input_is_another_name(name_of, config, tmp_path):
 
 
 def test_a_reference_set_is_every_prompt_with_two_seeds_and_is_of_its_run(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(sessions, "MEANS", tmp_path)
-    monkeypatch.setattr(sessions, "_read_means", lambda path, sizes, made_of: {"made_of": made_of})
+    monkeypatch.setattr(edits, "MEANS", tmp_path)
+    monkeypatch.setattr(edits, "_read_means", lambda path, sizes, made_of: {"made_of": made_of})
     few, session = replace(config, reference_prompts=["a", "b"]), session_of(config)
-    sessions.reference_means(session, few)
+    edits.reference_means(session, few)
     assert session.asked == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    runs = sessions.MeanRuns(session, few, ["z"])
+    runs = edits.MeanRuns(session, few, ["z"])
     assert torch.load(runs.path, weights_only=True)["fingerprint"] == runs.made_of
-    sessions.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
+    edits.reference_means(session, replace(few, prompt="another", seed=3))  # whatever it is that is edited
     assert len(session.asked) == 4  # they are made once
-    runs = sessions.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
+    runs = edits.MeanRuns(session, few, ["resid_post"])  # of workers, who make an item each
     for name, one in runs.items.items():
         runs.make(name, one, sessions.Progress(quiet=True))
     assert all(runs.is_done(name, one) for name, one in runs.items.items()) and len(session.asked) == 8
-    sessions.reference_means(session, few, None, ["resid_post"])
+    edits.reference_means(session, few, None, ["resid_post"])
     assert len(session.asked) == 8 and runs.path.is_file() and not runs.part("run_0").exists()
     for other in ({"reference_prompts": ["a"]}, {"timestep_shift": 4.0}):
         before = len(session.asked)
-        sessions.reference_means(session, replace(few, **other))
+        edits.reference_means(session, replace(few, **other))
         assert len(session.asked) > before
 
 
 def test_means_of_another_run_under_this_ones_name_are_refused(tmp_path):
     path, sizes = tmp_path / "means.pt", SimpleNamespace(num_heads=12, head_dim=8)
     torch.save({"self|0|0|cond": torch.zeros(3, 12, 8), "fingerprint": "ab"}, path)
-    assert [*sessions._read_means(path, sizes)] == [*sessions._read_means(path, sizes, "ab")]  # a named file
+    assert [*edits._read_means(path, sizes)] == [*edits._read_means(path, sizes, "ab")]  # a named file
     torch.save({"self|0|0|cond": torch.zeros(3, 8, 12)}, tmp_path / "other.pt")
     with pytest.raises(ConfigError, match="holds no means"):
-        sessions._read_means(tmp_path / "other.pt", sizes)
+        edits._read_means(tmp_path / "other.pt", sizes)
     with pytest.raises(CacheError, match=r"means.pt belongs to another run .*; remove it"):
-        sessions._read_means(path, sizes, "cd")
+        edits._read_means(path, sizes, "cd")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import GOLDEN, golden_model
 
+from wan.cache import PromptSwitch
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import PromptSwitch
 
 MODEL_LAYERS = 4
 TWO_STEPS = {"denoising_step_list": [1000, 500]}  # and the clean pass, where a test is not of steps

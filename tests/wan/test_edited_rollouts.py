@@ -11,12 +11,13 @@ from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeline
 
 from wan import interventions
+from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Patch, RunInStep, intervene
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import PromptSwitch, make_policy
-from wan.sites import SiteCapture, watched, watchers
+from wan.policies import make_policy
+from wan.sites import SiteCapture, active_edits, watched, watchers
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each
@@ -55,16 +56,16 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
     with intervene(outer) as session:
         alone = rollout(pipeline)
         with pytest.raises(RuntimeError, match="inside"), intervene(inner):
-            assert interventions.active_edits() == [outer, inner]
+            assert active_edits() == [outer, inner]
             raise RuntimeError("inside")
-        assert interventions.active_edits() == [outer] and torch.equal(rollout(pipeline), alone)
+        assert active_edits() == [outer] and torch.equal(rollout(pipeline), alone)
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), intervene(inner):
             rollout(pipeline)
     assert session.changed == [3 * MODEL_LAYERS * 5]  # three rollouts, one block of two with a past, 5 passes
     monkeypatch.setattr(interventions.Edits, "on_activation", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not interventions.active_edits() and torch.equal(rollout(pipeline), plain)
+        assert not active_edits() and torch.equal(rollout(pipeline), plain)
 
 
 def test_a_probe_denoises_a_block_again_and_leaves_no_trace():

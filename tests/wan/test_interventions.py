@@ -11,6 +11,7 @@ from helpers.rollouts import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.extraction.provenance import record_of
 from experiments.running.cli import config_from, run_parser
 from wan import interventions
 from wan.attention import attention
@@ -23,7 +24,6 @@ from wan.interventions import (
     Knockout,
     Move,
     Patch,
-    fingerprint,
     intervene,
     read_ablated_heads,
     read_edits,
@@ -55,11 +55,11 @@ def test_edits_survive_python_and_json_and_are_told_apart():
     for edit in EDITS:
         assert eval(repr(edit), vars(interventions)) == edit and "\n" not in repr(edit)
         assert interventions.edit_from_dict(json.loads(json.dumps(edit.to_dict()))) == edit
-    assert len({fingerprint([one]) for one in EDITS}) == len({*EDITS}) == len(EDITS)
+    assert len({record_of([one])["hash"] for one in EDITS}) == len({*EDITS}) == len(EDITS)
     one = Knockout(frames=0, heads=[2, 1], passes="all")
     same = Knockout(frames=[0], heads=(1, 2), passes="all")
-    assert one == same and hash(one) == hash(same) and fingerprint([one]) == fingerprint([same])
-    assert fingerprint([one, EDITS[0]]) != fingerprint([EDITS[0], one]) and len(fingerprint([one])) == 16
+    assert one == same and hash(one) == hash(same) and record_of([one]) == record_of([same])
+    assert record_of([one, EDITS[0]])["hash"] != record_of([EDITS[0], one])["hash"]
     assert one.to_dict() == {"edit": "knockout", "heads": [1, 2], "passes": "all", "frames": 0}
 
 
@@ -100,7 +100,7 @@ def written(tmp_path, text, name="edits.yaml"):
 
 
 def test_yaml_and_back(tmp_path):
-    record = interventions.record_of(EDITS)
+    record = record_of(EDITS)
     assert read_edits(written(tmp_path, json.dumps(record["edits"]))) == EDITS  # JSON is YAML
     assert len(record["hash"]) == 16 and record["words"].startswith("Knockout(layers=5")
     bare = "- {edit: ablate, how: zero, layers: 3, heads: [0, 2], passes: denoise}"

@@ -9,11 +9,12 @@ import torch
 from helpers.parallel_rollouts import HEADS, LAYERS, REQUESTS, SIZES, roll_out, small_model, together
 
 from wan import interventions
+from wan.cache import PromptSwitch
 from wan.capture import CaptureRequest
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, RunInStep, intervene
 from wan.model import CausalWanModel
-from wan.policies import PromptSwitch, make_policy
+from wan.policies import make_policy
 from wan.wings.parallel import apply_head_parallel, check_size, legal_sizes
 
 ATOL = 1e-5

@@ -7,11 +7,12 @@ import pytest
 import torch
 from helpers.rollouts import TWO_STEPS, golden_inputs, shared_golden_model
 
+from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import PromptSwitch, make_policy
+from wan.policies import make_policy
 
 HEADS, LAYERS, S = 12, 5, 3
 LABELS = [["far" if (layer + head) % 3 else "near" for head in range(HEADS)] for layer in range(LAYERS)]

@@ -15,7 +15,7 @@ from helpers.rollouts import TWO_STEPS, golden_inputs, shared_golden_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan.cache import How
+from wan.cache import How, PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -23,7 +23,7 @@ from wan.files import read_yaml
 from wan.keys import key_frames, key_tokens
 from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import POLICIES, PromptSwitch, make_policy, read_policy
+from wan.policies import POLICIES, make_policy, read_policy
 
 
 def test_every_policy_has_a_row_and_a_file_and_every_released_one_is_on_the_page():

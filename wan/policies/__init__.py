@@ -1,4 +1,4 @@
-"""Cache policies by name: what a block may look at, and what a change of prompts does to the cache.
+"""Cache policies by name: what a block may look at.
 
     policy = read_policy({"name": "deep_sink", "window": 21, "sink": 10})
     CausalInferencePipeline(model, cache_policy=policy)
@@ -8,18 +8,13 @@ of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from torch import Tensor
-
-from wan.cache import FLUSH_KEEPS, CachePolicy, How
-from wan.errors import ConfigError, check_fields, from_values, library_reads, short_repr
-from wan.files import MAX_TEXT
+from wan.cache import CachePolicy, Full
+from wan.errors import ConfigError, from_values, library_reads, short_repr
 from wan.policies.frames import (
     DeepSink,
     EmaSink,
-    Full,
     MemoryBank,
     Participative,
     Relative,
@@ -63,6 +58,16 @@ POLICIES: dict[str, type[CachePolicy]] = {
 }
 
 
+def register(own: type[CachePolicy]) -> None:
+    """Let configs name a policy of one's own; a cell of a notebook may define it again.
+
+    Raises ConfigError for the name of another policy.
+    """
+    if POLICIES.get(own.name, own).__qualname__ != own.__qualname__:
+        raise ConfigError(f"cache_policy {own.name} is the name of another policy; give yours another")
+    POLICIES[own.name] = own
+
+
 def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
     """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}.
 
@@ -88,43 +93,3 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
 def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
     """Return the policy that the older settings mean: the whole past (-1), or a window with a sink."""
     return Full() if local_attn_size == -1 else Window(window=local_attn_size, sink=sink_size)
-
-
-# --- Prompts that change, and keys that are computed again
-@dataclass(frozen=True, eq=False)
-class PromptSwitch:
-    """Change the prompt from a frame on, which must begin a block: a text, or its states [B, n, text_dim].
-
-    how: keep leaves the cache. recache (KV-recache of LongLive, arXiv 2509.22622) computes the newest frames
-    again under the new prompt. flush (KV flush of Infinity-RoPE, arXiv 2511.20649) keeps the sink and the
-    last two frames. cut (its RoPE cut) flushes and puts the next block at a far position.
-    """
-
-    frame: int
-    prompt: Annotated[str, 1, MAX_TEXT] | None = None
-    how: How = "keep"
-    prompt_embeds: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "prompt_schedule: ")
-
-
-def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
-    """Return a switch from its settings: {"frame": 18, "prompt": "a red circle", "how": "flush"}."""
-    switch = from_values(PromptSwitch, settings, "prompt_schedule: ")
-    if switch.prompt is None:
-        raise ConfigError(f"prompt_schedule: frame {switch.frame} has no prompt")
-    return switch
-
-
-def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:
-    """Flush the cache where a switch of prompts says so; return two counts of past frames.
-
-    past is the number of frames before the block whose latents are remembered, context is recompute_context.
-    The first count is how many of them are remembered still, the second how many, the newest, are to be
-    computed again now.
-    """
-    if how in ("flush", "cut"):
-        cache.flush()
-        past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
-    return past, past if how == "recache" else min(past, context)

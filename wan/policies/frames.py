@@ -17,14 +17,6 @@ from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, KeyLayout, Slot, send
 
 
 @dataclass
-class Full(CachePolicy):
-    """Keep the whole past, each key at its own position. Self-Forcing, arXiv 2506.08009."""
-
-    name = "full"
-    keeps_whole_frames = True
-
-
-@dataclass
 class WindowedPolicy(CachePolicy):
     """Keep a window of W frames, the first S of them a sink: the oldest behind the sink leave.
 

@@ -1,0 +1,186 @@
+"""What edits need of a session: means over a reference set, unedited outputs, and runs in step.
+
+    with edited(session, config, config.edits):
+        session.rollout(config)
+
+Only a run with edits imports this.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import Context
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experiments.caches.files import replacing, require_same
+from experiments.extraction.provenance import fingerprint
+from experiments.extraction.rollout import Progress
+from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError
+from wan.files import UnreadableError, load_tensors
+from wan.interventions import (
+    Ablate,
+    Edit,
+    Edits,
+    HeadOutputs,
+    Key,
+    ReferenceMeans,
+    RunInStep,
+    Source,
+    intervene,
+    record_head_outputs,
+)
+from wan.sites import observed, watchers
+
+if TYPE_CHECKING:
+    from experiments.session import Session
+
+MEANS = Path("cache/reference_means")
+MEANS_SEEDS = (0, 1)
+
+
+@contextmanager
+def edited(
+    session: "Session", config: RunConfig, edits: Sequence[Edit], batch: int = 1
+) -> Iterator[Edits | None]:
+    """Make edits while a rollout of config runs, with the means and the runs in step that they need.
+
+    Those of one's own intervene() around this get what they lack, too.
+    """
+    own = [one for one in watchers() if isinstance(one, Edits)]
+    lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
+    if batch > 1 and (needy := next((e for e in (*edits, *lacking) if e.needs), None)):
+        raise ConfigError(f"videos that are made together take no edit that needs {needy.needs}: {needy}")
+    if edits:
+        session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
+    with ExitStack() as stack:
+        # What they need: runs by source and unedited outputs by sites, which several edits share
+        data, made = dict[Edit, object](), dict[Any, Any]()
+        for edit in (*edits, *lacking):
+            edit.check_source(config)
+        for edit in (*edits, *lacking):
+            source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
+            if isinstance(source, Source):
+                if source not in made:
+                    made[source] = stack.enter_context(run_of(session, config, source))
+                data[edit] = made[source]
+            elif how == "mean":
+                data[edit] = reference_means(session, config, source, edit.sites)
+            elif how == "frame_mean":
+                if edit.sites not in made:
+                    made[edit.sites] = _head_outputs(session, config, edit.sites)
+                data[edit] = made[edit.sites]
+        for one in own:
+            stack.callback(setattr, one, "data", one.data)
+            one.data = {edit: data[edit] for edit in one.edits if edit in data} | one.data
+        yield stack.enter_context(intervene(*edits, data=data)) if edits else None
+
+
+def run_of(session: "Session", config: RunConfig, source: Source) -> RunInStep:
+    """Return the run in step that a source names."""
+    given = {name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None}
+    other = replace(config, **given)
+    if source.weights is not None:
+        other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
+        session = session.with_weights(other)
+    return RunInStep(lambda: session.rollout(other))
+
+
+def _head_outputs(session: "Session", config: RunConfig, sites: Sequence[str]) -> HeadOutputs:
+    def unedited() -> HeadOutputs:
+        with record_head_outputs(*sites) as outputs, observed():
+            session.rollout(config)
+        return outputs
+
+    return Context().run(unedited)  # without anybody's edits
+
+
+@dataclass(frozen=True)
+class MeanRuns:
+    """The rollouts of a config's reference set, an item each (the engine's Work)."""
+
+    session: "Session"
+    config: RunConfig
+    sites: Sequence[str] = ("z",)
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        return HeadOutputs.sites if set(self.sites) <= set(HeadOutputs.sites) else tuple(self.sites)
+
+    @cached_property
+    def items(self) -> dict[str, RunConfig]:
+        runs = [(prompt, seed) for prompt in self.config.reference_prompts for seed in MEANS_SEEDS]
+        plain = replace(self.config, prompt_schedule=None, interventions=[])
+        return {f"run_{n}": replace(plain, prompt=run[0], seed=run[1]) for n, run in enumerate(runs)}
+
+    @cached_property
+    def made_of(self) -> str:
+        plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
+        others = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
+        return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
+
+    @property
+    def path(self) -> Path:
+        return MEANS / f"{self.made_of}.pt"
+
+    def part(self, name: str) -> Path:
+        return MEANS / self.made_of / f"{name}.pt"
+
+    def is_done(self, name: str, config: RunConfig) -> bool:
+        return self.path.is_file() or self.part(name).is_file()
+
+    def make(self, name: str, config: RunConfig, watch: Progress) -> None:
+        """Roll out a run and write its mean outputs, which reference_means takes."""
+        with replacing(self.part(name)) as file:
+            torch.save(_head_outputs(self.session, config, self.recorded).means, file)
+
+
+def reference_means(
+    session: "Session", config: RunConfig, path: object = None, sites: Sequence[str] = ("z",)
+) -> ReferenceMeans:
+    """Return mean outputs over a config's reference_prompts, kept on disk, or a named file's."""
+    if isinstance(path, (str, Path)):
+        return ReferenceMeans(_read_means(Path(path), session.model_config))
+    runs = MeanRuns(session, config, sites)
+    if runs.path.is_file():
+        return ReferenceMeans(_read_means(runs.path, session.model_config, runs.made_of))
+    outputs = [
+        HeadOutputs(means=torch.load(runs.part(name), weights_only=True))
+        if runs.part(name).is_file()  # of a worker
+        else _head_outputs(session, one, runs.recorded)
+        for name, one in runs.items.items()
+    ]
+    means = ReferenceMeans.over(outputs)
+    values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
+    with replacing(runs.path) as file:
+        torch.save(values | {"fingerprint": runs.made_of}, file)
+    shutil.rmtree(runs.part("").parent, ignore_errors=True)
+    return means
+
+
+def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
+    """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
+    wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
+    try:
+        content = dict(load_tensors(path, mmap=False))
+        found = content.pop("fingerprint", None)
+        for name, values in content.items():
+            kind, layer, step, branch = name.split("|")
+            if not values.is_floating_point() or (
+                kind in ("self", "cross") and [*values.shape[1:]] != wanted
+            ):
+                raise ValueError(
+                    f"it holds no means of this model's {wanted[0]} heads of {wanted[1]} numbers"
+                )
+            means[kind, int(layer), int(step), branch] = values
+    except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
+    if made_of:
+        require_same(path, found, made_of, "remove it")
+    return means
