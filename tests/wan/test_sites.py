@@ -16,7 +16,7 @@ from wan.keys import rotate
 from wan.model import sinusoidal_embedding
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
 from wan.policies import make_policy
-from wan.sites import OF_FORWARD, SITES, SiteCapture, active_edits, watched
+from wan.sites import OF_FORWARD, SITES, SiteCapture, watched
 
 LAYER, BLOCK, STEP = 2, 1, 1
 ONE = {"layers": [LAYER], "blocks": [BLOCK], "steps": [STEP]}
