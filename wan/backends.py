@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, one_line, short_repr
+from wan.errors import ConfigError, library_reads, short_repr
 
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 FA4 = "flash-attn-4"
@@ -93,13 +93,9 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def imported(name: str) -> ModuleType:
     """Import a module of FlashAttention-4 or of what comes with it. ConfigError where that is broken."""
-    try:
+    remedy = f"install it again, or set {VARIABLE}=cudnn"
+    with library_reads(f"flash-attn-4 {installed_version(FA4)}", remedy=remedy):
         return import_module(name)
-    except Exception as error:  # the package's own dependencies, in any way
-        raise ConfigError(
-            f"flash-attn-4 {installed_version(FA4)} cannot be imported ({one_line(error)}); "
-            f"install it again, or set {VARIABLE}=cudnn"
-        ) from error
 
 
 # --- Calls over [B, H, L, D]

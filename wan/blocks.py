@@ -22,8 +22,6 @@ def block_sizes(
     """
     # F = first + n · blocks, where first is 1 or 0
     n, first = num_frame_per_block, int(independent_first_frame)
-    if n < 1:
-        raise ConfigError(f"num_frame_per_block must be at least 1, not {n}")
     count, left_over = divmod(num_frames - first, n)
     least = 1 - first  # blocks of n frames
     if count < least or left_over:

@@ -61,13 +61,12 @@ class AnyCache:
     """Hold the past of one video for all layers: the base of caches, as the model sees them."""
 
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
-        """Raise ConfigError where the policy names heads of another model."""
+        """Raise ConfigError where the policy is of another model."""
         self.policy: Any = copy(policy)  # its state belongs to one video
         self.shard = sizes.head_shard or HeadShard.whole(max(sizes.num_heads, default=0))
-        # A file of head classes for another model would give every head a wrong class.
         model = len(sizes.num_heads), self.shard.total
-        named = getattr(policy, "of_model", model)
-        policy.require(named == model, f"its file has {named} layers and heads, the model {model}")
+        if problem := policy.misfit(*model, sizes.tokens_per_frame):
+            raise ConfigError(f"cache_policy {policy.name}: {problem}")
         self.sizes, self.rope = sizes, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
         self.newest = range(0)  # frames of the newest block
@@ -389,8 +388,8 @@ class HeadwiseCache(AnyCache):
     def parts(self, kind: Kind, sink: range) -> list[tuple[list[int], KeyLayout]]:
         """Return the layouts of a kind's keys, each with the places of its heads that see the same tokens."""
         if self.items > 1:
-            problem = f"videos of a batch of {self.items} keep other frames"
-            self.policy.require(False, f"{problem}; capture and edit them one by one")
+            problem = f"cache_policy {self.policy.name}: videos of a batch of {self.items} keep other frames"
+            raise ConfigError(f"{problem}; capture and edit them one by one")
         stop = self.newest.stop * self.tokens_per_frame
         past = kind.ids.cpu()  # [B or 1, past, h or 1]; one wait for the device
         alike: dict[bytes, tuple[Tensor, list[int]]] = {}
@@ -532,15 +531,7 @@ class CachePolicy:
 
     def __post_init__(self) -> None:
         check_fields(self, f"cache_policy {self.name}: ")
-        fits = self.released in (False, *self.releases) or (self.released is True and bool(self.releases))
-        known = ", ".join(self.releases) or "none"
-        self.require(fits, f"released {short_repr(self.released)} is not one of {known}; leave it out")
         self.check()
-
-    def require(self, fits: bool, problem: str) -> None:
-        """Raise ConfigError where something does not fit."""
-        if not fits:
-            raise ConfigError(f"cache_policy {self.name}: {problem}")
 
     @property
     def source(self) -> str:
@@ -570,36 +561,49 @@ class CachePolicy:
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
-        fits = self.source not in self.block_bound or set(block_sizes) <= {3}
-        self.require(fits, f"released by {self.source} has blocks of 3 frames; leave released out")
+        if problem := self.conflict(block_sizes):
+            raise ConfigError(f"cache_policy {self.name}: {problem}")
+
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        """Say which fields contradict each other or, where given, the sizes of blocks; "" for none."""
+        if self.released not in (False, *self.releases, *[True] * bool(self.releases)):
+            known = ", ".join(self.releases) or "none"
+            return f"released {short_repr(self.released)} is not one of {known}; leave it out"
+        if self.source in self.block_bound and not set(block_sizes) <= {3}:
+            return f"released by {self.source} has blocks of 3 frames; leave released out"
         least = self.sink + self.reserved + self.least_blocks * max(block_sizes, default=1)
         window = getattr(self, "window", least)
-        self.require(window >= least, f"window {window} is too small; it must be at least {least}")
+        return f"window {window} is too small; it must be at least {least}" if window < least else ""
+
+    def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
+        """Say what does not fit a model of these sizes; "" for nothing."""
+        # A file of head classes for another model would give every head a wrong class.
+        model = num_layers, num_heads
+        named = getattr(self, "of_model", model)
+        return "" if named == model else f"its file has {named} layers and heads, the model {model}"
 
     def check_schedule(self, schedule: Sequence[Any], blocks: Sequence[range]) -> None:
         """Raise ConfigError where a PromptSwitch begins no later block, is a second one, or cannot be."""
         starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
         for switch in schedule:
-            if switch.frame not in starts or frames.count(switch.frame) > 1:
-                there = ", ".join(map(str, starts)) or "no later frame"
-                raise ConfigError(
-                    f"prompt_schedule: frame {switch.frame} does not begin a block after the first, or has "
-                    f"two prompts; blocks begin at {there}"
-                )
             known = {how: self.switch_from(how) for how in get_args(How)}
             can = ", ".join(f"{how} from frame {n} on" for how, n in known.items() if n is not None)
-            first = known[switch.how]
-            fits = first is not None and switch.frame >= first
-            self.require(fits, f"cannot {switch.how} at frame {switch.frame}; it can {can}")
+            first, problem = known[switch.how], ""
+            if switch.frame not in starts or frames.count(switch.frame) > 1:
+                there = ", ".join(map(str, starts)) or "no later frame"
+                problem = f"does not begin a later block, or has two prompts; blocks begin at {there}"
+            elif first is None or switch.frame < first:
+                problem = f"cannot {switch.how} under cache_policy {self.name}; it can {can}"
+            if problem:
+                raise ConfigError(f"prompt_schedule: frame {switch.frame} {problem}")
 
     def check_recompute(self, context: int, block_size: int) -> None:
         """Raise ConfigError where keys of the last context frames cannot be computed again (0: none are)."""
-        if context:
-            self.require(self.can_recache, "cannot compute its cache again; take window or relative")
-            least = context + block_size
-            fits = context > 0 and (self.num_frames is None or least <= self.num_frames)
-            self.require(
-                fits, f"recompute_context {context} and a block do not fit; take a window of {least}"
+        least = context + block_size
+        if context and (not self.can_recache or (self.num_frames or least) < least):
+            raise ConfigError(
+                f"cache_policy {self.name} cannot compute {context} frames (recompute_context) again beside "
+                f"a block; take window or relative, with a window of {least}"
             )
 
     def switch_from(self, how: How) -> int | None:

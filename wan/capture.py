@@ -20,6 +20,7 @@ from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send
 from wan.sites import (
     Pass,
     Site,
+    announced_pass,
     asks_for,
     check_indices,
     current_pass,
@@ -223,14 +224,10 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         attended = _attended(curve.shape, on_host, q.device)
         return {"key_curve": curve} | attended | reductions.key_names(call.layout, k)
     # 3. All else is by frame.
-    if call.at is None:
-        raise ConfigError(
-            f"{request.granularity} granularity needs to know the frames of each call: run the model "
-            "through the pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
-        )
+    at = call.at or announced_pass()
     if request.granularity == "map":
-        return _map_values(request, call, call.at, on_host)
-    num_query_frames = len(call.at.query_frames)
+        return _map_values(request, call, at, on_host)
+    num_query_frames = len(at.query_frames)
     # 4. Cross-attention has words in place of frames: a mean logit over padding would say nothing.
     if call.site.kind == "cross":
         mass = reductions.token_mass(q, k, num_query_frames, bias)
@@ -266,9 +263,7 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
     """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
     shard = call.shard
     heads = list(shard.heads) if request.heads is None else list(request.heads)
-    for head in heads:
-        if not 0 <= head < shard.total:
-            raise ConfigError(f"head {head} is not in 0..{shard.total - 1}")
+    check_indices("head", heads, shard.total)
     if not shard.is_whole and heads != sorted(heads):
         raise ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
     # Every process keeps its own heads; gathering puts them one behind the other.
@@ -304,8 +299,7 @@ def key_maps(
     # 1. Which rows of q the queries of this call are: frame f holds rows f·S to f·S + S - 1.
     found = queries_of(queries, query_frames)
     S = q.shape[1] // len(query_frames)
-    if late := [query for query in found if query.token >= S]:
-        raise ConfigError(f"token {late[0].token} is not in 0..{S - 1}")
+    check_indices("token", [query.token for query in found if query.token != ALL], S)
     shape = (q.shape[0], q.shape[2], len(found), k.shape[1])
     logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
     # 2. Single tokens: their rows of the softmax are formed.

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, library_reads, one_line, refuse
+from wan.errors import ConfigError, from_values, library_reads, named, one_line, refuse
 from wan.files import load_tensors, read_json
 
 if TYPE_CHECKING:
@@ -114,17 +114,16 @@ PARTS = {
 }
 
 
-def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, otherwise: str = "") -> Path:
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} not found; run: {hint}{'; ' + otherwise if otherwise else ''}")
+def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = False) -> Path:
+    """Return the path of a file, or of a model directory. Raise CheckpointError where there is none."""
+    if not (Path(path).is_dir() if is_folder else Path(path).is_file()):
+        raise CheckpointError(f"{'model directory ' * is_folder}{path} not found; run: {hint}")
     return Path(path)
 
 
 def is_native(ckpt_dir: str | Path) -> bool:
     """Return True for a directory in the layout of the original release, not that of diffusers."""
-    folder = Path(ckpt_dir)
-    if not folder.is_dir():
-        raise CheckpointError(f"model directory {folder} not found; run: {DOWNLOAD_HINT}")
+    folder = require_file(ckpt_dir, is_folder=True)
     return not (folder / "transformer").is_dir() and (folder / "config.json").is_file()
 
 
@@ -136,26 +135,15 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
     native = is_native(ckpt_dir)
     path = Path(ckpt_dir) / ("config.json" if native else "transformer/config.json")
     config = read_json(require_file(path), CheckpointError)
-    try:
-        if native:
-            sizes = [f for f in fields(ModelConfig) if f.default is MISSING or f.name in config]
-            found = {f.name: config[f.name] for f in sizes}
-        else:
-            heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
-            found = {
-                "dim": heads * head_dim,
-                "num_heads": heads,
-                "in_dim": config["in_channels"],
-                "out_dim": config["out_channels"],
-                "text_len": config.get("text_len", 512),
-            }
-            same = ("ffn_dim", "num_layers", "freq_dim", "text_dim", "patch_size", "eps")
-            found |= {name: config[name] for name in same}
-        return ModelConfig(**found)
-    except (KeyError, TypeError, ConfigError) as error:
-        kind = "WanModel of Wan2.1" if native else "WanTransformer3DModel of diffusers"
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"{path} is not the config of a {kind}: {reason}") from None
+    kind = "WanModel of Wan2.1" if native else "WanTransformer3DModel of diffusers"
+    with named(f"{path} is not the config of a {kind}", CheckpointError):
+        if not native:
+            table = {"num_heads": "num_attention_heads", "in_dim": "in_channels", "out_dim": "out_channels"}
+            config |= {ours: config[theirs] for ours, theirs in table.items() if theirs in config}
+            heads, dim = config.get("num_heads"), config.get("attention_head_dim")
+            config["dim"] = heads * dim if type(heads) is type(dim) is int else dim
+        known = [each.name for each in fields(ModelConfig)]
+        return from_values(ModelConfig, {name: config[name] for name in known if name in config})
 
 
 def part_file(ckpt_dir: str | Path, part: str) -> Path:
@@ -168,16 +156,14 @@ def part_file(ckpt_dir: str | Path, part: str) -> Path:
 def encoder_files(ckpt_dir: str | Path) -> tuple[Path, Path]:
     """Return all that prompt embeddings depend on: umT5's weights, and the folder of the tokenizer."""
     tokenizer = Path(ckpt_dir) / (TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
-    if not tokenizer.is_dir():
-        raise CheckpointError(f"model directory {tokenizer} not found; run: {DOWNLOAD_HINT}")
-    return part_file(ckpt_dir, "text_encoder"), tokenizer
+    return part_file(ckpt_dir, "text_encoder"), require_file(tokenizer, is_folder=True)
 
 
 def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:
     """Return the file whose weights a run uses: its checkpoint, or else the base transformer."""
     if checkpoint_path is None:
         return part_file(ckpt_dir, "transformer")
-    return require_file(checkpoint_path, DOWNLOAD_HINT, "or run the base weights with --no_checkpoint")
+    return require_file(checkpoint_path, f"{DOWNLOAD_HINT}; or run the base weights with --no_checkpoint")
 
 
 def read_part(ckpt_dir: str | Path, part: str) -> StateDict:

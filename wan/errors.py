@@ -68,6 +68,8 @@ def reason_of(error: BaseException) -> str:
         text = error.strerror
     elif isinstance(error, UnicodeDecodeError):
         text = f"it is not text in UTF-8, at byte {error.start}"
+    elif mark := getattr(error, "problem_mark", None):  # of YAML
+        text = f"{getattr(error, 'problem', text)} in line {mark.line + 1}"
     if "weights_only" in text or "Weights only load" in text:
         text = text.partition("WeightsUnpickler error: ")[2]
         if "GLOBAL" in text:

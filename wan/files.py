@@ -20,7 +20,6 @@ MAX_COUNT = 1 << 17  # frames, tokens per frame or heads in a cache
 MAX_FRAMES = 1 << 14  # latent frames of one rollout: 68 minutes of video
 MAX_TEXT = 100_000  # characters of a prompt; the encoder reads 512 tokens
 MAX_PROMPTS = 100_000  # of a sweep
-MAX_DEPTH = 32  # containers in containers; a cache has 3
 
 Frames = Annotated[int, 0, MAX_FRAMES]  # of settings, whose fields errors.check_fields checks
 Count = Annotated[int, 1, MAX_FRAMES]
@@ -39,10 +38,9 @@ def read_text(path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] 
     """Read a plain file of at most limit bytes as UTF-8, with or without its mark. Raise error otherwise."""
     path = Path(path)
     with library_reads(path, error):
-        if path.exists() and not path.is_file():  # a device or a pipe may never end
-            raise error(f"{path} cannot be read: it is no plain file")
-        if path.stat().st_size > limit:
-            raise error(f"{path} is larger than {limit} bytes, as no such file is")
+        # A device or a pipe may never end.
+        if path.exists() and not (path.is_file() and path.stat().st_size <= limit):
+            raise error(f"{path} cannot be read: it is no plain file of at most {limit} bytes")
         return path.read_bytes().decode("utf-8-sig")
 
 
@@ -61,13 +59,8 @@ def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
     text = read_text(path, limit)
-    try:
+    with library_reads(f"{path}: the YAML of {what}"):
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
-    except Exception as error:  # PyYAML's and OmegaConf's classes, and those of the values that they build
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f" in line {mark.line + 1}" if mark else ""
-        reason = problem or reason_of(error)
-        raise ConfigError(f"{path}: not a YAML file of {what}: {reason}{line}") from error
     if not isinstance(content, kind):
         raise ConfigError(f"{path}: not a mapping of {what}")
     return content
@@ -107,10 +100,12 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                     raise UnreadableError(f"it unfolds to more values than its {size} bytes")
                 if not isinstance(value, torch.Tensor):
                     continue
-                if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
-                    raise UnreadableError(f"it holds a tensor of {value.layout} on {value.device}")
-                if value.numel() * value.element_size() > size:
-                    raise UnreadableError(f"it declares {list(value.shape)}, more than its {size} bytes")
+                plain = (
+                    value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"
+                )
+                if not plain or value.numel() * value.element_size() > size:
+                    held = f"{list(value.shape)} of {value.dtype}, {value.layout}, on {value.device}"
+                    raise UnreadableError(f"it declares a tensor {held} in its {size} bytes")
                 value.requires_grad_(False)
             # 4. A small file is copied, so that it may be written again while its tensors are in use.
             stays = not zipped or (mmap and size > MAPPED_BYTES)
@@ -136,15 +131,13 @@ def _compare_checksums(path: Path) -> None:
         list(pool.map(read, range(threads)))
 
 
-def _values(content: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield all values of nested containers, shared ones each time."""
-    if depth > MAX_DEPTH:
-        raise UnreadableError(f"its containers lie more than {MAX_DEPTH} deep")
+def _values(content: Any) -> Iterator[Any]:
+    """Yield all values of nested containers, shared ones each time; RecursionError where it has no end."""
     yield content
     if isinstance(content, Mapping):
         for key, value in content.items():
             yield key
-            yield from _values(value, depth + 1)
+            yield from _values(value)
     elif isinstance(content, (list, tuple, set, frozenset)):
         for value in content:
-            yield from _values(value, depth + 1)
+            yield from _values(value)

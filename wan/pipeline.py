@@ -185,10 +185,10 @@ class CausalInferencePipeline:
         check_frames(noise, range(num_given, num_given + num_frames))
         self.cache_policy.check_schedule(prompt_schedule, blocks)
         if probe:  # a block can be denoised twice where its passes leave noise and past as they are
-            if not noise.is_repeatable:
-                raise ConfigError("a probe needs renoise: fresh noise would change the rollout")
-            changes = self.cache_policy.chooses_by_layer or bool(self.cache_policy.source)
-            self.cache_policy.require(not changes, "changes its cache in a first pass; probe full or window")
+            policy = self.cache_policy
+            if not noise.is_repeatable or policy.chooses_by_layer or policy.source:
+                remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
+                raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
         check_watchers(lambda: self.plan(num_frames, num_given, prompt_schedule))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 

@@ -191,6 +191,16 @@ def active_edits() -> list[Any]:
     return [edit for watcher in watchers() for edit in watcher.edits]
 
 
+def announced_pass() -> Pass:
+    """Return the present pass, which a pipeline announces; ConfigError outside of one."""
+    if (at := _PASS.get()) is None:
+        raise ConfigError(
+            "captures and edits need the pass of each call: run the model through the "
+            "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
+        )
+    return at
+
+
 def wanted(site: str, layer: int | None) -> bool:
     """Return whether somebody looks at a site in this pass."""
     return any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
@@ -201,11 +211,7 @@ def hook_point(
 ) -> Any:
     """Show an activation to all watchers -> x, or its replacement."""
     for watcher in watchers():
-        if (at := _PASS.get()) is None:
-            raise ConfigError(
-                "captures and edits need the pass of each call: run the model through the "
-                "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
-            )
+        at = announced_pass()
         changed = watcher.on_activation(x, ActivationSite(site, layer, at, shard, of_heads))
         x = x if changed is None else changed
     return x

@@ -75,7 +75,12 @@ def test_flags_override_the_yaml_and_none_does_not_and_a_bad_one_is_one_clear_li
     with pytest.warns(UserWarning, match="9 frames become 7"):
         assert load_config(path).block_sizes == [1, 3, 3]
     unknown = "unknown key 'num_frame'; did you mean num_frames"
-    bad = {"num_frame: 9": unknown, "num_frames: many": "num_frames", "- 1": "mapping", "a: [": "not a YAML"}
+    bad = {
+        "num_frame: 9": unknown,
+        "num_frames: many": "num_frames",
+        "- 1": "mapping",
+        "a: [": "the YAML of settings cannot",
+    }
     for text, message in bad.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=message) as caught:

@@ -111,11 +111,11 @@ HOSTILE = {
     "intervention 1: edit 'k' is not one": "interventions: knockout\n",
     "intervention 2: edit 'cut' is not one": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
     "passes 'no' is not one of|passes False is not": "- {edit: knockout, frames: 0, passes: no}\n",
-    "not a YAML file of interventions": "- {edit: [",
-    "not a YAML file of interventions: could not determine": "- !!python/object/apply:os.system [echo]\n",
+    "the YAML of interventions cannot be read: .* in line": "- {edit: [",
+    "YAML of interventions cannot be read: could not determine": "- !!python/object/apply:os.system [echo]\n",
     "duplicate key layers in line 1": "- {edit: ablate, how: zero, layers: 5, layers: 3}\n",
     "holds no intervention": "[]\n",
-    "is larger than 1048576 bytes": "#" * (2 << 20),
+    "no plain file of at most 1048576 bytes": "#" * (2 << 20),
 }
 
 

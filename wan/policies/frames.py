@@ -433,12 +433,13 @@ class Participative(WindowedPolicy):
         """Frames' worth of tokens that are chosen."""
         return self.budget - self.recent - self.sink
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
         budget, least, block = self.budget, self.sink + self.recent, max(block_sizes, default=1)
-        fits = least <= budget <= self.window
-        self.require(fits, f"budget {budget} must be at least sink + recent, {least}, at most {self.window}")
-        self.require(self.recent >= block, f"recent {self.recent} must be at least a block, {block}")
+        if not least <= budget <= self.window:
+            return f"budget {budget} must be at least sink + recent, {least}, at most {self.window}"
+        if self.recent < block:
+            return f"recent {self.recent} must be at least a block, {block}"
+        return super().conflict(block_sizes)
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         slots = min(self.window + block_size, num_frames)

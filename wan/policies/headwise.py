@@ -43,9 +43,10 @@ class PerHead(CachePolicy):
     cache_type = PerHeadCache
     by_heads = True
     can_recache = False
+    file_has = "layers x heads, or of columns layer, head and more that name every head"
 
     def __post_init__(self) -> None:
-        remedy = "give a CSV of layers x heads, or of columns layer, head and more that name every head"
+        remedy = f"give a CSV of {self.file_has}"
         with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
             self.labels = self.classes(read_columns(self.file))
         self.of_model = len(self.labels), len(self.labels[0])
@@ -59,19 +60,22 @@ class PerHead(CachePolicy):
         classes = {label: policy.describe() for label, policy in self.policies.items()}
         return {"name": self.name, "file": self.file, "policies": classes}
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        for label in sorted({label for row in self.labels for label in row}):
-            self.require(label in self.policies, f"class {short_repr(label)} of {self.file} has no policy")
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        if lost := sorted({label for row in self.labels for label in row} - {*self.policies}):
+            return f"class {short_repr(lost[0])} of {self.file} has no policy"
         for label, policy in self.policies.items():
-            fits = not policy.source and not policy.by_heads
-            self.require(fits, f"class {short_repr(label)} has no clean rule; leave released out")
-            policy.check(block_sizes)
+            problem = policy.conflict(block_sizes)
+            if policy.source or policy.by_heads:
+                problem = "it has no clean rule; leave released out"
+            if problem:
+                return f"class {short_repr(label)}: {problem}"
         # The model rotates the queries of a block once for all heads.
         by_slot = {label: one for label, one in self.policies.items() if one.positions_follow_slots}
         windows = {one.num_frames for one in by_slot.values()}
-        fits = not by_slot or (len(by_slot) == len(self.policies) and len(windows) == 1)
-        problem = "queries of classes stand at different positions; policies with keys at 0..n-1"
-        self.require(fits, f"{problem} ({', '.join(by_slot)}) go together only, with one window")
+        if by_slot and (len(by_slot) < len(self.policies) or len(windows) > 1):
+            problem = "queries of classes stand at different positions; policies with keys at 0..n-1"
+            return f"{problem} ({', '.join(by_slot)}) go together only, with one window"
+        return super().conflict(block_sizes)
 
     def switch_from(self, how: How) -> int | None:
         """Return None for a flush, too, where queries behind sinks of several sizes would stand apart."""
@@ -102,10 +106,9 @@ class HeadBudget(PerHead):
     policies: dict[str, CachePolicy] = field(init=False, default_factory=dict)
 
     name = "head_budget"
+    file_has = "columns layer, head, window and sink"
 
     def classes(self, columns: dict[str, list[list[str]]]) -> list[list[str]]:
-        problem = f"{self.file} has columns {', '.join(columns)}; it needs layer, head, window and sink"
-        self.require({"window", "sink"} <= {*columns}, problem)
         pairs = [[*zip(*rows, strict=True)] for rows in zip(columns["window"], columns["sink"], strict=True)]
         self.policies = {
             f"{window}, {sink}": Window(window=int(window), sink=int(sink))
@@ -189,10 +192,14 @@ class DummyForcing(HeadwisePolicy):
     releases = block_bound = ("dummy_forcing",)
     sink = 1
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        problem = "ar_start 0 has no middle frames to classify by; take 1 or more"
-        self.require(self.ar_start > 0 or bool(self.source), problem)
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        if self.ar_start == 0 and not self.source:
+            return "ar_start 0 has no middle frames to classify by; take 1 or more"
+        return super().conflict(block_sizes)
+
+    def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
+        total = num_layers * num_heads
+        return f"num_dummy {self.num_dummy} of a model of {total} heads" if self.num_dummy > total else ""
 
     @property
     def keeps_items_apart(self) -> bool:  # type: ignore[override]  # of others a constant
@@ -205,8 +212,6 @@ class DummyForcing(HeadwisePolicy):
         return Capacity(min(num_frames, 1 + (self.local_context_length + 1) * block_size))
 
     def start(self, cache: HeadwiseCache) -> None:
-        total = cache.num_layers * cache.shard.total
-        self.require(self.num_dummy <= total, f"num_dummy {self.num_dummy} of a model of {total} heads")
         self.head_class: Tensor | None = None  # [items, layers, heads]
         self.head_mass: list[Tensor] = []  # per layer [items, heads, (first, middle, own)]
         self._generator = None if self.row_seed is None else torch.Generator().manual_seed(self.row_seed)
@@ -318,17 +323,22 @@ class ForcingKV(HeadwisePolicy):
         static, dynamic = self.spatial_context_length, self.temporal_context_length
         return {True: static, False: dynamic, None: max(static, dynamic)}
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
         if not self.dynamic_temporal_enabled:
-            return
-        fits = set(block_sizes) <= {3} and 1 <= self.temporal_context_length <= 3
-        problem = "chosen chunks need blocks of 3 frames and a temporal_context_length of 1 to 3"
-        self.require(fits, f"{problem}; set dynamic_temporal_enabled: false")
+            return super().conflict(block_sizes)
+        if not (set(block_sizes) <= {3} and 1 <= self.temporal_context_length <= 3):
+            problem = "chosen chunks need blocks of 3 frames and a temporal_context_length of 1 to 3"
+            return f"{problem}; set dynamic_temporal_enabled: false"
         asked, kept = round(3 * self.num_frame_patch * self.sim_retention_ratio), self.chunks_kept
-        problem = f"sim_retention_ratio {self.sim_retention_ratio:g} keeps {asked} chunks"
-        remedy = f"dynamic_context_length x num_frame_patch are {kept}; make them equal"
-        self.require(asked == kept <= 3 * self.num_frame_patch, f"{problem}, {remedy}")
+        if not asked == kept <= 3 * self.num_frame_patch:
+            problem = f"sim_retention_ratio {self.sim_retention_ratio:g} keeps {asked} chunks"
+            return f"{problem}, dynamic_context_length x num_frame_patch are {kept}; make them equal"
+        return super().conflict(block_sizes)
+
+    def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
+        if not self.chunks_kept or tokens_per_frame % self.num_frame_patch == 0:
+            return super().misfit(num_layers, num_heads, tokens_per_frame)
+        return f"num_frame_patch {self.num_frame_patch} does not divide a frame of {tokens_per_frame} tokens"
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory of the mean head after the division, rounded up; layer 0 keeps the longer one."""
@@ -339,9 +349,6 @@ class ForcingKV(HeadwisePolicy):
         return Capacity(min(num_frames, self.sink + block_size + math.ceil(frames.mean())))
 
     def start(self, cache: HeadwiseCache) -> None:
-        fits = not self.chunks_kept or cache.tokens_per_frame % self.num_frame_patch == 0
-        tokens = f"a frame of {cache.tokens_per_frame} tokens"
-        self.require(fits, f"num_frame_patch {self.num_frame_patch} does not divide {tokens}")
         self.is_divided = False
         self._recent = 0  # tokens of recent frames that dynamic heads hold
         self._chosen = 0  # tokens of chosen chunks before them
@@ -516,18 +523,21 @@ class TriAttention(HeadwisePolicy):
         self._before: dict[str, Any] = {"frame": 0, "noise": None}  # of the pipeline's last video
         super().__post_init__()
 
-    def check(self, block_sizes: Sequence[int] = ()) -> None:
-        super().check(block_sizes)
-        fits = self.sink <= 3 or not self.source
-        self.require(fits, f"released knows a sink of at most 3 frames, not {self.sink}; leave released out")
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        if self.sink > 3 and self.source:
+            return f"released knows a sink of at most 3 frames, not {self.sink}; leave released out"
+        return super().conflict(block_sizes)
+
+    def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
+        most = self.window * tokens_per_frame
+        if self.budget_tokens >= most:
+            return f"budget_tokens {self.budget_tokens} must be below those of the window, {most}"
+        return super().misfit(num_layers, num_heads, tokens_per_frame)
 
     def switch_from(self, how: How) -> int | None:
         return self.window + 1 if how == "recache" and self.source else super().switch_from(how)
 
     def start(self, cache: HeadwiseCache) -> None:
-        most = self.window * cache.tokens_per_frame
-        problem = f"budget_tokens {self.budget_tokens} must be below those of the window, {most}"
-        self.require(self.budget_tokens < most, problem)
         self._noise, self._last = torch.Generator().manual_seed(self.random_seed), 0
         if self.source and self._before["noise"] is not None:
             self._noise.set_state(self._before["noise"])

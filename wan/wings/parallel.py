@@ -161,8 +161,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
     are whole everywhere. Raise ConfigError where the heads do not split over the group.
     """
     size, heads = group.size(), model.config.num_heads
-    if heads % size:
-        raise ConfigError(f"{heads} heads do not split over {size} GPUs; try one of {legal_sizes(heads)}")
+    check_size(size, "the model", heads)
     if size == 1:
         return
     share = heads // size
@@ -241,12 +240,12 @@ def legal_sizes(num_heads: int, tokens: Iterable[int] = ()) -> list[int]:
     return [size for size in range(1, num_heads + 1) if not any(n % size for n in wanted)]
 
 
-def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int]) -> None:
+def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int] = ()) -> None:
     """Raise ConfigError, naming the numbers of GPUs that would do, where heads or tokens do not split."""
     tokens = sorted(set(tokens))
     if size not in (legal := legal_sizes(num_heads, tokens)):
         blocks, sizes = (" or ".join(map(str, numbers)) for numbers in (tokens, legal))
-        split = f"its {num_heads} heads and blocks of {blocks} tokens go on {sizes} GPUs"
+        split = f"its {num_heads} heads{f' and blocks of {blocks} tokens' * bool(tokens)} go on {sizes} GPUs"
         raise ConfigError(f"--gpus {size} does not split {model}: {split}")
 
 

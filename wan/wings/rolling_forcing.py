@@ -96,11 +96,6 @@ class RollingForcingPipeline(CausalInferencePipeline):
         self.attention_size = rolling_attention_size(
             self.model.local_attn_size, len(self.timesteps), self.num_frame_per_block
         )
-        if self.first_steps != self.later_steps or self.independent_first_frame or self.recompute_context:
-            raise ConfigError(
-                "sampler rolling_forcing has equal blocks and steps; leave first_block_steps, "
-                "independent_first_frame and recompute_context out"
-            )
 
     @torch.no_grad()
     def blocks(
@@ -120,10 +115,11 @@ class RollingForcingPipeline(CausalInferencePipeline):
         It holds the cache and one window. Raises ConfigError for a given beginning, other prompts later,
         probes and edits.
         """
-        if num_given or prompt_schedule or probe or active_edits():
+        unequal = self.first_steps != self.later_steps or self.independent_first_frame
+        if unequal or self.recompute_context or num_given or prompt_schedule or probe or active_edits():
             raise ConfigError(
-                "sampler rolling_forcing knows no given beginning, later prompts, probes or interventions; "
-                "take sampler blocks"
+                "sampler rolling_forcing has equal blocks and steps, without recompute_context, given "
+                "beginning, later prompts, probes and interventions; take sampler blocks"
             )
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
