@@ -163,7 +163,7 @@ def test_a_switch_that_a_policy_cannot_make_is_refused(how):
     cannot = [row for row in ROWS if how not in hows_of(row)]
     assert 0 < len(cannot) < len(ROWS)
     for row in cannot:
-        with pytest.raises(ConfigError, match=f"cache_policy {row['name']}: cannot"):
+        with pytest.raises(ConfigError, match=f"cannot {how} under cache_policy {row['name']};"):
             pipeline_of(row).inference(**inputs, prompt_schedule=[switch])
 
 
