@@ -2,12 +2,8 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from wan.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor  # a config must not wait for torch
 
 ROLLING_ATTENTION = 21  # frames that a forward of Rolling Forcing sees, as released
 VIDEO_FRAMES_PER_LATENT = 4  # the VAE encodes frame 0 alone, then groups of four
@@ -57,17 +53,6 @@ def block_frames(block_sizes: Sequence[int], block: int) -> list[int]:
 def block_of_frame(block_sizes: Sequence[int], frame: int) -> int:
     """Return the block that a frame belongs to."""
     return next(block for block, frames in enumerate(block_ranges(block_sizes)) if frame in frames)
-
-
-def later_block(block_sizes: Sequence[int], ahead: int = 0) -> "Tensor":
-    """Return [F, F] bool: the key's block comes more than `ahead` blocks after the query's.
-
-    Such a cell was never attended. Only a rolling window looks ahead.
-    """
-    import torch
-
-    block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
-    return block[None, :] > block[:, None] + ahead
 
 
 def visible_frames(

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from wan.attention import Call
 from wan.config import RunConfig
-from wan.errors import ConfigError, check_fields, from_values, named, reason_of, short_repr
+from wan.errors import ConfigError, check_fields, from_values, library_reads, named, short_repr
 from wan.files import MAX_SIZE, read_text, read_yaml
 from wan.keys import (
     EMPTY,
@@ -176,9 +176,12 @@ class Edit(ABC):
             raise ConfigError(
                 f"{config.prompt_embeds} holds the states of one prompt, and {self} needs {needed}"
             )
-        if isinstance(source, str) and not Path(source).is_file():
-            remedy = "leave source out: the run makes the means of reference_prompts"
-            raise ConfigError(f"{source} not found; {remedy}")
+        remedy = "leave source out: the run makes the means of reference_prompts"
+        file = source
+        if isinstance(source, Source):
+            file, remedy = source.weights, "bash experiments/download_weights.sh gets some weights"
+        if file not in (None, "base") and not Path(file).is_file():
+            raise ConfigError(f"source: {file} not found; {remedy}")
         if not isinstance(source, Source):
             return
         own = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
@@ -186,10 +189,6 @@ class Edit(ABC):
             raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
         if config.offload and source.weights is None:
             raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {self}")
-        if source.weights not in (None, "base") and not Path(source.weights).is_file():
-            raise ConfigError(
-                f"source: weights {source.weights} not found; bash experiments/download_weights.sh gets some"
-            )
 
     def selects_pass(self, step: int, is_clean_pass: bool) -> bool:
         """Return whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
@@ -738,11 +737,9 @@ def read_edits(path: str | Path) -> list[Edit]:
 
 def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes: str) -> list[Edit]:
     """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
-    try:
+    with library_reads(f"{path}: the CSV of layers x heads"):
         lines = [line for line in read_text(path, MAX_BYTES).splitlines() if line.strip()] or ["no line"]
         drops = np.loadtxt(lines, int, delimiter=",", quotechar='"', ndmin=2)
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{path} is not a CSV of layers x heads: {reason_of(error)}") from None
     fits = drops.shape == (num_layers, num_heads) and np.isin(drops, (0, 1)).all()
     if not fits or not drops.any():
         message = f"{path} is {drops.shape} of {np.unique(drops)[:3].tolist()}; this model takes"

@@ -325,3 +325,12 @@ class HeadGroup(NamedTuple):
     k: Tensor  # [B, Lk, h, D]
     v: Tensor
     parts: Callable[[], list[tuple[list[int], KeyLayout]]]  # layouts, each with the places here of its heads
+
+
+def later_block(block_sizes: Sequence[int], ahead: int = 0) -> Tensor:
+    """Return [F, F] bool: the key's block comes more than `ahead` blocks after the query's.
+
+    Such a cell was never attended. Only a rolling window looks ahead.
+    """
+    block = torch.repeat_interleave(torch.arange(len(block_sizes)), torch.as_tensor(block_sizes))
+    return block[None, :] > block[:, None] + ahead

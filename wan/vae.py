@@ -113,7 +113,7 @@ class VAE(nn.Module):
         z, _ = self.vae.quant_conv(
             torch.cat(
                 [
-                    self.vae.encoder(to_patches(self.vae, part), feat_cache=features, feat_idx=[0])
+                    self.vae.encoder(patched(self.vae, part), feat_cache=features, feat_idx=[0])
                     for part in (x[:, :, :1], *x[:, :, 1:].split(at_once, 2))
                     if part.shape[2]
                 ],
@@ -153,18 +153,12 @@ class StreamedDecoder:
         return torch.cat(parts, 1)
 
 
-def to_patches(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
-    """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's)."""
-    from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
+def patched(vae: "AutoencoderKLWan", video: Tensor, undo: bool = False) -> Tensor:
+    """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's), or back."""
+    from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 
-    return video if vae.config.patch_size is None else patchify(video, vae.config.patch_size)
-
-
-def from_patches(vae: "AutoencoderKLWan", x: Tensor) -> Tensor:
-    """Undo to_patches() of what diffusers' decoder gives."""
-    from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
-
-    return x if vae.config.patch_size is None else unpatchify(x, vae.config.patch_size)
+    size = vae.config.patch_size
+    return video if size is None else (unpatchify if undo else patchify)(video, size)
 
 
 def channels_last(module: nn.Module) -> None:

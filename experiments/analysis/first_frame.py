@@ -18,7 +18,6 @@ import numpy as np
 from experiments.analysis.stats import mean_without_nan, pearson
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
-from wan.blocks import later_block
 
 # Why a cache does not hold a number, in words that figures and printed lines share
 NO_LOGITS, NO_MASS = "no mean logits in this cache", "no mass in this cache"
@@ -128,7 +127,8 @@ def key_frame_contrasts(
 
 def context_cells(block_sizes: Sequence[int]) -> np.ndarray:
     """Mark the cells whose key block is strictly earlier than the query's: [F, F] bool."""
-    return later_block(block_sizes).T.numpy().copy()
+    block = np.repeat(np.arange(len(block_sizes)), block_sizes)
+    return block[None, :] < block[:, None]
 
 
 def _of_heads(

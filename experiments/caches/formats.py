@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import CacheError, replacing
-from wan.blocks import later_block
 from wan.errors import UserError, reason_of, require_text, short_repr
 from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_TEXT
+from wan.keys import later_block
 
 SCHEMA_VERSION = 2  # the newest that is read; caches carry the first that has all their fields
 READ_BY = "0.1.0"  # the first version of this project that reads this schema; caches carry it

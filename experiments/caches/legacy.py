@@ -15,7 +15,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, base, nodes
 from torch import Tensor
 
 from experiments.caches.formats import Figure4Layer
-from wan.blocks import block_frames, block_sizes, later_block
+from wan.blocks import block_frames, block_sizes
+from wan.keys import later_block
 
 # All that weights_only loading may build beside tensors: omegaconf's containers and scalars, and numpy's.
 NUMPY_PARTS = {"_reconstruct": np.array(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}

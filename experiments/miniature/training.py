@@ -52,7 +52,7 @@ from wan.errors import ConfigError
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule
 from wan.policies import of_window
-from wan.vae import channels_last, from_patches, to_patches
+from wan.vae import channels_last, patched
 
 # --- Sizes of the models
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
@@ -391,7 +391,7 @@ def encode(vae: AutoencoderKLWan, video: Tensor) -> tuple[Tensor, Tensor]:
     """
     cache = [None] * vae._cached_conv_counts["encoder"]
     parts = [
-        vae.encoder(to_patches(vae, x), feat_cache=cache, feat_idx=[0])
+        vae.encoder(patched(vae, x), feat_cache=cache, feat_idx=[0])
         for x in (video[:, :, :1], video[:, :, 1:])
         if x.numel()
     ]
@@ -403,7 +403,7 @@ def decode(vae: AutoencoderKLWan, z: Tensor) -> Tensor:
     cache, z = [None] * vae._cached_conv_counts["decoder"], vae.post_quant_conv(z)
     first = vae.decoder(z[:, :, :1], feat_cache=cache, feat_idx=[0], first_chunk=True)
     rest = [vae.decoder(z[:, :, 1:], feat_cache=cache, feat_idx=[0])] if z.shape[2] > 1 else []
-    return from_patches(vae, torch.cat([first, *rest], 2))
+    return patched(vae, torch.cat([first, *rest], 2), undo=True)
 
 
 @torch.no_grad()

@@ -24,8 +24,7 @@ from experiments.analysis.rope_waves import Waves, fit_waves, jittered, r_square
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from wan.blocks import later_block
-from wan.keys import RotaryTable, rotate
+from wan.keys import RotaryTable, later_block, rotate
 from wan.reductions import temporal_means
 
 

@@ -14,7 +14,8 @@ from experiments.caches.formats import AVERAGE
 from experiments.caches.frames import averages_of_tokens
 from experiments.caches.store import layer_from_atlas, one_layer
 from experiments.caches.view import open_call, open_passes, open_profiles
-from wan.blocks import block_ranges, later_block, visible_frames
+from wan.blocks import block_ranges, visible_frames
+from wan.keys import later_block
 
 
 def reference_means(tokens, S):

@@ -28,10 +28,10 @@ from experiments.extraction import project_files, rollout
 from experiments.session import PROMPTS_AT_ONCE
 from experiments.studies import model_check
 from wan import checkpoint
-from wan.blocks import later_block
 from wan.capture import CapturedCall, CaptureRequest, Pass, Site
 from wan.config import MODELS, WAN_NEGATIVE_PROMPT, ModelConfig, load_config
 from wan.errors import ConfigError
+from wan.keys import later_block
 
 BASE = extract_attention_wan, ["--ckpt_dir", "checkpoints/wan-mini"], "--output_dir"
 

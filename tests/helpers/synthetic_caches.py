@@ -6,7 +6,8 @@ import torch
 from omegaconf import OmegaConf
 
 from experiments.caches.frames import curves_to_frames, query_frame_curves, spread_keys
-from wan.blocks import block_frames, later_block
+from wan.blocks import block_frames
+from wan.keys import later_block
 
 PROMPT = "a red circle moving right over a dark blue background"
 

@@ -49,8 +49,8 @@ from experiments.figures.folder import save_contact_sheet
 from experiments.findings.long_rollouts import run as policy_findings
 from experiments.running import cli
 from experiments.running.notebooks import NotebookRuns
-from wan.blocks import later_block
 from wan.errors import ConfigError
+from wan.keys import later_block
 
 PUBLISHED = ROOT / "cache/published"
 

@@ -136,7 +136,7 @@ def test_a_csv_of_heads_to_drop(tmp_path):
         r"is \(3, 3\) .* takes 4 layers x 3 heads": "0,1,0\n0,0,0\n1,1,0\n",
         r"of \[0, 1, 2\]; .* 1 drops a head": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
         r"of \[0\]; .* 1 drops a head": "0,0,0\n" * 4,
-        "is not a CSV of layers x heads: ": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
+        "the CSV of layers x heads cannot be read: ": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
     }.items():
         with pytest.raises(ConfigError, match=message):
             read_ablated_heads(written(tmp_path, text, "heads.csv"), 4, 3, "all")
