@@ -205,7 +205,8 @@ class RunConfig:
             policy = self.policy
             policy.check(sizes)
             policy.check_schedule(self.switches, block_ranges(sizes))
-            policy.check_recompute(self.recompute_context, self.num_frame_per_block)
+            if self.recompute_context:
+                policy.check_recompute(self.recompute_context, self.num_frame_per_block)
 
     @property
     def policy(self) -> "CachePolicy":

@@ -104,7 +104,8 @@ class CausalInferencePipeline:
             cache_policy = of_window(model.local_attn_size, model.sink_size)
         self.cache_policy = cache_policy or Full()
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
-        self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
+        if recompute_context:
+            self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 
     def at(self, block: int, frames: range, step: int) -> Pass:
         """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
@@ -183,7 +184,8 @@ class CausalInferencePipeline:
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks = self.block_ranges(num_given, num_frames)
         check_frames(noise, range(num_given, num_given + num_frames))
-        self.cache_policy.check_schedule(prompt_schedule, blocks)
+        if prompt_schedule:
+            self.cache_policy.check_schedule(prompt_schedule, blocks)
         if probe:  # a block can be denoised twice where its passes leave noise and past as they are
             policy = self.cache_policy
             if not noise.is_repeatable or policy.chooses_by_layer or policy.source:
@@ -300,14 +302,15 @@ class Rollout:
     def make_room(self, block: int, frames: range) -> None:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
         # 1. A new prompt: its cross-attention keys and values take the place of the old ones.
-        switch = self.switches.get(frames.start, PromptSwitch(frames.start))
-        if frames.start in self.switches:
+        switch, how = self.switches.get(frames.start), "keep"
+        if switch:
+            how = switch.how
             prompts = None if switch.prompt is None else [switch.prompt] * self.noise.shape[0]
             embeds = switch.prompt_embeds
             embeds = self.pipeline.encode(prompts) if embeds is None else embeds
             self.text = self.model.text_keys_values(embeds)
         # 2. What the policy makes of the past under it, and how many of its frames are computed again.
-        remembered, again = apply_switch(self.kv_cache, switch.how, len(self.past), self.context)
+        remembered, again = apply_switch(self.kv_cache, how, len(self.past), self.context)
         del self.past[: len(self.past) - remembered]
         text = self.model.head_shard.of_text(self.text)
         if again:
@@ -315,7 +318,7 @@ class Rollout:
             self.kv_cache.recache(past, text, lasts=not self.context)
             self.predict_flow(torch.cat(self.past[-again:], 1), block, past, RECACHE)
         # 3. Slots for the block; what has no room leaves.
-        self.kv_cache.advance(frames, text, cut=switch.how == "cut")
+        self.kv_cache.advance(frames, text, cut=how == "cut")
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
         """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w]."""

@@ -1,27 +1,83 @@
 """Policies under which heads of a layer keep different keys: by classes of heads, or token by token.
 
 Each class is the policy of a publication, under its name in configs. PerHead and HeadBudget give classes of
-heads a policy of wan/policies/frames.py; the others choose tokens in a HeadwiseCache (wan/cache.py). Letters:
-B batch, S tokens per frame, H heads, h heads of a kind, D head dim, n keys.
+heads a policy of wan/policies/frames.py and a KVCache each, in a PerHeadCache; the others choose single
+tokens in a HeadwiseCache. Letters: B batch, L tokens of a block, S tokens per frame, H heads, h heads of a
+kind, D head dim, n keys.
 """
 
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wan.cache import CachePolicy, Capacity, HeadwiseCache, How, Kind, PerHeadCache
+from wan.cache import AnyCache, CachePolicy, CacheSizes, Capacity, How, KVCache, Text
 from wan.errors import library_reads, short_repr
 from wan.files import CONFIG_BYTES, Count, Frames, Share, read_json, read_text
-from wan.keys import RotaryTable, rotate, send
+from wan.keys import CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, RotaryTable, Slot, rotate, send
 from wan.policies.frames import Window
 
 # --- Classes of heads, each with a policy and a cache of its own
+
+
+class PerHeadCache(AnyCache):
+    """A KVCache for each class of heads. A class has one in every process, also where no head of it is."""
+
+    def __init__(self, sizes: CacheSizes, policy: CachePolicy):
+        super().__init__(sizes, policy)
+        # For each class its cache and, per layer: if it has heads at all, those that are here, their index.
+        self.classes: list[tuple[KVCache, list[bool], list[tuple[int, ...]], list[Tensor]]] = []
+        for label, of_class in self.policy.policies.items():
+            heads = [[head for head, other in enumerate(row) if other == label] for row in self.policy.labels]
+            numbers = [tuple(self.shard.local(row)) for row in heads]
+            cache = KVCache(replace(sizes, num_heads=[*map(len, numbers)]), of_class)
+            there = [torch.tensor(row, dtype=torch.long, device=sizes.device) for row in numbers]
+            if any(heads):
+                self.classes.append((cache, [*map(bool, heads)], numbers, there))
+        self.caches = [cache for cache, *_ in self.classes]
+
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        for cache, _, _, here in self.classes:
+            rows = zip(text, here, strict=False)
+            cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
+        first, self.newest = self.caches[0], block
+        self.query_positions, self.key_positions = first.query_positions, first.key_positions
+        self.stores_raw = any(cache.stores_raw for cache in self.caches)
+
+    def flush(self) -> None:
+        for cache in self.caches:
+            cache.flush()
+
+    def begin_pass(self, is_clean: bool) -> None:
+        for cache in self.caches:
+            cache.begin_pass(is_clean)
+        self.stores_raw = any(cache.stores_raw for cache in self.caches)
+
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
+    ) -> list[HeadGroup]:
+        groups = []
+        for cache, has_heads, numbers, here in self.classes:
+            if not has_heads[layer]:
+                continue
+            row = here[layer]
+            raw = raw_k[:, :, row] if raw_k is not None and cache.stores_raw else None
+            queries = q[:, :, row]
+            seen = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
+            if len(row):
+                parts = partial(cache.parts, layer, len(row))
+                groups.append(HeadGroup(numbers[layer], row, queries, *seen, parts))
+        return groups
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
 
 
 @dataclass
@@ -121,6 +177,195 @@ class HeadBudget(PerHead):
 
 
 # --- Policies that say after each block which tokens every head keeps
+
+
+@dataclass(eq=False)
+class Kind:
+    """Heads of a layer that see equally many keys: the past ones, with room for the block behind them."""
+
+    heads: tuple[int, ...]  # among those that are here
+    here: Tensor | slice  # the same as an index on the device
+    keys: Tensor  # [B, past + own, h, D]
+    values: Tensor
+    ids: Tensor  # number in the video, frame·S + place, of every past key, [B or 1, past, h or 1]
+
+    @property
+    def past(self) -> int:
+        return self.ids.shape[1]
+
+    def of(self, x: Tensor) -> Tensor:
+        """Its heads of x [B, L, H, D]."""
+        return x if isinstance(self.here, slice) else x.index_select(2, self.here)
+
+
+class HeadwiseCache(AnyCache):
+    """Keys that differ from head to head; write() returns kinds of heads, as groups of wan/keys.py.
+
+    Keys are stored rotated at their own frame and stay there. After the clean pass of a block the policy says
+    which of the tokens that a head saw stay.
+    """
+
+    def __init__(self, sizes: CacheSizes, policy: CachePolicy):
+        super().__init__(sizes, policy)
+        self.head_dim, self.block_size = sizes.head_dim, sizes.block_size
+        self.device = torch.device(sizes.device)
+        # Where items of a batch keep other frames, heads of all items stand one item after the other.
+        self.items = sizes.batch if self.policy.keeps_items_apart else 1
+        self.num_heads = sizes.num_heads[0] * self.items
+        shape = sizes.batch // self.items, 0, self.num_heads, sizes.head_dim
+        empty = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
+        nothing = torch.empty(1, 0, 1, dtype=torch.long, device=sizes.device)
+        everyone = tuple(range(self.num_heads))
+        self.kinds = [[Kind(everyone, slice(None), empty, empty, nothing)] for _ in sizes.num_heads]
+        self.block = -1  # the number of the newest block
+        self.sink = range(self.policy.sink)  # the frames of the sink
+        self.own = 0  # tokens of the newest frames that have room; of a cache computed again the last ones
+        self.is_recache = self.is_clean = False
+        self.policy.start(self)
+
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        self.block += 1
+        self.policy.admit(self, block)
+        self._announce(block, len(block) * self.tokens_per_frame, is_recache=False)
+
+    def recache(self, frames: range, text: Text = (), lasts: bool = True) -> None:
+        self._announce(frames, self.policy.forget(self, frames), is_recache=True)
+
+    def begin_pass(self, is_clean: bool) -> None:
+        self.is_clean = is_clean
+
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
+    ) -> list[HeadGroup]:
+        """Store the newest frames' keys and values [B, L, H, D]; return what each kind of heads sees.
+
+        The clean pass's last layer ends the block: from then on heads hold what the policy lets them keep.
+        """
+        if self.items > 1:
+            q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q, k, v))  # [1, L, items·H, D]
+        groups = []
+        # 1. Each kind stores its heads of the newest frames behind its past.
+        for kind in self.kinds[layer]:
+            kind.keys[:, kind.past :] = kind.of(k[:, -self.own :])
+            kind.values[:, kind.past :] = kind.of(v[:, -self.own :])
+            seen = kind.of(q), kind.keys, kind.values
+            groups.append(HeadGroup(kind.heads, kind.here, *seen, partial(self.parts, kind, self.sink)))
+        # 2. A clean pass is the last over its frames: the policy chooses once all layers have come.
+        if self.is_clean:
+            self.policy.observe(self, layer, q)
+            if layer + 1 == self.num_layers:
+                (self.policy.recached if self.is_recache else self.policy.finish)(self)
+        return groups
+
+    def parts(self, kind: Kind, sink: range) -> list[tuple[list[int], KeyLayout]]:
+        """Return the layouts of a kind's keys, each with the places of its heads that see the same tokens."""
+        if self.items > 1:
+            problem = f"cache_policy {self.policy.name}: videos of a batch of {self.items} keep other frames"
+            raise ConfigError(f"{problem}; capture and edit them one by one")
+        stop = self.newest.stop * self.tokens_per_frame
+        past = kind.ids.cpu()  # [B or 1, past, h or 1]; one wait for the device
+        alike: dict[bytes, tuple[Tensor, list[int]]] = {}
+        own = torch.arange(stop - self.own, stop).expand(len(past), -1)
+        for head in range(len(kind.heads)):
+            row = past[..., min(head, past.shape[2] - 1)]
+            alike.setdefault(row.numpy().tobytes(), (row, []))[1].append(head)
+        return [(heads, self._layout(torch.cat([row, own], 1), sink)) for row, heads in alike.values()]
+
+    def _layout(self, ids: Tensor, sink: range) -> KeyLayout:
+        """Return the layout of keys by their numbers in the video, int64 [B or 1, n].
+
+        Slots are of whole frames where they can be, else of as many tokens as divide all. A slot whose tokens
+        are of several frames, or of other ones for each batch item, is CHOSEN.
+        """
+        # 1. Cut the keys into slots, and find those that hold tokens 0..S-1 of one frame.
+        S, size = self.tokens_per_frame, math.gcd(self.tokens_per_frame, ids.shape[1])
+        seen = torch.stack([ids // S, ids % S])
+        frames, tokens = seen.unflatten(2, (-1, size))  # [B or 1, slots, size]
+        one_frame = (frames == frames[:1, :, :1]).all(2).all(0)
+        whole = one_frame & (tokens == torch.arange(S)[:size]).all(2).all(0) & (size == S)
+        slots = tuple(
+            Slot(frame, frame) if is_one else Slot(CHOSEN, MIXED)
+            for frame, is_one in zip(frames[0, :, 0].tolist(), one_frame.tolist(), strict=True)
+        )
+        # 2. From the first to the last slot that is none of these, every token is named.
+        chosen, mixed = None, (~whole).nonzero().flatten().tolist()
+        if mixed:
+            at = range(mixed[0], mixed[-1] + 1)
+            of, place = seen[:, :, at.start * size : at.stop * size]
+            chosen = ChosenTokens(at, of, place, of)
+        # 3. The block's own slots, which come last, and those of the sink, which come first.
+        own = range(len(slots) - self.own // size, len(slots))
+        deep = next((n for n in range(own.start) if slots[n].frame not in sink), own.start)
+        return KeyLayout(slots, size, own, tuple(self.newest), chosen, sink=range(deep))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for kinds in self.kinds for kind in kinds for x in (kind.keys, kind.values))
+
+    # -- for policies ----------------------------------------------------------------------------------------
+
+    def rows(self, *tokens: range) -> Tensor:
+        """Return an index [1, n, 1] of these tokens, as keep() takes it."""
+        each = [torch.arange(one.start, one.stop, device=self.device) for one in tokens]
+        return torch.cat(each)[None, :, None]
+
+    def keep(self, layer: int, kept: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+        """Let heads hold these of the tokens that they see: for heads that become a kind, an index.
+
+        An index is [B or 1, n, h or 1]. Heads that become one kind were of one kind before.
+        """
+        before, self.kinds[layer] = self.kinds[layer], []
+        for heads, index in kept:
+            if not len(heads):
+                continue
+            # 1. The kind that these heads were of, and their columns in it.
+            old = next(kind for kind in before if heads[0] in kind.heads)
+            here, found = old.here, [old.keys, old.values, self.seen(old)]
+            if len(heads) < len(old.heads):
+                here = send(torch.tensor(heads), self.device)
+                columns = send(torch.tensor([old.heads.index(head) for head in heads]), self.device)
+                found = [x if x.shape[2] == 1 else x.index_select(2, columns) for x in found]
+            # 2. The tokens that stay, with room for the next block behind them.
+            keys, values = (taken(x, index, self.own) for x in found[:2])
+            ids = found[2].take_along_dim(index, 1)
+            self.kinds[layer].append(Kind(tuple(heads), here, keys, values, ids))
+
+    def keep_first(self, count: int) -> None:
+        """Make all heads of a layer one kind again, with its first tokens, which all of them have."""
+        for layer, kinds in enumerate(self.kinds):
+            first, everyone = kinds[0], tuple(range(self.num_heads))
+            count = min(count, first.past)
+            keys = first.keys.new_empty(first.keys.shape[0], count, self.num_heads, self.head_dim)
+            values, ids = torch.empty_like(keys), first.ids[:, :count]
+            for kind in kinds:
+                keys[:, :, kind.here], values[:, :, kind.here] = kind.keys[:, :count], kind.values[:, :count]
+            ids = ids if len(kinds) == 1 else ids[:1, :, :1]
+            self.kinds[layer] = [Kind(everyone, slice(None), keys, values, ids)]
+
+    def seen(self, kind: Kind) -> Tensor:
+        """Return the number in the video of every key that a kind sees, its own too, [B or 1, n, h or 1]."""
+        stop = self.newest.stop * self.tokens_per_frame
+        own = torch.arange(stop - self.own, stop, device=self.device)[None, :, None]
+        return torch.cat([kind.ids, own.expand(kind.ids.shape[0], -1, kind.ids.shape[2])], 1)
+
+    def _announce(self, frames: range, own: int, is_recache: bool) -> None:
+        self.newest, self.own, self.is_recache = frames, own, is_recache
+        self.query_positions = self.key_positions = frames
+        for kind in (kind for kinds in self.kinds for kind in kinds):
+            if kind.keys.shape[1] != kind.past + own:
+                past = self.rows(range(kind.past))
+                kind.keys, kind.values = (taken(x, past, own) for x in (kind.keys, kind.values))
+
+
+def taken(x: Tensor, index: Tensor, room: int) -> Tensor:
+    """Return tokens [B or 1, n, h or 1] of x [B, N, h, D], with room behind them, [B, n + room, h, D]."""
+    n = index.shape[1]
+    out = x.new_empty(x.shape[0], n + room, *x.shape[2:])
+    if index.shape[0] == index.shape[2] == 1:
+        torch.index_select(x, 1, index.flatten(), out=out[:, :n])
+    else:
+        torch.gather(x, 1, index[..., None].expand(x.shape[0], n, *x.shape[2:]), out=out[:, :n])
+    return out
 
 
 @dataclass
