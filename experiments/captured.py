@@ -27,13 +27,14 @@ from experiments.extraction import memory
 from experiments.extraction.cache_builders import Run, atlas_cache, atlas_requests
 from experiments.extraction.video import decode, write_mp4
 from experiments.session import CAPTURES, Session, load
+from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
-from wan.sites import Activation, ActivationSite, SiteCapture, check_indices, check_site, watched
+from wan.sites import ActivationSite, check_indices, check_site, watched
 from wan.vae import VAE
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_
 from wan.config import MODELS, ModelConfig, RunConfig
 from wan.errors import ConfigError, did_you_mean, require_text, short_repr
 from wan.model import CausalWanModel
-from wan.noise import draw_noise
+from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.sites import active_edits
 from wan.text_encoder import TextEncoder
@@ -305,11 +305,10 @@ class Session:
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         schedule = self.switches(config, len(configs))
-        inputs = {"prompt_embeds": torch.cat(states), "renoise": renoise, "prompt_schedule": schedule}
         with threads_for(noise, sizes), self.edited(config, len(configs)):
             edits = active_edits()  # also those of one's own intervene() around this
             latents, records = roll_out(
-                self.pipeline, noise, config.block_sizes, requests, observer, **inputs
+                self.pipeline, TensorNoise(noise, renoise), torch.cat(states), schedule, requests, observer
             )
         more, stopped = dict[str, Any](), ""
         if config.sampler == "rolling_forcing":

@@ -356,10 +356,10 @@ class Capture:
     requests: tuple[CaptureRequest, ...]
     calls: list[CapturedCall] = field(default_factory=list)
 
-    def check(self, plan: Any) -> None:
-        """Raise ConfigError where a request does not fit the rollout (RolloutPlan) that is about to run."""
+    def check(self, num_layers: int, num_blocks: int, num_passes: int) -> None:
+        """Raise ConfigError where a request does not fit the rollout that is about to run."""
         for request in self.requests:
-            request.check(plan.num_layers, len(plan.blocks), plan.num_passes)
+            request.check(num_layers, num_blocks, num_passes)
 
     def wants(self, site: Site) -> bool:
         """Return whether the call that a site is about to make in this pass is asked for."""

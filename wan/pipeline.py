@@ -191,7 +191,8 @@ class CausalInferencePipeline:
             if not noise.is_repeatable or policy.chooses_by_layer or policy.source:
                 remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
                 raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
-        check_watchers(lambda: self.plan(num_frames, num_given, prompt_schedule))
+        counts = self.model.config.num_layers, len(blocks), len(self.pass_timesteps)
+        check_watchers(*counts, lambda: self.plan(num_frames, num_given, prompt_schedule))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 
         for block, frames in enumerate(blocks):

@@ -71,7 +71,7 @@ class TextToVideoPipeline:
         # 0. A solver of its own, and the text's keys and values of both branches.
         solver, timesteps = self.solver(), self.pass_timesteps
         frames = tuple(range(noise.shape[1]))
-        check_watchers(lambda: self.plan(len(frames)))
+        check_watchers(self.model.config.num_layers, 1, self.num_steps, lambda: self.plan(len(frames)))
         prompt, negative = map(self.model.text_keys_values, (prompt_embeds, negative_embeds))
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:

@@ -10,7 +10,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
@@ -25,8 +25,11 @@ from wan.files import read_json
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
 from wan.reductions import CHUNK_ELEMENTS
-from wan.sites import OF_FORWARD, SITES, SiteCapture, check_indices
+from wan.sites import OF_FORWARD, SITES, check_indices
 from wan.text_encoder import encoder_config
+
+if TYPE_CHECKING:
+    from wan.activations import SiteCapture
 
 GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
@@ -119,7 +122,7 @@ def captured(
     return total
 
 
-def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: SiteCapture, streams: bool) -> int:
+def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: "SiteCapture", streams: bool) -> int:
     """Bytes that a capture of sites keeps of a rollout, or where it streams, of its largest block."""
     S, of_blocks = model.tokens_per_frame(config.height, config.width), [0]
     sizes = {"B": 1, "2": 2, "dim": model.dim, "ffn_dim": model.ffn_dim, "D": model.head_dim}

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.caches.files import CacheError, RunError, require_distinct
+from experiments.caches.files import CacheError, RunError, StoppedError, require_distinct
 from experiments.caches.formats import MASS_TOLERANCE
 from experiments.extraction.provenance import named_files
-from wan.blocks import block_ranges
+from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import RunConfig
 from wan.errors import UserError
+from wan.noise import TensorNoise
 
 if TYPE_CHECKING:
     from wan.model import WanModel
@@ -219,40 +220,41 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 # --- The samplers
-class _StoppedError(Exception):
-    """Leaves a sampler between two blocks or steps."""
-
-
 def roll_out(
     pipeline: "CausalInferencePipeline",
-    noise: Tensor,
-    sizes: Sequence[int],
+    noise: TensorNoise,
+    prompt_embeds: Tensor,
+    prompt_schedule: Sequence[PromptSwitch],
     requests: Sequence[CaptureRequest],
     observer: Progress,
-    **inputs: Any,
 ) -> tuple[Tensor, list[CapturedCall]]:
-    """Generate blocks of sizes frames -> latents [1, F, C, h, w] of the finished blocks, captured calls.
+    """Generate all frames of a noise -> latents [B, F, C, h, w] of the finished blocks, captured calls.
 
-    inputs are those of the pipeline. Fewer frames than the noise has come back where the observer asked to
-    stop. Raises RunError for numbers that cannot be right, and for memory that does not suffice.
+    Fewer frames come back where the observer asked to stop. Raises RunError for numbers that cannot be right,
+    and for memory that does not suffice.
     """
-    frames, finished = block_ranges(list(sizes)), list[Tensor]()
-
-    def keep(block: int, latents: Tensor) -> None:
-        finished.append(latents.clone())
-        if observer.video is not None:
-            observer.video.add(finished[-1])
-        own = frames[block]
-        observer.advance("block", block, len(frames), f"frames {own.start}-{own[-1]}")
-
-    with _watched(pipeline.model, "rolling out block", len(frames), keep, requests, observer) as (
-        done,
-        records,
-    ):
-        pipeline.inference(noise, on_block=done, **inputs)
+    model, blocks = pipeline.model, pipeline.block_ranges(0, noise.shape[1])
+    finished, checked = list[Tensor](), 0
+    phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
+    with phase, capturing(requests) as records:
+        for frames, latents in pipeline.blocks(noise, prompt_embeds, prompt_schedule=prompt_schedule):
+            # 1. Numbers are checked as they come, so that hours are not spent on NaN.
+            block = len(finished)
+            check_latents(model, latents, f"block {block}")
+            move_to_cpu(records[checked:])
+            check_values(records[checked:])
+            checked = len(records)
+            # 2. Keep the block and hand it on.
+            finished.append(latents.clone())
+            if observer.video is not None:
+                observer.video.add(finished[-1])
+            observer.advance("block", block, len(blocks), f"frames {frames.start}-{frames[-1]}")
+            # 3. All processes of a rollout stop after the same block.
+            if model.head_shard.any_process(observer.stopping):
+                break
     # A window of Rolling Forcing began blocks that a stop left unfinished.
-    records = [record for record in records if record["block"] < len(finished)]
-    return torch.cat(finished, 1), pipeline.model.head_shard.gather_calls(records)
+    records = [record for record in records if record.at and record.at.block < len(finished)]
+    return torch.cat(finished, 1), model.head_shard.gather_calls(records)
 
 
 def sample(
@@ -266,49 +268,23 @@ def sample(
 
     texts are those of guidance's two branches. Stops and raises as roll_out does.
     """
-    timesteps, latest = pipeline.pass_timesteps, (0, noise)
+    timesteps, latest = pipeline.pass_timesteps, noise
+    done = checked = 0
 
-    def keep(step: int, latents: Tensor) -> None:
-        nonlocal latest
-        latest = step + 1, latents
-        observer.advance("step", step, len(timesteps), f"t = {timesteps[step]:g}")
-
-    with _watched(pipeline.model, "sampling step", len(timesteps), keep, requests, observer) as (
-        done,
-        records,
-    ):
-        pipeline.inference(noise, *texts, on_step=done)
-    steps, latents = latest
-    return latents, records, steps
-
-
-@contextmanager
-def _watched(
-    model: "WanModel",
-    doing: str,
-    count: int,
-    keep: Callable[[int, Tensor], None],
-    requests: Sequence[CaptureRequest],
-    observer: Progress,
-) -> Iterator[tuple[Callable[[int, Tensor], None], list[CapturedCall]]]:
-    """Yield what a sampler calls after each of count blocks or steps, and the captured calls."""
-    checked = reached = 0
-
-    def done(number: int, latents: Tensor) -> None:
-        nonlocal checked, reached
-        # 1. Numbers are checked as they come, so that hours are not spent on NaN.
-        check_latents(model, latents, f"{doing.split()[-1]} {number}")
+    def on_step(step: int, latents: Tensor) -> None:
+        nonlocal latest, done, checked
+        check_latents(pipeline.model, latents, f"step {step}")
         move_to_cpu(records[checked:])
         check_values(records[checked:])
-        # 2. Hand the block on; all processes of a rollout stop after the same one.
-        checked, reached = len(records), number + 1
-        keep(number, latents)
-        if model.head_shard.any_process(observer.stopping) and reached < count:
-            raise _StoppedError
+        latest, done, checked = latents, step + 1, len(records)
+        observer.advance("step", step, len(timesteps), f"t = {timesteps[step]:g}")
+        if observer.stopping and done < len(timesteps):
+            raise StoppedError
 
-    said = out_of_memory(lambda: f"{doing} {reached} of {count}", requests)
-    with said, capturing(requests) as records, suppress(_StoppedError):
-        yield done, records
+    phase = out_of_memory(lambda: f"sampling step {done} of {len(timesteps)}", requests)
+    with phase, capturing(requests) as records, suppress(StoppedError):
+        pipeline.inference(noise, *texts, on_step=on_step)
+    return latest, records, done
 
 
 def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
@@ -350,10 +326,11 @@ def check_latents(model: "WanModel", latents: Tensor, where: str) -> None:
 def check_values(calls: Sequence[CapturedCall]) -> None:
     """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
     for call in calls:
+        block, step = (call.at.block, call.at.step) if call.at else (None, None)
+        where = f"layer {call.site.layer}, block {block}, step {step}: "
         for name, values in call.values.items():
             if name in ("attended", "map_queries"):
                 continue
-            where = f"layer {call.site.layer}, block {call['block']}, step {call['step']}: "
             # Policies by head show heads different frames: whole columns of [B, H, Fq, Fk] are NaN
             heads_differ = False
             if name.startswith("frame_") and values.ndim == 4 and (missing := values.isnan()).any():

@@ -231,7 +231,7 @@ def test_out_of_memory_says_what_helps(tmp_path, monkeypatch, capfd):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB.\nmore")
 
-    monkeypatch.setattr("wan.pipeline.CausalInferencePipeline.inference", full)
+    monkeypatch.setattr("wan.pipeline.CausalInferencePipeline.blocks", full)
     flags = [*SHORT, "--output_path", tmp_path / "out.pt"]
     said = "rolling out block 0 of 1.*--granularity frame"
     refused(run_extraction_figure4, flags, capfd, said, code=1)

@@ -11,11 +11,12 @@ import torch
 from helpers import parallel_rollouts
 from helpers.parallel_rollouts import small_model
 
+from wan.activations import SiteCapture
 from wan.capture import CaptureRequest
 from wan.interventions import Knockout, intervene
 from wan.model import CausalWanModel
 from wan.policies import make_policy
-from wan.sites import SiteCapture, watched
+from wan.sites import watched
 from wan.wings import graphs as cuda_graphs
 from wan.wings.graphs import apply_cuda_graphs
 

@@ -11,13 +11,14 @@ from conftest import golden_model
 from helpers.rollouts import MODEL_LAYERS, TINY, TWO_STEPS, rollout, tiny_pipeline
 
 from wan import interventions
+from wan.activations import SiteCapture
 from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Patch, RunInStep, intervene
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
-from wan.sites import SiteCapture, active_edits, watched, watchers
+from wan.sites import active_edits, watched, watchers
 from wan.text2video import TextToVideoPipeline
 
 FRAMES = 9  # three blocks of 3; 4 + 1 passes each

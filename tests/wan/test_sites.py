@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
 
 from wan import interventions
+from wan.activations import SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Patch, RunInStep, Source, Steer, at, intervene
@@ -16,7 +17,7 @@ from wan.keys import rotate
 from wan.model import sinusoidal_embedding
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
 from wan.policies import make_policy
-from wan.sites import OF_FORWARD, SITES, SiteCapture, watched
+from wan.sites import OF_FORWARD, SITES, watched
 
 LAYER, BLOCK, STEP = 2, 1, 1
 ONE = {"layers": [LAYER], "blocks": [BLOCK], "steps": [STEP]}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wan.cache import AnyCache, CachePolicy, CacheSizes, Capacity, How, KVCache, Text
-from wan.errors import library_reads, short_repr
+from wan.errors import ConfigError, library_reads, short_repr
 from wan.files import CONFIG_BYTES, Count, Frames, Share, read_json, read_text
 from wan.keys import CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, RotaryTable, Slot, rotate, send
 from wan.policies.frames import Window

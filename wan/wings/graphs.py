@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan.activations import SiteCapture
 from wan.cache import AnyCache
 from wan.errors import one_line
 from wan.keys import KeyLayout
@@ -43,7 +44,7 @@ from wan.model import (
     modulated_norm,
     multiply,
 )
-from wan.sites import SiteCapture, is_hidden, observer, watchers
+from wan.sites import is_hidden, observer, watchers
 
 Replay = Callable[[], None]
 
