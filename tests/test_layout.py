@@ -21,9 +21,9 @@ LEVELS |= {"wan": -1}
 NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know these modules alone
 WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files"}
 
-LONGEST_CHAIN = 10  # of imports, each when the one before is imported; the goal is 9
+LONGEST_CHAIN = 9  # of imports, each when the one before is imported
 # What the command of Figure 4 enters, bodies of classes counted; the goal is 32 and 360.
-MOST_FILES, MOST_FUNCTIONS = 33, 444
+MOST_FILES, MOST_FUNCTIONS = 29, 394
 LATE_IMPORTS = 39  # within functions, outside the scripts: what is heavy and optional; the goal is 25
 OPTIONAL = (
     "wan.wings",

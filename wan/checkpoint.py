@@ -159,6 +159,36 @@ def encoder_files(ckpt_dir: str | Path) -> tuple[Path, Path]:
     return part_file(ckpt_dir, "text_encoder"), require_file(tokenizer, is_folder=True)
 
 
+# umT5, which the original release has no config of.
+UMT5_XXL = {
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "relative_attention_num_buckets": 32,
+    "dropout_rate": 0.0,
+}
+USUAL_SIZES = {  # transformers' own, where a config does not say
+    "vocab_size": 250112,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 8,
+    "num_heads": 6,
+    "relative_attention_num_buckets": 32,
+}
+
+
+def encoder_config(ckpt_dir: str | Path) -> dict[str, Any]:
+    """Return umT5's settings as transformers names them, without its import, which takes seconds."""
+    if is_native(ckpt_dir):
+        return USUAL_SIZES | UMT5_XXL
+    path = part_file(ckpt_dir, "text_encoder").with_name("config.json")
+    return USUAL_SIZES | read_json(path, CheckpointError)
+
+
 def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:
     """Return the file whose weights a run uses: its checkpoint, or else the base transformer."""
     if checkpoint_path is None:

@@ -62,7 +62,8 @@ class QueryKeyNorm(nn.Module):
         if kernels := fused_kernels(x):
             return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, out)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
-        return _stored(x if rope is None else rotate(x, *rope), out)
+        x = x if rope is None else rotate(x, *rope)
+        return x if out is None else out.copy_(x)
 
 
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -74,8 +75,8 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Ten
         return kernels.modulated_norm(x, scale, shift, eps, out)
     # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
     normed = F.layer_norm(x, x.shape[-1:], eps=eps).unflatten(1, (scale.shape[1], -1))
-    modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None])
-    return _stored(modulated.flatten(1, 2).to(x.dtype), out)
+    modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
+    return modulated if out is None else out.copy_(modulated)
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
@@ -86,8 +87,8 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> 
     if kernels := fused_kernels(x):
         return kernels.gated_add(x, y, gate, out)
     x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
-    added = torch.addcmul(x_frames, y_frames, gate[:, :, None])
-    return _stored(added.flatten(1, 2).to(x.dtype), out)
+    added = torch.addcmul(x_frames, y_frames, gate[:, :, None]).flatten(1, 2).to(x.dtype)
+    return added if out is None else out.copy_(added)
 
 
 def multiply(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
@@ -95,10 +96,6 @@ def multiply(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
     rows = out.view(-1, linear.out_features)
     torch.addmm(linear.bias, x.reshape(-1, linear.in_features), linear.weight.t(), out=rows)
     return out
-
-
-def _stored(x: Tensor, out: Tensor | None) -> Tensor:
-    return x if out is None else out.copy_(x)
 
 
 class FeedForward(nn.Sequential):

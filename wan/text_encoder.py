@@ -10,41 +10,11 @@ import ftfy
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint import CheckpointError, assign, encoder_files, is_native, part_file, read_part
+from wan.checkpoint import CheckpointError, assign, encoder_config, encoder_files, read_part
 from wan.errors import library_reads, short_repr
-from wan.files import read_json
 
 if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5EncoderModel
-
-UMT5_XXL = {  # the original release has no config of umT5
-    "vocab_size": 256384,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_heads": 64,
-    "relative_attention_num_buckets": 32,
-    "dropout_rate": 0.0,
-}
-
-USUAL_SIZES = {  # transformers' own, where a config does not say
-    "vocab_size": 250112,
-    "d_model": 512,
-    "d_kv": 64,
-    "d_ff": 1024,
-    "num_layers": 8,
-    "num_heads": 6,
-    "relative_attention_num_buckets": 32,
-}
-
-
-def encoder_config(ckpt_dir: str | Path) -> dict[str, Any]:
-    """Return umT5's settings as transformers names them, without its import, which takes seconds."""
-    if is_native(ckpt_dir):
-        return USUAL_SIZES | UMT5_XXL
-    path = part_file(ckpt_dir, "text_encoder").with_name("config.json")
-    return USUAL_SIZES | read_json(path, CheckpointError)
 
 
 def clean_prompt(text: str) -> str:

@@ -53,14 +53,20 @@ from experiments.session import load_pipeline, pipeline_of
 from wan import backends
 from wan.activations import SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
-from wan.checkpoint import TOKENIZER_DIR, UMT5_FILE, UMT5_TO_TRANSFORMERS, read_model_config, renamed
+from wan.checkpoint import (
+    TOKENIZER_DIR,
+    UMT5_FILE,
+    UMT5_TO_TRANSFORMERS,
+    UMT5_XXL,
+    read_model_config,
+    renamed,
+)
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.model import CausalWanModel
 from wan.policies import read_policy
 from wan.sites import watched
-from wan.text_encoder import UMT5_XXL
 from wan.vae import VAE, StreamedDecoder
 from wan.wings import parallel
 from wan.wings.graphs import apply_cuda_graphs

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 FPS = 16  # of Wan's videos
+PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 
 
 class CacheError(UserError, ValueError):

@@ -18,7 +18,7 @@ import torch
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, queries_of
-from wan.checkpoint import VAE_FILE, CheckpointError
+from wan.checkpoint import VAE_FILE, CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.files import read_json
@@ -26,7 +26,6 @@ from wan.keys import RotaryTable
 from wan.model import CausalWanModel
 from wan.reductions import CHUNK_ELEMENTS
 from wan.sites import OF_FORWARD, SITES, check_indices
-from wan.text_encoder import encoder_config
 
 if TYPE_CHECKING:
     from wan.activations import SiteCapture

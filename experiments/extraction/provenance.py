@@ -4,6 +4,7 @@ Every output carries one fingerprint of all that its numbers depend on (identity
 what is done, pairs files or takes an older one compares it (require_same of experiments/caches/files.py).
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import cache
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 import wan
+from experiments.caches.files import PARTIAL, require_distinct
 from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
 from wan.backends import kernel_name
@@ -208,6 +210,16 @@ def named_files(config: RunConfig) -> list[str]:
     base = [checkpoint.part_file(config.ckpt_dir, "transformer")] if "base" in files else []
     named = [base[0] if file == "base" else file for file in files]
     return [str(file) for file in (config.lora_path, classes, *named) if file]
+
+
+def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
+    """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
+    # A stopped run may write beside its output, and a whole cache there must not be an input either
+    written = [str(path) for path in outputs]
+    written += [str(Path(path).with_suffix(PARTIAL)) for path in written if path.endswith(".pt")]
+    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
+    flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
+    require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
 
 
 def vae_files(config: RunConfig) -> list[dict[str, Any]]:

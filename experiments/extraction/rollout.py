@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.caches.files import CacheError, RunError, StoppedError, require_distinct
+from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.formats import MASS_TOLERANCE
-from experiments.extraction.provenance import named_files
 from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
-from wan.config import RunConfig
 from wan.errors import UserError
 from wan.noise import TensorNoise
 
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from wan.text2video import TextToVideoPipeline
 
 NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
-PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 REMEDY = "try --device cpu or another dtype in the config"
 
 
@@ -178,16 +175,6 @@ def stopping_when_asked(observer: Progress, unit: str = "block") -> Iterator[Non
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
-    """Raise CacheError where a run would write over a file that it reads, or two files to one path."""
-    # A stopped run may write beside its output, and a whole cache there must not be an input either
-    written = [str(path) for path in outputs]
-    written += [str(Path(path).with_suffix(PARTIAL)) for path in written if path.endswith(".pt")]
-    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
-    flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
-    require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from experiments.caches.files import (
 from experiments.caches.formats import NO_KEY
 from experiments.extraction.memory import amount
 from experiments.extraction.provenance import (
+    check_outputs,
     choose_device,
     choose_dtype,
     decoding_threads,
@@ -47,7 +48,6 @@ from experiments.extraction.rollout import (
     Progress,
     capturing,
     check_latents,
-    check_outputs,
     check_values,
     memory,
     observed,

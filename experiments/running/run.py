@@ -8,11 +8,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import CacheError, RunError, StoppedError, claimed
+from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import peek, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-from experiments.extraction.rollout import PARTIAL, Progress, check_outputs, memory, observed
+from experiments.extraction.provenance import check_outputs
+from experiments.extraction.rollout import Progress, memory, observed
 from experiments.running.cli import videos_of
 from experiments.session import Session
 from wan.capture import CaptureRequest

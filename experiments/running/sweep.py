@@ -24,8 +24,15 @@ from experiments.caches.files import (
 )
 from experiments.caches.formats import peek
 from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
-from experiments.extraction.provenance import choose_device, choose_dtype, fingerprint, identity, video_tag
-from experiments.extraction.rollout import Progress, check_outputs, deterministic, observed
+from experiments.extraction.provenance import (
+    check_outputs,
+    choose_device,
+    choose_dtype,
+    fingerprint,
+    identity,
+    video_tag,
+)
+from experiments.extraction.rollout import Progress, deterministic, observed
 from experiments.extraction.video import check_video
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through

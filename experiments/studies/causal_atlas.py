@@ -21,8 +21,8 @@ from torch import Tensor
 from experiments.caches.files import claimed
 from experiments.caches.formats import save_cache
 from experiments.extraction.edits import MeanRuns, reference_means
-from experiments.extraction.provenance import fingerprint, identity, record_of
-from experiments.extraction.rollout import Progress, check_outputs, memory, observed
+from experiments.extraction.provenance import check_outputs, fingerprint, identity, record_of
+from experiments.extraction.rollout import Progress, memory, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, load
 from experiments.studies.batches import FLOOR_BIAS, FLOOR_NOISE, Runs, distance

@@ -26,6 +26,7 @@ from experiments.caches.files import claimed, mp4_tag, replacing, require_writab
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import (
+    check_outputs,
     choose_dtype,
     environment,
     fingerprint,
@@ -33,7 +34,7 @@ from experiments.extraction.provenance import (
     threads_for,
     vae_files,
 )
-from experiments.extraction.rollout import Progress, capturing, check_outputs, deterministic, memory, observed
+from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds

@@ -67,7 +67,7 @@ def test_umt5_computes_what_its_definition_says(tmp_path, monkeypatch):
     """From a directory of the original release; a file that lacks a name is refused."""
     (tmp_path / "config.json").write_text("{}")
     shutil.copytree(MINI / "tokenizer", tmp_path / checkpoint.TOKENIZER_DIR)
-    monkeypatch.setattr(text_encoder, "UMT5_XXL", SMALL_UMT5.to_dict())
+    monkeypatch.setattr(checkpoint, "UMT5_XXL", SMALL_UMT5.to_dict())
     weights = random_umt5(SMALL_UMT5)
     torch.save(weights, tmp_path / UMT5_FILE)
     encoder = TextEncoder.from_pretrained(tmp_path, 40, torch.float32).encoder
@@ -86,8 +86,8 @@ def test_umt5_computes_what_its_definition_says(tmp_path, monkeypatch):
 
 def test_sizes_are_those_of_transformers():
     usual = UMT5Config()
-    assert {name: getattr(usual, name) for name in text_encoder.USUAL_SIZES} == text_encoder.USUAL_SIZES
-    config = UMT5Config.from_dict(text_encoder.encoder_config(MINI))
+    assert {name: getattr(usual, name) for name in checkpoint.USUAL_SIZES} == checkpoint.USUAL_SIZES
+    config = UMT5Config.from_dict(checkpoint.encoder_config(MINI))
     assert config.d_model < usual.d_model and config.is_gated_act
 
 
@@ -95,7 +95,7 @@ def test_the_real_umt5_has_these_keys():
     """Every parameter of the xxl encoder is filled from native names, without the memory for it."""
     tiny = UMT5Config(vocab_size=2, d_model=2, d_kv=1, d_ff=2, num_layers=24, num_heads=1)
     with torch.device("meta"):
-        names = UMT5EncoderModel(UMT5Config(**text_encoder.UMT5_XXL)).state_dict()
+        names = UMT5EncoderModel(UMT5Config(**checkpoint.UMT5_XXL)).state_dict()
     ours = renamed(random_umt5(tiny), UMT5_TO_TRANSFORMERS)
     assert {*ours, "encoder.embed_tokens.weight"} == names.keys()
     assert names["shared.weight"].shape == (256384, 4096)
