@@ -2,8 +2,9 @@
 
 An edit says what is done, where (sites and whole attention calls, wan/sites.py), and in which passes:
 
-    with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as session:
+    with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as active:
         latents = pipeline.inference(noise, ...)
+    active.changed  # the number of calls that each edit changed
     with intervene(at("resid_post", layers=[5]), lambda x, where: 2 * x):
         latents = pipeline.inference(noise, ...)
 
@@ -807,10 +808,10 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
             f"intervene takes edits, at least one: {', '.join(KINDS)}; or at(...) and a function"
         )
     # 2. They watch every activation of this context, and count what they change.
-    session = Edits(tuple(chosen), dict(data or {}))
-    with watched(session):
-        yield session
-    for edit, changed in zip(session.edits, session.changed, strict=True):
+    active = Edits(tuple(chosen), dict(data or {}))
+    with watched(active):
+        yield active
+    for edit, changed in zip(active.edits, active.changed, strict=True):
         if not changed:
             warnings.warn(f"no call was edited by: {edit}", stacklevel=3)
 

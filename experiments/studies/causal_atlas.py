@@ -58,9 +58,9 @@ def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
             # A warning for each block and unit would bury the progress.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a block without such keys is NaN
-                with intervene(edit, data={edit: _needed(runs, edit)}) as session:
+                with intervene(edit, data={edit: _needed(runs, edit)}) as active:
                     x0 = denoise()
-            return x0 if session.changed[0] else None
+            return x0 if active.changed[0] else None
 
         return denoised
 

@@ -54,7 +54,7 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
     pipeline = tiny_pipeline()
     plain = rollout(pipeline)
     outer, inner = Knockout(frames=0, passes="all"), Jitter()
-    with intervene(outer) as session:
+    with intervene(outer) as active:
         alone = rollout(pipeline)
         with pytest.raises(RuntimeError, match="inside"), intervene(inner):
             assert active_edits() == [outer, inner]
@@ -62,7 +62,7 @@ def test_leaving_restores_everything_also_on_an_error_and_idle_edits_see_no_call
         assert active_edits() == [outer] and torch.equal(rollout(pipeline), alone)
         with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), intervene(inner):
             rollout(pipeline)
-    assert session.changed == [3 * MODEL_LAYERS * 5]  # three rollouts, one block of two with a past, 5 passes
+    assert active.changed == [3 * MODEL_LAYERS * 5]  # three rollouts, one block of two with a past, 5 passes
     monkeypatch.setattr(interventions.Edits, "on_activation", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -95,9 +95,9 @@ def test_the_base_model_is_edited_in_one_branch_and_by_own_keys():
     texts = torch.randn(2, 1, 32, 64, generator=generator)
     plain = pipeline.inference(noise, *texts)
     edit = Knockout(frames="own:0", heads=[1], layers=[2], branch="uncond", passes="denoise")
-    with intervene(edit) as session, ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
+    with intervene(edit) as active, ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
         edited = pipeline.inference(noise, *texts)
-    assert session.changed == [2] == [pipeline.plan(4).count(edit)] and not torch.equal(edited, plain)
+    assert active.changed == [2] == [pipeline.plan(4).count(edit)] and not torch.equal(edited, plain)
     assert {(c["layer"], c["branch"]) for c in calls if "attended" in c} == {(2, "uncond")}
     for wrong in (Ablate("zero", passes="clean"), Knockout(frames="first", passes="denoise")):
         with pytest.raises(InterventionError, match="no call can be edited: "), intervene(wrong):
@@ -144,7 +144,7 @@ def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
     pipeline = CausalInferencePipeline(tiny_pipeline().model, **options, **TWO_STEPS)
     jitter = Jitter(layers=[0])
     capture = ATTENTION_WEIGHT_CAPTURE.capture(layers=[0], steps=[0], granularity="frame")
-    with capture as calls, intervene(jitter) as session:
+    with capture as calls, intervene(jitter) as active:
         rollout(pipeline, 15, prompt_schedule=schedule)
     plan = pipeline.plan(15, 0, schedule)
 
@@ -152,7 +152,7 @@ def test_a_plan_has_the_frames_that_each_block_then_sees(policy, hows, context):
         past = [slot.frame for slot in call.layout.slots if slot.frame not in planned.own]
         assert sorted(planned.past) == sorted(frame for frame in past if frame >= 0)
         assert list(planned.sink) == [call.layout.slots[index].frame for index in call.layout.sink]
-    assert session.changed == [plan.count(jitter)]  # of every forward
+    assert active.changed == [plan.count(jitter)]  # of every forward
 
 
 # --- Heads of several classes, under cache_policy per_head, against one policy for all
@@ -172,9 +172,9 @@ def test_classes_with_one_policy_are_edited_as_one_call(tmp_path):
         source = RunInStep(lambda run=pipeline: rollout(run, FRAMES, seed=5))
         with source, ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame") as calls:
             data = {mean: interventions.ReferenceMeans.over([outputs]), patch: source}
-            with intervene(*edits, mean, patch, data=data) as session:
+            with intervene(*edits, mean, patch, data=data) as active:
                 found.append((rollout(pipeline, FRAMES), norms, calls))
-        assert all(session.changed) and not torch.equal(found[-1][0], plain)
+        assert all(active.changed) and not torch.equal(found[-1][0], plain)
     (*one, calls), (*other, of_classes) = found
     torch.testing.assert_close(other, one, atol=5e-6, rtol=0)
     for mine, expected in zip(of_classes, calls, strict=True):

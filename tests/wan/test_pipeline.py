@@ -121,8 +121,8 @@ def test_context_that_a_switch_forgot_is_not_computed_again(how, policy):
 
 def test_edits_of_keys_that_are_computed_again_are_refused_and_jitter_is_of_every_forward(monkeypatch):
     run, forwards = with_context(name="relative"), []
-    with intervene(Jitter(layers=[0])) as session:
-        rollout(run, 12, on_pass=lambda: forwards.append(session.changed[0]))
+    with intervene(Jitter(layers=[0])) as active:
+        rollout(run, 12, on_pass=lambda: forwards.append(active.changed[0]))
     assert forwards == list(range(1, 4 * 3 + 3 + 1))
     edit = Ablate("zero", passes="clean")
     sunk = with_context(name="window", global_sink=True)  # its sink's keys are those of clean passes

@@ -132,9 +132,9 @@ def test_blocks_are_handed_on_as_they_end():
 def test_an_edit_that_returns_its_input_leaves_every_bit(device):
     pipeline = two_steps(torch.bfloat16, device)
     plain, seen, planned = rollout(pipeline, 3), [], pipeline.plan(3).count(at(*SITES))
-    with intervene(at(*SITES), lambda x, where: seen.append(where.site) or x) as session:
+    with intervene(at(*SITES), lambda x, where: seen.append(where.site) or x) as active:
         assert torch.equal(rollout(pipeline, 3), plain)
-    assert set(seen) == {*SITES} and session.changed == [len(seen)] == [planned - 1]
+    assert set(seen) == {*SITES} and active.changed == [len(seen)] == [planned - 1]
     with pytest.warns(UserWarning, match="no call was"), intervene(at(*SITES), spoil):
         assert torch.equal(rollout(pipeline, 3), plain)  # x is a copy
 
@@ -192,9 +192,9 @@ def test_a_function_at_z_is_ablation_and_a_class_or_decorator_is_a_function():
             return torch.where(torch.arange(3)[:, None] == 2, 0, z)
 
     for edit in (Ablate("zero", heads=[2], **where), drop_head_2, at("z", **where)(Drop())):
-        with intervene(edit) as session:
+        with intervene(edit) as active:
             found.append(rollout(pipeline))
-        assert session.changed == [pipeline.plan(6).count(edit)] == [4]
+        assert active.changed == [pipeline.plan(6).count(edit)] == [4]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     said = drop_head_2.to_dict()
     assert said["function"].endswith("<locals>.drop_head_2") and len(said["source_sha256"]) == 16
@@ -214,9 +214,9 @@ def test_ablation_and_steering_of_every_site_with_tokens(site):
     frames = base.unflatten(1, (3, 5)).mean(2).repeat_interleave(5, 1)
     expected = {"zero": 0 * base, "frame_mean": frames, "steer": base + 0.5}
     for how, edit in edits.items():
-        with intervene(edit, data=data) as session:
+        with intervene(edit, data=data) as active:
             found = captured(site, pipeline=pipeline, **ONE)[site][0]
-        assert session.changed == [1]
+        assert active.changed == [1]
         if how == "mean":
             assert not torch.equal(found, base) and torch.equal(found[:, 0], found[:, 4])
         else:
