@@ -3,10 +3,12 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,8 @@ pytest_plugins = ["helpers.tiny_model"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+# Whether a GPU is here is asked of its driver's library: CUDA, once asked, is lost to forks of this process.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
@@ -32,6 +36,51 @@ SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
 SIZES += ("num_heads", "num_layers", "patch_size")
+
+
+# Machines with a GPU often have PyTorch and none of these; tests/run.sh installs all of them.
+OFTEN_ABSENT = (
+    "dask",
+    "diffusers",
+    "imageio",
+    "matplotlib",
+    "nbformat",
+    "nnsight",
+    "papermill",
+    "scipy",
+    "seaborn",
+)
+
+
+def absent_library(error: str) -> str | None:
+    """Return the library for whose absence something failed."""
+    named = re.search(r"No module named '(\w+)", error)
+    absent = named and named[1] in OFTEN_ABSENT and find_spec(named[1]) is None
+    return f"{named[1]} is not installed" if absent else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    """A file that imports an absent library is skipped, and so is a test."""
+    report = yield
+    if report.failed and (reason := absent_library(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {reason}")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    is_import = report.failed and isinstance(call.excinfo.value, ModuleNotFoundError)
+    if is_import and (reason := absent_library(str(call.excinfo.value))):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {reason}")
+    return report
+
+
+def require_forks() -> None:
+    """Skip where forks of this process would fail, or say more than their scripts do."""
+    if torch.cuda.is_initialized():
+        pytest.skip("this process has used a GPU, which its forks then cannot: run this file alone")
 
 
 def pytest_collection():

@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
 # The tests, a process for each core:  bash tests/run.sh [--full] [pytest arguments]
 # --full runs those marked `beside` too: browsers, whole scripts, the shipped weights judged again.
+# --gpu runs what a GPU changes, by ${PYTHON:-python3} as it is: nothing is installed. At most 5 minutes on an H100.
 set -euo pipefail
+if [ "${1:-}" = --gpu ]; then
+    cd "$(dirname "${BASH_SOURCE[0]}")/.." && shift
+    exec "${PYTHON:-python3}" tests/helpers/gpu_run.py "$@"
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
 chosen=(-m "not beside")
 if [ "${1:-}" = --full ]; then

@@ -106,7 +106,7 @@ def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**6)
     for name in ("encode_prompts", "load_pipeline"):
         monkeypatch.setattr(f"experiments.session.{name}", lambda *args: pytest.fail("something was loaded"))
-    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", tmp_path / "a.pt"]
+    flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", tmp_path / "a.pt", "--device", "cpu"]
     refused(run_extraction_figure4, flags, capfd, "wan-mini needs .*MB of host memory while rolling out")
     assert not list(tmp_path.iterdir())
 

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import require_forks
 
 import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
 from experiments.extraction.rollout import Progress
@@ -35,6 +36,7 @@ class Outcome:
 
 def forked(function: Callable[[], Any], timeout: float = 240, kill_after: float | None = None) -> Outcome:
     """Call function in a fork, which SIGKILL ends after kill_after seconds, or as hung after timeout."""
+    require_forks()
     before, start = psutil.Process().memory_info().rss, time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()
@@ -66,7 +68,7 @@ def _child(function: Callable[[], Any], pipe: int) -> None:
         os.dup2(null, 1)
         os.dup2(null, 2)
         sys.stdout, sys.stderr = open(os.devnull, "w"), said  # noqa: SIM115
-        torch.cuda.is_available = lambda: False  # CUDA refuses forks of a process that has initialised it
+        torch.cuda.is_available = lambda: False  # the numbers are a CPU's, as on machines without
         torch.set_num_threads(1)  # a fork makes its thread pool anew: here, before threads that race for it
         value = function()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Rollouts of a small model, alone and in processes that share a gloo group on this machine."""
+"""Rollouts of a small model, alone and in processes that share a group on this machine."""
 
 import pickle
 import tempfile
@@ -7,9 +7,9 @@ from datetime import timedelta
 from multiprocessing import get_context
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from conftest import require_forks
 
 from helpers.rollouts import TWO_STEPS
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
@@ -38,31 +38,45 @@ def roll_out(
     model, policy=None, *requests, frames=12, seed=1, batch=1, size=(4, 6), first=False, gathers=True, **more
 ):
     """Latents and the calls of all processes; first: a first block of one frame."""
-    draw = {"generator": torch.Generator(model.device).manual_seed(seed), "device": model.device}
+    generator = torch.Generator().manual_seed(seed)  # the same numbers on every device
     shape = batch, frames, 16, *size
-    noise, renoise, embeds = (torch.randn(n, **draw) for n in (shape, (1, *shape), (batch, 8, 16)))
+    shapes = shape, (1, *shape), (batch, 8, 16)
+    noise, renoise, embeds = (torch.randn(n, generator=generator).to(model.device) for n in shapes)
     pipeline = CausalInferencePipeline(model, 3, first, cache_policy=policy, **TWO_STEPS)
     with ATTENTION_WEIGHT_CAPTURE.capture(*(requests or [CaptureRequest(layers=[])])) as calls:
         latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, **more)[1]
     return latents, model.head_shard.gather_calls(calls) if gathers else []
 
 
-def together(count: int, function: Callable[[dist.ProcessGroup], Any], seconds: float = 20) -> list[Any]:
-    """What function(group) returns in each of count forks. Raises what the first of them raised."""
-    if torch.cuda.is_initialized():
-        pytest.skip("this process has used a GPU, which its forks then cannot: run this test alone")
+def together(
+    count: int, function: Callable[[dist.ProcessGroup], Any], seconds: float = 20, on_gpus: bool = False
+) -> list[Any]:
+    """What function(group) returns in each of count processes. Raises what the first of them raised.
+
+    They are forks of this one; on_gpus: new ones, with a GPU each.
+    """
+    if not on_gpus:
+        require_forks()
     with tempfile.TemporaryDirectory() as folder:
-        task = function, f"{folder}/store", count, timedelta(seconds=seconds)
-        with get_context("fork").Pool(count, globals().update, [{"TASK": task}]) as pool:
+        task = function, f"{folder}/store", count, timedelta(seconds=seconds), on_gpus
+        with get_context("spawn" if on_gpus else "fork").Pool(count, _be_given, [task]) as pool:
             return [pickle.loads(found) for found in pool.map(_member, range(count), chunksize=1)]
 
 
+def _be_given(task: tuple) -> None:
+    globals()["TASK"] = task
+
+
 def _member(rank: int) -> bytes:
-    """In a fork, where nobody has done a task before all have begun one."""
-    function, store, count, timeout = globals()["TASK"]
+    """In a process of its own, where nobody has done a task before all have begun one."""
+    function, store, count, timeout, on_gpus = globals()["TASK"]
+    if on_gpus:
+        torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     options = {"rank": rank, "world_size": count, "timeout": timeout}
-    dist.init_process_group("gloo", store=dist.FileStore(store, count), **options)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=dist.FileStore(store, count), **options
+    )
     found = function(dist.group.WORLD)
     dist.barrier()
     return pickle.dumps(found)  # by value: a tensor that is shared needs the process that made it

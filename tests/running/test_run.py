@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, require_forks
 from helpers.forked import exit_code, forked, refused, stopping_after
 
 from experiments import (
@@ -295,6 +295,7 @@ def ranks(count: int, run, folder, prepare=lambda rank: None) -> tuple[list[int]
 
     As torchrun's agent does, the process that starts them keeps their store: it outlives each of them.
     """
+    require_forks()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(count):
