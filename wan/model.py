@@ -215,9 +215,8 @@ class CrossAttention(_Attention):
         super().__init__(config, Site(layer, "cross"))
 
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
-        layer = self.site.layer
         q, k, v = (
-            hook_point(f"cross_{name}", layer, part)
+            hook_point(f"cross_{name}", self.site.layer, part)
             for name, part in zip("qkv", (self.norm_q(self.q(x)), *text), strict=True)
         )
         return self.o(attention(q, k, v, self.site).flatten(2))

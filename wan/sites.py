@@ -200,7 +200,8 @@ def announced_pass() -> Pass:
 
 def wanted(site: str, layer: int | None) -> bool:
     """Return whether somebody looks at a site in this pass."""
-    return any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
+    # `_open` first: torch 2.11 compiles training's layers one by one where their number is read.
+    return bool(_open) and any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
 
 
 def hook_point(
