@@ -15,10 +15,11 @@ from test_parallel import policy_of, stripped
 
 from experiments.caches import load_cache
 from wan import backends
+from wan.activations import SiteCapture
 from wan.capture import CaptureRequest
 from wan.model import CausalWanModel
 from wan.policies import POLICIES, make_policy
-from wan.sites import BESIDE_GRAPHS, SITES, SiteCapture, watched
+from wan.sites import BESIDE_GRAPHS, SITES, watched
 from wan.wings.graphs import apply_cuda_graphs
 from wan.wings.parallel import apply_head_parallel
 
