@@ -1,18 +1,15 @@
 """Base Wan2.1 text to video (https://github.com/Wan-Video/Wan2.1): all frames at once, guidance, UniPC."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from diffusers import UniPCMultistepScheduler
 from torch import Tensor
 
 from wan.config import BaseSampling
 from wan.model import TextKeysValues, WanModel
 from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during
-
-if TYPE_CHECKING:
-    from diffusers import UniPCMultistepScheduler
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
@@ -27,10 +24,8 @@ class TextToVideoPipeline:
         BaseSampling(shift, guidance_scale, num_steps)  # checks them
         self.model, self.shift, self.guidance_scale, self.num_steps = model, shift, guidance_scale, num_steps
 
-    def solver(self) -> "UniPCMultistepScheduler":
+    def solver(self) -> UniPCMultistepScheduler:
         """Return a fresh solver, which counts its steps and remembers earlier flows: one per video."""
-        from diffusers import UniPCMultistepScheduler  # takes a second to import
-
         solver = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.shift
         )

@@ -14,6 +14,7 @@ many.
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from wan.checkpoint import (
 )
 from wan.errors import library_reads
 from wan.files import read_json
+from wan.kernels import vae_kernels
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
     from diffusers import AutoencoderKLWan
@@ -66,8 +68,7 @@ class VAE(nn.Module):
         The original release has no config of its VAE: sizes are diffusers' defaults, the real model's, but
         for those that are given.
         """
-        from diffusers import AutoencoderKLWan
-
+        AutoencoderKLWan = _diffusers_vae().AutoencoderKLWan
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
             path = part_file(ckpt_dir, "vae")
             with torch.device("meta"):
@@ -155,10 +156,15 @@ class StreamedDecoder:
 
 def patched(vae: "AutoencoderKLWan", video: Tensor, undo: bool = False) -> Tensor:
     """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's), or back."""
-    from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
+    size, module = vae.config.patch_size, _diffusers_vae()
+    return video if size is None else (module.unpatchify if undo else module.patchify)(video, size)
 
-    size = vae.config.patch_size
-    return video if size is None else (unpatchify if undo else patchify)(video, size)
+
+def _diffusers_vae() -> ModuleType:
+    """Return diffusers' module of this VAE, which takes a second to import: only where a video is decoded."""
+    from diffusers.models.autoencoders import autoencoder_kl_wan
+
+    return autoencoder_kl_wan
 
 
 def channels_last(module: nn.Module) -> None:
@@ -193,10 +199,6 @@ Layer = Callable[[Sum, "Past", bool], Sum]
 Past = dict["Conv", Tensor]  # the last two frames [B, 2, H, W, C] that a convolution read
 
 
-def has_kernel(x: Tensor) -> bool:
-    return x.is_cuda  # Triton is there only beside CUDA
-
-
 def feed(
     s: Sum, gamma: Tensor | None = None, past: Tensor | None = None, stack: int = 0, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -205,9 +207,7 @@ def feed(
     gamma [C] normalises it and asks for SiLU. stack 1: frames behind the past ones, [B, T + 2, H, W, C]; 3 (a
     kernel's): each frame with the two before it, [B, T, H, W, 3C]; 0: none. past becomes the last two.
     """
-    if has_kernel(s.y):
-        from wan.kernels import vae as kernels
-
+    if kernels := vae_kernels(s.y):
         return kernels.feed(s.y, s.bias, s.residual, s.shuffled, gamma, past, stack, keep)
     # 1. The sum: [B, T, H, W, C].
     x = unshuffled(s.y) if s.shuffled else s.y
@@ -257,7 +257,7 @@ class Conv:
         """row: outputs are a multiple of it, and those too many are 0."""
         self.gamma = None if norm is None else scaled_gamma(norm)
         weight, bias = conv.weight.detach(), conv.bias.detach()
-        self.on_gpu, self.padding = has_kernel(weight), weight.shape[-1] // 2
+        self.on_gpu, self.padding = vae_kernels(weight) is not None, weight.shape[-1] // 2
         self.stack = 3 if self.on_gpu and self.padding and weight.shape[1] <= STACKED_CHANNELS else 1
         # cuDNN is slow at 3 output channels: rows of zeros make them a multiple of row.
         more = -len(weight) % row
@@ -323,7 +323,11 @@ class Upsample:
     def __init__(self, block: Any):
         self.over_time = Conv(block.time_conv) if block.mode == "upsample3d" else None
         conv = block.resample[1]
-        weight, self.bias, self.on_gpu = conv.weight.detach(), conv.bias.detach(), has_kernel(conv.weight)
+        weight, self.bias, self.on_gpu = (
+            conv.weight.detach(),
+            conv.bias.detach(),
+            vae_kernels(conv.weight) is not None,
+        )
         # Two of a kernel's three rows see the same one: the last two for even pixels, the first two for odd.
         rows = weight.new_tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=torch.float32)
         four = torch.einsum("apx,bqy,ocxy->abocpq", rows, rows, weight.float())  # [2, 2, O, C, 2, 2]
@@ -383,7 +387,7 @@ class Decoder:
         for block in others:
             self.stages.append([block])
         self.stages[-1].append(
-            Conv(decoder.conv_out, decoder.norm_out, ROW if has_kernel(post.weight) else 1)
+            Conv(decoder.conv_out, decoder.norm_out, ROW if vae_kernels(post.weight) else 1)
         )
 
     def decode(self, z: Tensor, past: Past, is_first: bool) -> Iterator[Tensor]:

@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from filelock import FileLock, Timeout
+
 from wan.errors import UserError, one_line, short_repr
 
 if TYPE_CHECKING:
@@ -116,8 +118,6 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
     Raises CacheError, before hours of work, where one cannot be written, is there and may not be replaced, is
     being made by another run, or does not fit on its disk.
     """
-    from filelock import FileLock, Timeout  # slow to import, and --help needs no locks
-
     for path in paths:
         require_writable(path)
         if not overwrite and Path(path).exists():

@@ -4,6 +4,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import imageio.v3 as iio
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -219,8 +220,6 @@ def video_frames(
     path: str | Path, num_frames: int, height: int, wanted: Container[int] | None = None
 ) -> list[np.ndarray]:
     """Return the wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
-    import imageio.v3 as iio  # ffmpeg is needed only here
-
     found, count = [], 0
     try:
         for count, pixels in enumerate(iio.imiter(path, plugin="FFMPEG"), 1):

@@ -19,3 +19,8 @@ def mass_kernels(q: Tensor) -> ModuleType | None:
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     return import_module("wan.kernels.mass")
+
+
+def vae_kernels(x: Tensor) -> ModuleType | None:
+    """Return the kernels of the VAE's decoder if they apply to x or to weights like it: on CUDA."""
+    return import_module("wan.kernels.vae") if x.is_cuda else None

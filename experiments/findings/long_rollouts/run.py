@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import imageio.v3 as iio
 import numpy as np
 from PIL import Image
 
@@ -311,8 +312,6 @@ def make_strips(comparison: Mapping[str, Any], folder: Path, output: Path) -> No
     if not videos or not all(path.is_file() for path in videos.values()):
         print(f"{folder} lacks median videos (compare with --videos 18): {output.name} is as before")
         return
-    import imageio.v3 as iio
-
     require_ffmpeg()
     rows, prompts = {}, {}
     for label, (number, right) in medians.items():
