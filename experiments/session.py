@@ -201,7 +201,15 @@ class Session:
             files_of(config, weights)
             # 2. Hash the weights in the background; encode the first prompts before the model is there, as
             #    the encoder needs as much memory again.
-            self.sha256 = run_in_background(checkpoint.file_sha256, weights)
+            self.sha256 = sha256 = Future()
+
+            def hash_weights() -> None:
+                try:
+                    sha256.set_result(checkpoint.file_sha256(weights))
+                except BaseException as error:  # raised again by result()
+                    sha256.set_exception(error)
+
+            Thread(target=hash_weights, daemon=True).start()  # the process may end without it
             self.texts = PromptTexts(prompts, self._encode)
             self._loaded = deepcopy(config)
             self.texts[prompts[0]]
@@ -620,17 +628,3 @@ def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipe
         first_block_steps=config.first_block_steps,
         recompute_context=config.recompute_context,
     )
-
-
-def run_in_background(function: Callable, *args) -> Future:
-    """Run a function in a daemon thread: the process may end without it."""
-    future: Future = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised again by result()
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return future

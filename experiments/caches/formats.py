@@ -10,7 +10,7 @@ layers, P passes. Fields have the names that files have.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -101,6 +101,10 @@ class WeightsFile(Fields):
 class Cache(Fields):
     """The fields of every format."""
 
+    # The script that makes one, the notebook that shows one, and the file where it goes
+    script: ClassVar[str]
+    notebook: ClassVar[str]
+    default: ClassVar[str]
     nested: ClassVar[Mapping[str, type[Fields]]] = {"files": WeightsFile}
 
     format: str
@@ -221,17 +225,12 @@ class Figure4Layer(Tokens):
     slot_mass: Annotated[Tensor | None, "f16/f32 [H, Fq, slots]"] = None
     tokens_kept: Annotated[Tensor | None, "i32 [F]"] = None
 
-    @staticmethod
-    def repeated(query_frames: Sequence[int], key_frames: Sequence[int], **shared: int) -> dict[str, int]:
-        """Return the fields that follow from those of the cache: shared are its lengths."""
-        lengths = {"num_query_frames": len(query_frames), "num_key_frames": len(key_frames)}
-        return {**shared, **lengths, "last_block_start_frame": query_frames[0]}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Figure4Cache(OnePass, Cache):
     """The last block's attention of some layers, in one pass."""
 
+    script, notebook, default = "run_extraction_figure4.py", "plt_fig4.ipynb", "attention_cache_figure4.pt"
     nested: ClassVar = {**Cache.nested, "attention_weights": Figure4Layer}
 
     attention_weights: list[Figure4Layer]
@@ -256,6 +255,7 @@ class InferenceCall(OnePass, Tokens):
 class InferenceCache(Cache):
     """Captured calls in the order of the rollout, as token matrices."""
 
+    script, notebook, default = "run_extraction.py", "plot_figure4.ipynb", "attention_cache.pt"
     nested: ClassVar = {**Cache.nested, "attention_weights": InferenceCall}
 
     attention_weights: list[InferenceCall]
@@ -276,6 +276,7 @@ class InferenceCache(Cache):
 class LayerCache(Sampling, OnePass, Cache):
     """Every frame pair of one layer, each block in one pass; with guidance its other branch too."""
 
+    script, notebook, default = "run_extraction_each.py", "extract_all_attention.ipynb", "layer3.pt"
     layer_index: int
     full_frame_attention: Annotated[Tensor, "f16/f32 [H, F, F]"]
     last_block_frame_attention: Annotated[Tensor, "f16/f32 [H, F]"]
@@ -317,6 +318,7 @@ def build_layer_cache(
 class AtlasCache(Sampling, Cache):
     """A whole rollout at frame level."""
 
+    script, notebook, default = "run_extraction_all.py", "layer_atlas.ipynb", "atlas.pt"
     one_of: ClassVar = ("frame_logits", "frame_mass", "last_block_frame_logits")
 
     layers: Annotated[list[int], "int [N]"]
@@ -378,6 +380,7 @@ class BlockMaps(Fields):
 class MapsCache(Cache):
     """Maps over video frames: of each block that was asked for, layers x passes x heads x queries x keys."""
 
+    script, notebook, default = "run_extraction_maps.py", "on_the_video.ipynb", "maps.pt"
     nested: ClassVar = {**Cache.nested, "blocks": BlockMaps}
 
     layers: Annotated[list[int], "int [N]"]
@@ -400,6 +403,7 @@ class MapsCache(Cache):
 class EffectsCache(Cache):
     """A run, edited and not, with the same noise. Distances are RMS differences of x0 per frame."""
 
+    script, notebook, default = "run_intervention.py", "interventions.ipynb", "effects.pt"
     interventions: dict[str, Any]
     latents_base: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
     latents_edited: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
@@ -419,6 +423,7 @@ class EffectsCache(Cache):
 class CausalAtlasCache(Cache):
     """Direct effects of one edit on every unit. R runs, N layers, U units; NaN: nothing to edit there."""
 
+    script, notebook, default = "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"
     interventions: dict[str, Any]
     prompts: Annotated[list[str], "str [R]"]
     seeds: Annotated[list[int], "int [R]"]
@@ -433,25 +438,14 @@ class CausalAtlasCache(Cache):
     head_norms: Annotated[Tensor | None, "f32 [R, N, U]"] = None  # mean ‖z‖ in the base run
 
 
-class Format(NamedTuple):
-    """A format's dataclass, the script that makes one, the notebook that shows one, where it goes."""
-
-    cache: type[Cache]
-    script: str
-    notebook: str
-    default: str
-
-
-FORMATS = {
-    "figure4": Format(
-        Figure4Cache, "run_extraction_figure4.py", "plt_fig4.ipynb", "attention_cache_figure4.pt"
-    ),
-    "layer": Format(LayerCache, "run_extraction_each.py", "extract_all_attention.ipynb", "layer3.pt"),
-    "inference": Format(InferenceCache, "run_extraction.py", "plot_figure4.ipynb", "attention_cache.pt"),
-    "atlas": Format(AtlasCache, "run_extraction_all.py", "layer_atlas.ipynb", "atlas.pt"),
-    "maps": Format(MapsCache, "run_extraction_maps.py", "on_the_video.ipynb", "maps.pt"),
-    "effects": Format(EffectsCache, "run_intervention.py", "interventions.ipynb", "effects.pt"),
-    "causal_atlas": Format(CausalAtlasCache, "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"),
+FORMATS: dict[str, type[Cache]] = {
+    "figure4": Figure4Cache,
+    "layer": LayerCache,
+    "inference": InferenceCache,
+    "atlas": AtlasCache,
+    "maps": MapsCache,
+    "effects": EffectsCache,
+    "causal_atlas": CausalAtlasCache,
 }
 
 
@@ -460,7 +454,7 @@ def as_cache(values: Mapping[str, Any]) -> Cache:
     kind = values.get("format")
     if type(kind) is not str or kind not in FORMATS:
         raise CacheError(f"format is {short_repr(kind)}, not one of {', '.join(FORMATS)}")
-    return FORMATS[kind].cache.from_dict(values)
+    return FORMATS[kind].from_dict(values)
 
 
 # --- The writer of every format, and a glance at a file

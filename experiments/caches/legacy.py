@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, base, nodes
 from torch import Tensor
 
-from experiments.caches.formats import Figure4Layer
 from wan.blocks import block_frames, block_sizes
 from wan.keys import later_block
 
@@ -77,7 +76,8 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
     keys, note = _key_frames(raw, Lk // S, frames)
     queries = list(range(frames - Lq // S, frames))
     shared = {"num_frames": frames, "frame_seq_length": S, "num_heads": H}
-    own = Figure4Layer.repeated(**shared, query_frames=queries, key_frames=keys)
+    lengths = {"num_query_frames": len(queries), "num_key_frames": len(keys)}
+    own = {**shared, **lengths, "last_block_start_frame": queries[0]}
     layers = []
     for entry in entries:
         named = {"layer_idx": int(entry["layer_idx"]), "is_logits": bool(entry.get("is_logits", logits))}

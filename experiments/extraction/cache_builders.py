@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4
-from experiments.caches.formats import ANY, AVERAGE, NO_KEY, Figure4Layer, PassTag, build_layer_cache
+from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
     assemble,
     averages_of_slots,
@@ -225,21 +225,25 @@ def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
         raise RunError("the last block was not reached")
     num_frames, entries = run.config.num_frames, dict[int, dict[str, Any]]()
     # Layers may see different frames, where a policy chooses by layer
-    seen = sorted({frame for call in run.records for frame in call["key_frames"]})
-    sizes = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
-    repeated = Figure4Layer.repeated(**sizes, query_frames=run.last_block, key_frames=seen)
+    layouts = {call.site.layer: call.layout for call in run.records if call.layout is not None}
+    seen = sorted({frame for layout in layouts.values() for frame in layout.columns})
+    # Every entry repeats lengths that follow from the cache's own fields: older notebooks read them there
+    lengths = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
+    lengths |= {"num_query_frames": len(run.last_block), "num_key_frames": len(seen)}
     for layer in run.config.layer_indices:
-        entries[layer] = {"layer_idx": layer, "is_logits": is_logits, **repeated}
+        own = {"layer_idx": layer, "is_logits": is_logits, "last_block_start_frame": run.last_block[0]}
+        entries[layer] = lengths | own
     for call in run.records:
         if call.site.layer not in entries:
             continue
-        entry, keys = entries[call.site.layer], call["key_frames"]
+        entry, layout = entries[call.site.layer], layouts[call.site.layer]
+        keys = list(layout.columns)
         entry |= call_values(call)
         for name in {"frame_logits", "frame_mass"} & call.values.keys():
             entry[name] = spread_keys(entry[name], keys, num_frames)
-        if call.layout is not None and not call.layout.is_in_place:
-            for name in ("slot_frame", "slot_position"):
-                entry[name] = torch.tensor(call[name], dtype=torch.int32)
+        if not layout.is_in_place:
+            entry["slot_frame"] = torch.tensor(layout.frames, dtype=torch.int32)
+            entry["slot_position"] = torch.tensor(layout.positions, dtype=torch.int32)
             if "tokens_kept" in call.values:
                 entry["tokens_kept"] = torch.zeros(num_frames, dtype=torch.int32)
                 entry["tokens_kept"][keys] = call.values["tokens_kept"][0].int()

@@ -105,7 +105,7 @@ def test_a_cache_that_contradicts_itself_is_refused(cache, message, tmp_path):
 def test_every_field_is_required_or_optional_as_declared(maker):
     cache = maker()
     check(cache)
-    fields = declared_fields(FORMATS[cache["format"]].cache)
+    fields = declared_fields(FORMATS[cache["format"]])
     optional = {name for name, declared in fields.items() if not declared.is_required}
     for name in cache.keys() - optional:
         with pytest.raises(CacheError, match=f"{name}|format is None"):
@@ -123,7 +123,7 @@ def test_every_field_is_explained(kind):
                 yield from fields(declared.entries)
 
     page, notebooks = ((ROOT / n).read_text() for n in ("docs/cache_schema.md", "notebooks/README.md"))
-    assert {*fields(FORMATS[kind].cache)} <= {*re.findall(r"`(\w+)`", page)}
+    assert {*fields(FORMATS[kind])} <= {*re.findall(r"`(\w+)`", page)}
     assert f"`{FORMATS[kind].script}`" in page and f"`{FORMATS[kind].notebook}`" in notebooks
 
 
