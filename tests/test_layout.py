@@ -23,7 +23,7 @@ WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files"}
 
 LONGEST_CHAIN = 9  # of imports, each when the one before is imported
 # What the command of Figure 4 enters, bodies of classes counted; the goal is 32 and 360.
-MOST_FILES, MOST_FUNCTIONS = 29, 394
+MOST_FILES, MOST_FUNCTIONS = 29, 384
 LATE_IMPORTS = 39  # within functions, outside the scripts: what is heavy and optional; the goal is 25
 OPTIONAL = (
     "wan.wings",
@@ -60,14 +60,15 @@ def room(module: str) -> str:
     return max((name for name in LEVELS if f"{module}.".startswith(f"{name}.")), key=len)
 
 
-def on_import(tree: ast.AST):
-    """Yield the nodes that run when a module is imported: no types, no bodies of functions."""
+def on_import(tree: ast.AST, with_functions: bool = False):
+    """Yield the nodes that run when a module is imported, or at all: none that is for types alone."""
     for node in ast.iter_child_nodes(tree):
         for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if for_types or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if for_types or (is_function and not with_functions):
             continue
         yield node
-        yield from on_import(node)
+        yield from on_import(node, with_functions)
 
 
 def imports(module: str, nodes) -> set[str]:
@@ -93,7 +94,7 @@ def imports(module: str, nodes) -> set[str]:
 def test_imports_follow_the_table_of_levels():
     wrong = []
     for module, tree in modules().items():
-        for imported in imports(module, ast.walk(tree)) - {"experiments"}:
+        for imported in imports(module, on_import(tree, with_functions=True)) - {"experiments"}:
             mine, theirs = room(module), room(imported)
             upwards = theirs != mine and LEVELS[theirs] >= LEVELS[mine] and not is_export(module, imported)
             models = mine in NO_MODELS and theirs == "wan" and imported not in {"wan", *WITHOUT_TORCH_MODELS}

@@ -136,7 +136,9 @@ class KVCache(AnyCache):
     def begin_pass(self, is_clean: bool) -> None:
         """Announce the next pass; only clean ones store un-rotated keys."""
         self.passes += 1
-        self.stores_raw = is_clean and self._raw_rows(self.policy.own_slots(self)).start < self.raw_slots
+        self.stores_raw = False
+        if is_clean and self.raw_slots:  # else no key of this policy ever moves
+            self.stores_raw = self._raw_rows(self.policy.own_slots(self)).start < self.raw_slots
 
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None

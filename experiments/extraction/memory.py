@@ -115,7 +115,7 @@ def captured(
                 size = queries * keys * FLOAT
             else:
                 slots = 0 if policy.keeps_whole_frames else policy.num_frames or F
-                numbers = (F + slots) * (1 + r.mass) + F * len(rope.bands) * r.rope_bands
+                numbers = (F + slots) * (1 + r.mass) + (F * len(rope.bands) if r.rope_bands else 0)
                 size = queries * FLOAT * (numbers + 2 * rope.axes_dim[0] * r.query_key_means)
             total += rows * size
     return total
