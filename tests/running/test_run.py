@@ -356,7 +356,8 @@ def test_ctrl_c_saves_what_is_there(tmp_path):
         "cpu",
     ]
     command += ["--gpus", "2", "--num_frames", "300", "--output_path", str(tmp_path / "out.pt")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     first = next(line for line in process.stderr if line.startswith("blocks: "))
     process.send_signal(signal.SIGINT)

@@ -148,7 +148,7 @@ def test_a_request_that_makes_no_sense_or_lies_outside_the_rollout_is_refused(me
 
 def test_frames_need_the_pass_of_a_call():
     q = torch.randn(1, 5, 3, 16)
-    refused = pytest.raises(ValueError, match="frames of each call")
+    refused = pytest.raises(ValueError, match="need the pass of each call")
     with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame"), refused:
         attention(q, q, q, Site(0, "self"))
 
