@@ -11,20 +11,19 @@ cache/published. The verdict is "agrees", "differs like another prompt" or "wron
 atlases, such as your own of before. docs/real_model.md says how reliable the verdict is.
 """
 
-from experiments.running.cli import config_from, main, refuse, run_parser
+from experiments.running.cli import config_from, main, run_parser
 
 OF_REFERENCES = ("prompt", "seed", "num_frames", "step", "save_video", "cache_policy", "prompt_schedule")
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "outputs/check_model.svg")
+    parser = run_parser(__doc__, "outputs/check_model.svg", without=OF_REFERENCES)
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag("--reference", nargs="+", metavar="FILE", help="atlases to compare with; the published ones")
     of_miniature = "write how surely the verdict is told, of --config_path configs/wan_mini.yaml, into FILE"
     flag("--calibrate", metavar="FILE", help=of_miniature)
     args = parser.parse_args(argv)
-    refuse(args, **dict.fromkeys(OF_REFERENCES, "the references say it"))
 
     config = config_from(args)
     from experiments.studies.model_check import calibrate, check  # after the flags: a --help needs no torch

@@ -8,16 +8,19 @@ controls stand beside the policies. docs/long_rollouts.md says what the numbers 
 """
 
 from dataclasses import replace
+from itertools import product
 
 from experiments.caches.files import require_ffmpeg
 from experiments.running import cli
-from experiments.running.cli import config_from, count, count_or_none, main, refuse, run_parser
+from experiments.running.cli import config_from, count, count_or_none, main, run_parser
 
 CONTROLS = ("frozen", "vae", "rendered")
+# --policies names the policies, and what is written lies in --output_dir, where videos that are done stay
+WITHOUT_USE = ("output_path", "save_video", "overwrite", "cache_policy")
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
+    parser = run_parser(__doc__, without=WITHOUT_USE)
     flag = parser.add_argument
     named = "NAME,FIELD=VALUE,..., YAMLs, family, findings or heads"
     flag("--policies", nargs="+", default=["family"], help=named)
@@ -29,22 +32,14 @@ def run(argv=None):
     flag("--capture", default="none", help="attention kept of every video: none, last:N blocks, band:D, all")
     flag("--vbench_dir", help="also write every video into DIR/POLICY as VBench-Long reads it")
     cli.add_sweep_flags(parser)
+    for prompts, of_scenes in product(("prompt", "prompts"), ("held_out", "controls")):
+        parser.exclude(prompts, of_scenes)
     cli.add_engine_flags(parser)
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240, vae_dtype="float32")
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
     if args.videos or args.vbench_dir:
         require_ffmpeg("write none by --videos 0, without --vbench_dir")
-    if args.prompts or args.prompt:
-        of_scenes = "prompts stand in place of held-out scenes and their controls"
-        refuse(args, held_out=of_scenes, controls=of_scenes)
-    refuse(
-        args,
-        output_path="the table is comparison.json of --output_dir",
-        save_video="--videos and --vbench_dir write the videos",
-        overwrite="videos that are done are kept; make them anew in another --output_dir",
-        cache_policy="the policies are named by --policies",
-    )
     args.controls = list(CONTROLS) if args.controls is None else args.controls
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)

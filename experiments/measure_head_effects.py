@@ -17,14 +17,14 @@ measured again.
 
 from pathlib import Path
 
-from experiments.running.cli import add_engine_flags, config_from, count, main, refuse, run_parser
+from experiments.running.cli import add_engine_flags, config_from, count, main, run_parser
 from wan.errors import ConfigError
 
-WITHOUT_USE = ("step", "save_video", "overwrite", "prompt")
+WITHOUT_USE = ("step", "save_video", "overwrite", "prompt")  # all passes of the last block are edited
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
+    parser = run_parser(__doc__, without=WITHOUT_USE)
     flag = parser.add_argument
     flag("--pairs", default="configs/paired_prompts.yaml", help="YAML of pairs of prompts")
     flag("--measure", choices=("knockout", "patch"), default="knockout", help="lose the past, or exchange it")
@@ -35,7 +35,6 @@ def run(argv=None):
     flag("--folder", type=Path, default=Path("cache/head_effects"), help="where pairs are kept")
     add_engine_flags(parser)
     args = parser.parse_args(argv)
-    refuse(args, **dict.fromkeys(WITHOUT_USE, "all passes of the last block are edited"))
     config = config_from(args)
     out = Path(args.output_path or "outputs/head_budget.csv")
     block, frames = max(config.block_sizes), config.num_frames

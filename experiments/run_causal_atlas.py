@@ -9,14 +9,17 @@ docs/interventions.md says what the numbers are.
 """
 
 from experiments.running import cli
-from experiments.running.cli import config_from, count, main, plan, refuse, run_parser
+from experiments.running.cli import config_from, count, main, plan, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame", "site")
+WITHOUT_USE = ("output_path", "step", "save_video", "overwrite")
+WITHOUT_USE += ("interventions", "ablate_heads", "ablate_passes")  # --edit names the edit
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, None)
+    # An atlas covers every pass, and keeps pieces that are done, of its own edits
+    parser = run_parser(__doc__, without=WITHOUT_USE)
     flag, each = parser.add_argument, "what is edited in turn; site: attn_out, cross_out, mlp_out"
     flag("--each", choices=EACH, default="head", help=each)
     flag("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
@@ -24,17 +27,10 @@ def run(argv=None):
     cli.add_sweep_flags(parser)
     cli.add_engine_flags(parser)
     args = parser.parse_args(argv)
-    refuse(
-        args,
-        output_path="the atlas is causal_atlas.pt of --output_dir",
-        step="an atlas covers every pass",
-        save_video="an atlas keeps no video",
-        overwrite="pieces that are done are kept; make an atlas anew in another --output_dir",
-    )
     args.output_dir = args.output_dir or "cache/causal_atlas"
     config = config_from(args)
     if config.interventions:
-        raise ConfigError("a causal atlas makes its own edits: name one by --edit, and no interventions")
+        raise ConfigError("a causal atlas makes its own edits: take a config without interventions")
 
     from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 

@@ -6,7 +6,6 @@
 docs/interventions.md says what can be edited and what the numbers are.
 """
 
-from experiments.caches.files import StoppedError
 from experiments.running.cli import config_from, main, run_parser
 from wan.errors import ConfigError
 
@@ -24,13 +23,7 @@ def run(argv=None):
 
     from experiments.studies.interventions import make_effects  # after the flags: a --help needs no torch
 
-    try:
-        make_effects(args, config)
-    except KeyboardInterrupt:
-        kept = f", the unedited run in {args.save_base} at once" if args.save_base else ""
-        raise StoppedError(
-            f"stopped; effects are kept when they are all there{kept}: run the same command again"
-        ) from None
+    make_effects(args, config)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,23 @@ A layer that was done by the same notebook, cache and code is not done again, if
 import os
 from pathlib import Path
 
-from experiments.running.cli import Parser, count, main
+from experiments.running.cli import Parser, count, count_or_none, main
+
+NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_figure4", "layer_atlas")]
+
+
+def layers(text: str) -> list[int]:
+    """Return the layers of a number or a range; of all, nothing."""
+    first, _, last = text.partition("-")
+    return [] if text == "all" else list(range(count_or_none(first), count_or_none(last or first) + 1))
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
-    flag("notebook", help="extract_all_attention, plt_fig4, plot_figure4 or layer_atlas, with .ipynb")
+    flag("notebook", type=lambda text: Path(text).name, choices=NOTEBOOKS, help="of notebooks/")
     flag("cache", type=Path, help="a cache of many layers, or a folder of layerN.pt")
-    flag("layers", nargs="+", help="numbers from 0, ranges such as 0-29, or all")
+    flag("layers", type=layers, nargs="+", help="numbers from 0, ranges such as 0-29, or all")
     flag("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
     flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
     args = parser.parse_args(argv)

@@ -7,14 +7,13 @@ Beside the mp4, which plays at any moment, NAME.latents.safetensors grows, and N
 each captured block. docs/long_rollouts.md tells more.
 """
 
-from experiments.running.cli import config_from, main, refuse, run_parser
+from experiments.running.cli import config_from, main, run_parser
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "outputs/long.mp4")
+    parser = run_parser(__doc__, "outputs/long.mp4", without=["save_video"])
     parser.add_argument("--capture", default="none", help="attention: none, last:N blocks, band:D, all")
     args = parser.parse_args(argv)
-    refuse(args, save_video="the video is --output_path")
     config = config_from(args)
 
     from experiments.running.long_rollout import make_from_flags  # after the flags: a --help needs no torch

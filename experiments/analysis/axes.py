@@ -208,8 +208,6 @@ def query_profile(
         profile, noise = view.key_profile(layer), view.noise_frames
         query_frames = axes.shown(view.query_frames)
     else:
-        if not set(query_frames) <= set(range(len(axes.latent))):
-            raise CacheError(f"query frames {query_frames} are not all in 0..{len(axes.latent) - 1}")
         latent, matrix = axes.latent[list(query_frames)], view.key_matrix(layer)
         if matrix is None:
             raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")

@@ -101,9 +101,7 @@ SUMMARIES = {
 
 
 def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute every measure of MEASURES for each whole second -> [seconds] each. ValueError for no video."""
-    if video.dtype != np.uint8 or video.ndim != 4 or video.shape[3] != 3 or len(video) < FPS:
-        raise ValueError(f"a video is uint8 [T, H, W, 3] of {FPS} frames or more, not {video.shape}")
+    """Compute every measure of MEASURES for each whole second of uint8 [T, H, W, 3] -> [seconds] each."""
     by_frame = {"sharpness": sharpness(video), "clipped": clipped(video), "distance": distance(video)}
     by_frame["flicker"] = np.append(flicker(video), np.nan)  # the last frame has no next one
     whole = len(video) // FPS

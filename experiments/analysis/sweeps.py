@@ -42,10 +42,15 @@ def open_sweep(
     # Heads are compared by index: model, sizes, pass and queries must be the same
     (first, one), *others = views.items()
     for name, view in others:
-        for what in SAME:
-            if (mine := getattr(view, what)) != (theirs := getattr(one, what)):
-                raise CacheError(f"{name} and {first} are not of one sweep: {what} {mine} and {theirs}")
+        require_alike(view, one, SAME, f"{name} and {first} are not of one sweep")
     return views, note
+
+
+def require_alike(one: Profiles, other: Profiles, names: Sequence[str], problem: str) -> None:
+    """Raise CacheError where two views differ in one of these attributes: heads are compared by index."""
+    for name in names:
+        if (mine := getattr(one, name)) != (theirs := getattr(other, name)):
+            raise CacheError(f"{problem}: {name.removeprefix('num_')} {mine} and {theirs}")
 
 
 def measures_of(views: Views) -> dict[str, np.ndarray]:
@@ -103,8 +108,7 @@ def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
 def moved(one: Profiles, other: Profiles) -> np.ndarray:
     """RMS difference of mean logits, rows centred, over cells that are context in both, [layers, heads]."""
     same = ("layers", "num_heads", "num_frames", "quantity")
-    if differ := [name for name in same if getattr(one, name) != getattr(other, name)]:
-        raise CacheError(f"the models differ in {', '.join(differ)}: their heads cannot be matched by index")
+    require_alike(one, other, same, "heads of two models cannot be matched by index")
     # Own blocks are noise, and blocks may differ between the models
     cells = context_cells(one.block_sizes) & context_cells(other.block_sizes)
     difference = np.where(cells, matrices(one).astype(np.float64) - matrices(other), np.nan)

@@ -1,6 +1,6 @@
 """Attention at the places of the video: maps of what a query sees, and mass per prompt word."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,12 +98,9 @@ def open_map(
     typed = MapsCache.from_dict(cache)
     there = _queries(typed)
     place = next(iter(there), None) if query is None else (*query, ANY, ANY)[:3]  # a frame alone is its mean
-    if place is None or place not in there:
-        known = str([*there][:8])[1:-1] or "word maps alone"
-        raise CacheError(f"query {place} is not in this cache; it has {known}")
     # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
+    _, n, p, h = _indices(typed, layer, step, head, ("query", place, there))
     block, row = there[place]
-    n, p, h = _indices(typed, layer, step, head)
     assert block.map_mass is not None and block.map_logits is not None
     assert block.key_frame is not None and block.key_token is not None
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
@@ -166,16 +163,20 @@ def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:
     }
 
 
-def _indices(cache: MapsCache, layer: int, step: int | None, head: int) -> list[int]:
-    """Return where a layer, a pass and a head are in the tensors; CacheError for one that is absent."""
+def _indices(
+    cache: MapsCache, layer: int, step: int | None, head: int, *more: tuple[str, object, Collection]
+) -> list[int]:
+    """Return where more things, a layer, a pass and a head are; CacheError for one that is absent."""
     found = []
     for name, wanted, there in (
+        *more,
         ("layer", layer, cache.layers),
         ("pass", cache.pass_steps[0] if step is None else step, cache.pass_steps),
         ("head", head, cache.heads),
     ):
         if wanted not in there:
-            raise CacheError(f"{name} {wanted} is not in this cache; it has {', '.join(map(str, there))}")
+            known = ", ".join(map(str, [*there][:32])) or "none"
+            raise CacheError(f"{name} {wanted} is not in this cache; it has {known}")
         found.append(list(there).index(wanted))
     return found
 

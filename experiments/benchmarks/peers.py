@@ -102,8 +102,6 @@ def import_public(checkout: Path) -> tuple[type, str]:
     Its package is named wan like ours, which is out of the way meanwhile. The package's own __init__ is left
     out: it loads every model of the release. Raises ConfigError where it cannot be had.
     """
-    if not (checkout / TRANSFORMER).is_file():
-        raise ConfigError(f"{checkout} has no {TRANSFORMER}; run: git clone {URL} {checkout}")
     # Its files import each other as wan.modules.X, so that name must be theirs while they load.
     ours = take_wan()
     try:
@@ -116,8 +114,8 @@ def import_public(checkout: Path) -> tuple[type, str]:
         return users[-1].CausalWanModel, choose_attention(attention, *users)
     except Exception as error:  # of its code, or of a package that it needs
         raise ConfigError(
-            f"the transformer of {checkout} cannot be imported: {reason_of(error)}; install what its "
-            "requirements.txt names"
+            f"the transformer of {checkout} cannot be imported: {reason_of(error)}; run: git clone {URL} "
+            f"{checkout}, and install what its requirements.txt names"
         ) from error
     finally:
         take_wan()

@@ -115,11 +115,8 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
         for site, table in tables.items()
     }
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
-    try:
-        with replacing(path) as file:
-            save_file(tensors, file.name, metadata)
-    except (OSError, SafetensorError) as error:
-        raise CacheError(f"{path} cannot be written: {reason_of(error)}") from error
+    with replacing(path) as file:
+        save_file(tensors, file.name, metadata)
     return path
 
 

@@ -30,7 +30,7 @@ from experiments.caches.formats import (
 )
 from experiments.caches.view import open_profiles
 from wan.errors import short_repr
-from wan.files import UnreadableError, load_tensors
+from wan.files import load_tensors
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
@@ -48,26 +48,23 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
         others = f"; there is {names}" if there and path.name.startswith("layer") else ""
         raise CacheError(f"{path} not found{others}; run: {_command(path, expect)}")
-    # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too
-    again = f"make it again: {_command(path, expect)}"
     try:
+        # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too
         with torch.serialization.safe_globals(legacy.ALLOWED):
             raw = load_tensors(path, mmap)
-    except UnreadableError as error:
-        raise CacheError(f"{path} cannot be read as a cache: {error}; {again}") from error
-    # 3. Today's fields, checked
-    try:
-        if not isinstance(raw, dict):
-            raise CacheError(f"holds a {type(raw).__name__}, not a dict")
+        # 3. Today's fields, checked
         if "format" not in raw:
             raw = legacy.to_plain(raw)
             check_counts(raw)
             raw = legacy.modernise(raw)
         check(raw)
+    except MemoryError:  # no fault of the file
+        raise
     except Exception as error:  # fields of unheard-of types can fail in any way
         known = isinstance(error, ValueError)
         reason = str(error) if known else f"{type(error).__name__} in its fields: {error}"
-        raise CacheError(f"{path}: {reason}; {again}") from None
+        again = f"make it again: {_command(path, expect)}"
+        raise CacheError(f"{path} cannot be read as a cache: {reason}; {again}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(
             f"{path} is a cache of format {raw['format']}: open it with "

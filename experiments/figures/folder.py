@@ -10,9 +10,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.caches.files import CacheError, replacing
+from experiments.caches.files import replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures.style import WIDTHS, drawn, save_svg, use_size
+from experiments.figures.style import drawn, save_svg, use_size
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
@@ -48,10 +48,6 @@ class FigureFolder:
         pdf=False,
         height: float | None = None,
     ):
-        is_size = not isinstance(width, bool) and isinstance(width, int | float) and 1 <= width <= 40
-        if width is not None and width not in WIDTHS and not is_size:
-            named = "None, column, page or 1 to 40 inches"
-            raise CacheError(f"FIGURE_WIDTH must be {named}, not {width!r}")
         # Drawing functions know no folder: the width is a setting of the style
         use_size(width, height)
         self.folder, self.metadata, self.pdf = Path(folder), dict(metadata), pdf

@@ -22,6 +22,7 @@ from PIL import Image
 from experiments.analysis.axes import AXES, key_columns
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
+from experiments.analysis.sweeps import require_alike
 from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
@@ -107,11 +108,8 @@ def other_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]
     passes = open_passes_of(Path(path))
     there = one_of(passes[0]).layers
     passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in there])
-    for what in ("layers", "num_heads", "num_frames", "num_averages"):
-        ours, its = (getattr(one, what) for one in (view, one_of(passes[0])))
-        if ours != its:
-            said = what.removeprefix("num_").replace("frames", "latent frames")
-            raise CacheError(f"{path} cannot be compared: its {said} are {its}, not {ours}")
+    sizes = ("layers", "num_heads", "num_frames", "num_averages")
+    require_alike(one_of(passes[0]), view, sizes, f"{path} cannot be compared with the page's cache")
     return fit(passes, max_bytes) | {"name": Path(path).stem}
 
 

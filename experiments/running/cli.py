@@ -39,11 +39,12 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
     except (KeyboardInterrupt, Exception) as error:
         message, code = explained(error)
         group = sys.modules.get("wan.wings.parallel")
-        if code == LOST or (group and not group.is_first_to_fail(message)):  # another process says it
-            raise SystemExit(code) from None
-        if "--debug" in (sys.argv if argv is None else argv):
-            traceback.print_exc()
-        fail(message, code)
+        # Of several processes that fail together, one says it
+        if code != LOST and (not group or group.is_first_to_fail(message)):
+            if "--debug" in (sys.argv if argv is None else argv):
+                traceback.print_exc()
+            print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(code) from None
 
 
 def explained(error: BaseException) -> tuple[str, int]:
@@ -59,16 +60,10 @@ def explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.filename or 'a file'}: {error.strerror or error}", 2
+        return one_line(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
     how = "please report it with the traceback, which --debug prints"
     message = OF_CLASSES.get(type(error).__name__, f"unexpected {type(error).__name__}: {{reason}}: {how}")
-    return message.format(reason=reason_of(error)), 1
-
-
-def fail(message: object, code: int) -> NoReturn:
-    """Print one line and end the process."""
-    print(f"error: {one_line(message)}", file=sys.stderr)
-    raise SystemExit(code)
+    return one_line(message.format(reason=reason_of(error))), 1
 
 
 # --- Parsing: numbers have limits, words are text, no output is an input
@@ -109,15 +104,21 @@ class Parser(argparse.ArgumentParser):
     """An argparse that prints one line for an error.
 
     The parsed arguments have two more fields: inputs, the existing files that they name, and words.
+    without names flags that this script has no use for: they are not there, and their values are None.
     """
 
     LIMITED: ClassVar = {int: whole_number, float: finite_number}
 
-    def __init__(self, **options: Any):
-        super().__init__(formatter_class=Help, **options)
+    def __init__(self, without: Sequence[str] = (), **options: Any):
+        self.without = without
+        # No abbreviations: --prompt of a script without it would mean --prompt_embeds
+        super().__init__(formatter_class=Help, allow_abbrev=False, **options)
         self.add_argument("--debug", action="store_true", help="also print the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        if (name := names[0].removeprefix("--")) in self.without:
+            self.set_defaults(**{name: None})
+            return argparse.Action([], name)
         if options.get("type") in self.LIMITED:
             options["type"] = self.LIMITED[options["type"]]
         return super().add_argument(*names, **options)
@@ -195,12 +196,14 @@ def add_config_flags(parser: argparse._ActionsContainer, *names: str) -> None:
         parser.add_argument(f"--{name}", help=CONFIG_FLAGS[name], **options)
 
 
-def run_parser(description: str, output_path: str | None, steps: bool = False) -> Parser:
-    """Return a parser with the flags of all extractions.
+def run_parser(
+    description: str, output_path: str | None = None, steps: bool = False, without: Sequence[str] = ()
+) -> Parser:
+    """Return a parser with the flags of all extractions, but those of `without`.
 
     output_path is the default place of the cache; steps: also a flag for several passes.
     """
-    parser = Parser(description=description.strip().splitlines()[0])
+    parser = Parser(without, description=description.strip().splitlines()[0])
     flag = parser.add_argument
     flag(
         "--config_path",
@@ -275,13 +278,6 @@ def add_run_flags(parser: Parser) -> None:
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")
 
 
-def refuse(args: argparse.Namespace, **remedies: str) -> None:
-    """Raise ConfigError for a flag that was given to a script that has no use for it: flag="remedy"."""
-    for name, remedy in remedies.items():
-        if (value := getattr(args, name)) not in (None, []):
-            raise ConfigError(f"--{'no-' * (value is False)}{name} has no use here: {remedy}")
-
-
 def config_from(args: argparse.Namespace) -> RunConfig:
     """Return the settings of a run_parser's flags: the YAML, overridden by the flags that were given."""
     # 1. The YAML, and flags that were given: None is a flag that was not
@@ -333,6 +329,7 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
 
 # --- The flags of a sweep -> its runs, and where each cache goes
 SLUG_BYTES = 60  # of a prompt that names a file
+FOLDER_BYTES = 200  # of a checkpoint that names a folder; disks allow 255
 
 
 def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
@@ -341,19 +338,16 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
     Raises ConfigError for flags and files that do not fit.
     """
     # 1. Where everything goes
-    if not args.output_dir:
-        raise ConfigError("--prompts, --seeds and --checkpoints need --output_dir, a folder for the caches")
-    if args.save_video:
-        raise ConfigError("a sweep puts its videos beside its caches: give --save_video without a PATH")
+    if not args.output_dir or args.save_video:
+        raise ConfigError("a sweep needs --output_dir, for caches and videos: no --save_video with a PATH")
     # 2. A folder for each checkpoint, named as its file; None is the base weights
     folder = Path(args.output_dir)
     prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
     slugs = slugs_of(prompts)
     weights: dict[str | None, Path] = {config.checkpoint_path: folder}
     if checkpoints := getattr(args, "checkpoints", None):
-        weights = {None if c == BASE else c: folder / (c if c == BASE else Path(c).stem) for c in checkpoints}
-        if len(set(weights.values())) < len(weights):
-            raise ConfigError("two of --checkpoints would share a folder; rename one")
+        names = unique_slugs({c: c if c == BASE else Path(c).stem for c in checkpoints}, FOLDER_BYTES)
+        weights = {None if c == BASE else c: folder / name for c, name in names.items()}
     # 3. Checkpoints outermost: a process holds one model, and loads each once
     return {
         str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
@@ -381,7 +375,7 @@ def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
 
 
 def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
-    """Return names that differ: digits of the prompt's hash follow one that is taken, or cut to max_bytes."""
+    """Return names that differ: digits of the key's hash follow one that is taken, or cut to max_bytes."""
     slugs, taken = dict[str, str](), set[str]()
     for prompt, slug in names.items():
         if len(slug.encode()) > max_bytes or slug in taken:

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from experiments.caches.files import RunError, StoppedError, replacing
 from experiments.extraction.rollout import Progress
-from experiments.running.ranks import cores, this_rank
+from experiments.running.ranks import cores
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml
 
@@ -137,15 +137,13 @@ def _make_here(work: Work, items: Mapping[str, Any], watch: Progress) -> Ends:
 
 
 def _make_by_workers(work: Work, items: Mapping[str, Any], watch: Progress, client: "Client") -> Ends:
-    from distributed import as_completed
-
     # 1. Give Dask all items at once: it spreads them, retries them, and gives a lost worker's items to others
     run, told = uuid.uuid4().hex, False
     make, names = partial(_make_at_worker, work, run), list(items)
     # pure: Dask would hash all that it is given
     futures = client.map(make, names, list(items.values()), pure=False, retries=TRIES - 1)
     name_of = {future.key: name for future, name in zip(futures, names, strict=True)}
-    ending = as_completed(futures, loop=client.loop, with_results=True)
+    ending = dask().distributed.as_completed(futures, loop=client.loop, with_results=True)
     del futures  # Dask forgets the results whose futures are gone
     # 2. Take them as they end. Blocking would keep Ctrl-C from the workers until the next item ends
     while ending.count():
@@ -219,6 +217,15 @@ def work_through(
 
 
 # --- Dask's workers: processes of one thread, each with its own GPUs
+def dask() -> Any:
+    """Import Dask, which is optional. ConfigError where it is missing."""
+    try:
+        import dask.distributed
+    except ImportError:
+        raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
+    return dask
+
+
 def called(client: "Client | None", function: Callable[..., Any], *given: Any) -> Any:
     """Return function(*given), of a worker where there are workers: its device and its files count."""
     return client.submit(function, *given, pure=False).result() if client else function(*given)
@@ -230,31 +237,25 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
 
     Raises ConfigError for flags that do not fit, missing GPUs, and a missing Dask.
     """
-    if this_rank().count > 1:
-        raise ConfigError("torchrun is for one rollout; a list of items is shared by --workers N")
     if not (args.workers or args.scheduler or args.slurm):
         yield None
         return
     # Workers inherit it; at the usual level a killed worker fills the screen
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "error")
-    try:
-        import dask.distributed
-    except ImportError:
-        raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     settings: dict[str, Any] = {
         "distributed.scheduler.allowed-failures": TRIES,  # workers that an item may lose
         "distributed.worker.daemon": False,  # items may start processes
         "distributed.deploy.lost-worker-timeout": "1 h",  # a busy machine starts them slowly
         "distributed.comm.timeouts.connect": "120 s",
     }
-    dask.config.set(settings)
+    dask().config.set(settings)
     if args.workers:
         cluster = _local_cluster(args.workers, device, gpus)
     else:
         cluster = _slurm_cluster(args.slurm) if args.slurm else nullcontext(args.scheduler)
     with cluster as target:
         try:
-            client = dask.distributed.Client(target, set_as_default=False)
+            client = dask().distributed.Client(target, set_as_default=False)
         except (OSError, ValueError) as error:
             raise ConfigError(f"no scheduler answers at {args.scheduler}: {one_line(error)}") from None
         with client:
@@ -270,8 +271,6 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
 
 def _local_cluster(count: int, device: str, gpus: int) -> Any:
     """Start a scheduler here with `count` workers, each with `gpus` GPUs of its own."""
-    from distributed import Nanny, Scheduler, SpecCluster
-
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     there = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
     there = [] if device == "cpu" or not torch.cuda.is_available() else there
@@ -284,11 +283,12 @@ def _local_cluster(count: int, device: str, gpus: int) -> Any:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
         # memory_limit 0: Dask would end a worker whose model takes most of the memory
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "dashboard": False}
-        workers[n] = {"cls": Nanny, "options": options}
+        workers[n] = {"cls": dask().distributed.Nanny, "options": options}
     own = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}  # who may connect runs code
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # another port is taken where that one is in use
-        return SpecCluster(workers=workers, scheduler={"cls": Scheduler, "options": own})
+        scheduler = {"cls": dask().distributed.Scheduler, "options": own}
+        return dask().distributed.SpecCluster(workers=workers, scheduler=scheduler)
 
 
 def _slurm_cluster(path: str) -> Any:

@@ -28,7 +28,7 @@ from experiments.caches.files import RunError
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.provenance import choose_device
 from experiments.extraction.rollout import Progress
-from experiments.running.cli import EXPLAINED, fail
+from experiments.running.cli import EXPLAINED
 from experiments.running.ranks import Rank, exit_with_parent, this_rank
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
@@ -61,9 +61,8 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     ConfigError for missing GPUs, and for a number over which the rollout does not split.
     """
     rank = this_rank()
-    if rank.count > 1 and config.gpus not in (1, rank.count):
-        raise ConfigError(f"--gpus {config.gpus} under {rank.count} ranks: start as many, or leave it out")
-    config = replace(config, gpus=max(config.gpus, rank.count))
+    if rank.count > 1:  # torchrun's own number
+        config = replace(config, gpus=rank.count)
     there = torch.cuda.device_count()
     # The launcher checks; torchrun's processes may see one GPU each
     if config.device != "cpu" and there < config.gpus and not os.environ.get("LOCAL_RANK"):
@@ -89,23 +88,25 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
     # Never restarted: the same input would fail again; a second is long where a rollout takes a few
     launch = LaunchConfig(1, 1, count, run_id=uuid.uuid4().hex, max_restarts=0, monitor_interval=0.1)
     launch.rdzv_backend, launch.rdzv_endpoint = "c10d", "localhost:0"
+    codes = {0: 0}
     try:
         elastic_launch(launch, sys.executable)(sys.argv[0], *args.words)
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except (SignalException, KeyboardInterrupt):
-        raise SystemExit(130) from None
-    else:
-        raise SystemExit(0)
-    if explained := [code for code in codes.values() if code in EXPLAINED]:
-        raise SystemExit(explained[0])
-    # A process that was killed says nothing itself
+        codes = {0: 130}
+    # 1. Processes that ended themselves have said why
+    if said := [code for code in codes.values() if code in (0, *EXPLAINED)]:
+        raise SystemExit(said[0])
+    # 2. One that was killed says nothing itself; the agent ended the others by SIGTERM
+    message = f"one of {count} processes was lost, and the others with it"
     for rank, code in codes.items():
         if code < 0 and -code != signal.SIGTERM:
             name = signal.Signals(-code).name
             hint = "; there may have been too little host memory" if name == "SIGKILL" else ""
-            fail(f"process {rank} of {count} was ended by {name}, and the others with it{hint}", 1)
-    fail(f"one of {count} processes was lost, and the others with it", 1)
+            message = f"process {rank} of {count} was ended by {name}, and the others with it{hint}"
+            break
+    raise RunError(message)
 
 
 # --- A worker: it makes many rollouts with the processes that it started

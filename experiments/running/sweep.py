@@ -219,17 +219,16 @@ class Manifest:
         if not self.path.exists():
             return
         found = read_json(self.path, CacheError)
-        if not isinstance(found, dict) or not isinstance(found.get("runs"), list):
-            raise CacheError(f"{self.path} belongs to no sweep, and this one would replace it; {REMEDY}")
         theirs: dict[str, Any] = {"": found, **found.get("checkpoints", {})}
+        other = "" if "runs" in found else "no sweep, and this one would replace it"
         for folder, ours in self.settings.items():
             before, settings = theirs.get(folder, {}).get("settings"), ours["settings"]
             if before is not None and before != settings:
                 which = next((n for n in settings if before.get(n) != settings[n]), "a setting")
-                raise CacheError(
-                    f"{self.path} belongs to a sweep with {which} {short_repr(before.get(which))}, "
-                    f"this one has {short_repr(settings.get(which))}; {REMEDY}"
-                )
+                other = f"a sweep with {which} {short_repr(before.get(which))}, "
+                other += f"this one has {short_repr(settings.get(which))}"
+        if other:
+            raise CacheError(f"{self.path} belongs to {other}; {REMEDY}")
 
     def ended(self, name: str, state: str) -> None:
         """Note the state of a run that has ended, and write the manifest now and then."""

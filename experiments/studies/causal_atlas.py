@@ -149,7 +149,6 @@ class Study:
         # What has no direct effect, or none in these units.
         wrong = {
             f"direct effects take no edit with a source: {edit}": "source" in edit.needs,
-            f"--each {each} is not one of {', '.join(EACH)}": each not in EACH,
             "a causal atlas edits self-attention: frames, not tokens": edit.kind != "self",
             "a clean pass has no direct effect on its block: take passes denoise": edit.passes == "clean",
             "--each site needs an ablate without heads": each == "site" and (not ablates or edit.heads),

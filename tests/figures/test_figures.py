@@ -206,6 +206,3 @@ def test_a_folder_of_figures_says_what_they_are_of(tmp_path):
     for kind in ("svg", "pdf"):
         assert (tmp_path / "a" / f"f.{kind}").read_bytes() == (tmp_path / "b" / f"f.{kind}").read_bytes()
     assert len(out.paths) == 2 and (tmp_path / "a" / "f.pdf").read_bytes().startswith(b"%PDF")
-    for bad in ("wide", 0, True):
-        with pytest.raises(CacheError, match=r"FIGURE_WIDTH must be None, .* or 1 to 40 inches, not"):
-            figures.FigureFolder(tmp_path, {}, bad)

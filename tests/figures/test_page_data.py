@@ -106,7 +106,7 @@ def test_a_second_cache_is_compared(tmp_path):
         theirs = {m["name"]: np.array(m["values"], float) for m in other["measures"]}
         difference = named["first_frame_effect"] - theirs["first_frame_effect"]
         np.testing.assert_allclose(named["first_frame_effect_difference"], difference, atol=2e-3)
-    with pytest.raises(CacheError, match=r"c\.pt cannot be compared: its latent frames are 12, not 9"):
+    with pytest.raises(CacheError, match=r"c\.pt cannot be compared with the page's cache: frames 12 and 9"):
         save_page(tmp_path / "p.html", tmp_path / "a.pt", compare=tmp_path / "c.pt")
 
 
