@@ -223,11 +223,9 @@ def query_profile(
 
 
 def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:
-    """Return a layer cache of the "cond" or "uncond" branch of guidance. CacheError if it is absent."""
+    """Return a layer cache of the "cond" or "uncond" branch of guidance. KeyError if it is absent."""
     if branch == "cond":
         return cache
-    if branch != "uncond" or "full_frame_attention_uncond" not in cache:
-        raise CacheError(f"no branch {branch!r} in this cache")
-    matrix = cache["full_frame_attention_uncond"]
+    matrix = cache[f"full_frame_attention_{branch}"]
     last = matrix[:, cache["last_block_query_frames"]].float().mean(1)
     return {**cache, "branch": branch, "full_frame_attention": matrix, "last_block_frame_attention": last}

@@ -13,7 +13,7 @@ from experiments.analysis.stats import mean_without_nan, spearman
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.caches.view import Profiles, open_profiles
+from experiments.caches.view import Profiles, open_profiles, require_alike
 
 MAKE = "python experiments/run_extraction_all.py --prompts FILE --seeds 0 1 --output_dir cache/sweep"
 PUBLISHED = tuple(f"self_forcing_dmd_{name}_21f.pt" for name in ("castle", "eagle"))
@@ -44,13 +44,6 @@ def open_sweep(
     for name, view in others:
         require_alike(view, one, SAME, f"{name} and {first} are not of one sweep")
     return views, note
-
-
-def require_alike(one: Profiles, other: Profiles, names: Sequence[str], problem: str) -> None:
-    """Raise CacheError where two views differ in one of these attributes: heads are compared by index."""
-    for name in names:
-        if (mine := getattr(one, name)) != (theirs := getattr(other, name)):
-            raise CacheError(f"{problem}: {name.removeprefix('num_')} {mine} and {theirs}")
 
 
 def measures_of(views: Views) -> dict[str, np.ndarray]:

@@ -32,12 +32,11 @@ from experiments.benchmarks.rollouts import (
     warmed_up,
 )
 from experiments.running.cli import config_from, count, main, run_parser
-from experiments.running.peers import on_own_device
-from experiments.running.ranks import this_rank
 from wan.blocks import block_ranges, block_sizes
 from wan.config import RunConfig
 from wan.errors import ConfigError, reason_of
 from wan.pipeline import add_noise, flow_to_x0
+from wan.wings import parallel
 
 URL, TRANSFORMER = "https://github.com/guandeh17/Self-Forcing", "wan/modules/causal_model.py"
 SIZES = ("text_len", "in_dim", "dim", "ffn_dim", "freq_dim", "text_dim", "out_dim", "num_heads", "num_layers")
@@ -52,7 +51,7 @@ def run(argv=None):
     flag("--repeats", type=count, default=5, help="timed rounds, of all rows in turn")
     parser.set_defaults(graphs=False)
     args = parser.parse_args(argv)
-    config = on_own_device(config_from(args), this_rank())
+    config = parallel.on_own_device(config_from(args))
     time_rows(args, config, public_and_ours(args, config))
 
 

@@ -47,7 +47,6 @@ from experiments.extraction import video
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
-from experiments.running.peers import on_own_device
 from experiments.running.ranks import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends
@@ -95,7 +94,7 @@ def run(argv=None):
     flag("--write_random_weights", type=Path, metavar="DIR", help="write a release's files, and time nothing")
     flag("--text_encoder", action="store_true", help="of --write_random_weights: also umT5-XXL, 11 GB")
     args = parser.parse_args(argv)
-    config = on_own_device(config_from(args), this_rank())
+    config = parallel.on_own_device(config_from(args))
     if args.write_random_weights:
         write_random_weights(args.write_random_weights, config, args.text_encoder)
         return

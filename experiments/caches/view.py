@@ -348,6 +348,13 @@ def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob")
     return view
 
 
+def require_alike(one: Profiles, other: Profiles, names: Sequence[str], problem: str) -> None:
+    """Raise CacheError where two views differ in one of these attributes: heads are compared by index."""
+    for name in names:
+        if (mine := getattr(one, name)) != (theirs := getattr(other, name)):
+            raise CacheError(f"{problem}: {name.removeprefix('num_')} {mine} and {theirs}")
+
+
 # --- How each format is read
 class _Pass(NamedTuple):
     """One pass of a cache in a quantity."""

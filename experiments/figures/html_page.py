@@ -22,7 +22,6 @@ from PIL import Image
 from experiments.analysis.axes import AXES, key_columns
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
-from experiments.analysis.sweeps import require_alike
 from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
@@ -34,6 +33,7 @@ from experiments.caches.view import (
     average_names,
     edits_in_words,
     open_passes,
+    require_alike,
     short_source,
     source_of,
 )

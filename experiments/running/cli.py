@@ -59,8 +59,9 @@ def explained(error: BaseException) -> tuple[str, int]:
         return str(error), 130 if isinstance(error, StoppedError) else 1 if isinstance(error, RunError) else 2
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
-    if isinstance(error, OSError) and error.errno is not None:
-        return one_line(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
+    if isinstance(error, OSError):  # of a file; or of Dask, which says where no scheduler answers
+        named = f"{error.filename or 'a file'}: " if error.errno is not None else ""
+        return one_line(f"{named}{error.strerror or error}"), 2
     how = "please report it with the traceback, which --debug prints"
     message = OF_CLASSES.get(type(error).__name__, f"unexpected {type(error).__name__}: {{reason}}: {how}")
     return one_line(message.format(reason=reason_of(error))), 1

@@ -253,20 +253,15 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
         cluster = _local_cluster(args.workers, device, gpus)
     else:
         cluster = _slurm_cluster(args.slurm) if args.slurm else nullcontext(args.scheduler)
-    with cluster as target:
-        try:
-            client = dask().distributed.Client(target, set_as_default=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"no scheduler answers at {args.scheduler}: {one_line(error)}") from None
-        with client:
-            # A terminal sends Ctrl-C to workers too, and it is for the process that asked
-            client.register_worker_callbacks(partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
-            # Two items in one process would share its capture and its cached model
-            if busy := next((name for name, threads in client.nthreads().items() if threads > 1), None):
-                raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
-            if not args.quiet:
-                print(f"dashboard: {client.dashboard_link}", file=sys.stderr)
-            yield client
+    with cluster as target, dask().distributed.Client(target, set_as_default=False) as client:
+        # A terminal sends Ctrl-C to workers too, and it is for the process that asked
+        client.register_worker_callbacks(partial(signal.signal, signal.SIGINT, signal.SIG_IGN))
+        # Two items in one process would share its capture and its cached model
+        if busy := next((name for name, threads in client.nthreads().items() if threads > 1), None):
+            raise ConfigError(f"worker {busy} makes several items at once; start it with --nthreads 1")
+        if not args.quiet:
+            print(f"dashboard: {client.dashboard_link}", file=sys.stderr)
+        yield client
 
 
 def _local_cluster(count: int, device: str, gpus: int) -> Any:

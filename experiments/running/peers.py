@@ -29,7 +29,7 @@ from experiments.extraction.cache_builders import Run
 from experiments.extraction.provenance import choose_device
 from experiments.extraction.rollout import Progress
 from experiments.running.cli import EXPLAINED
-from experiments.running.ranks import Rank, exit_with_parent, this_rank
+from experiments.running.ranks import exit_with_parent, this_rank
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
@@ -37,20 +37,6 @@ from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.wings import parallel
 from wan.wings.parallel import leave as leave
-
-
-def on_own_device(config: RunConfig, rank: Rank) -> RunConfig:
-    """Return the config of one of several ranks: each has a GPU of its own, or all share the CPU.
-
-    Raises ConfigError where the config names one GPU for all; torch says where there are too few.
-    """
-    if rank.count == 1 or config.device == "cpu":
-        return config
-    if config.device == "auto" and not torch.cuda.device_count():
-        return replace(config, device="cpu")
-    if config.device not in ("auto", "cuda"):
-        raise ConfigError(f"device {config.device} was asked for {rank.count} ranks; leave it out")
-    return replace(config, device=f"cuda:{rank.local}")
 
 
 # --- A script: torchrun's agent starts a process for each GPU
@@ -73,7 +59,7 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     parallel.check_size(config.gpus, config.model, sizes.num_heads, tokens)
     if rank.count == 1:
         _start_processes(args, config.gpus)
-    config = on_own_device(config, rank)
+    config = parallel.on_own_device(config)
     if not rank.is_first:
         args.quiet, args.log_file = True, None
     parallel.join(choose_device(config.device))
@@ -135,7 +121,7 @@ class Group:
         for other in self.others:
             other.send(config)
         return self.session.generate(
-            config=on_own_device(config, this_rank()), requests=self.requests, observer=observer
+            config=parallel.on_own_device(config), requests=self.requests, observer=observer
         )
 
 
@@ -147,7 +133,7 @@ def _load(
     observer: Progress,
 ) -> Session:
     os.environ.update(own, RANK=str(number), LOCAL_RANK=str(number))
-    config = on_own_device(config, this_rank())
+    config = parallel.on_own_device(config)
     if parallel.joined() is None:
         parallel.join(choose_device(config.device))
     return load(config).prepare(requests, observer=observer, replays=True)
@@ -165,6 +151,6 @@ def follow(
     session = _load(own, number, config, requests, Progress(quiet=True))
     with suppress(EOFError):
         while True:
-            config = on_own_device(pipe.recv(), this_rank())
+            config = parallel.on_own_device(pipe.recv())
             with suppress(RunError):  # the first process says it
                 session.generate(config=config, requests=requests)

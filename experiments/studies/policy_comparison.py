@@ -22,6 +22,7 @@ import torch
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.results import CONTROLS
+from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, mp4_tag, replacing, require_writable
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.project_files import policy_settings
@@ -40,7 +41,6 @@ from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
 from experiments.running.cli import unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.running.long_rollout import BlockCapture
 from experiments.running.ranks import workers_of
 from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT

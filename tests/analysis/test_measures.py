@@ -196,7 +196,6 @@ def test_video_frames_of_latent_ones():
     assert units == ["latent", "video", "latent"]
     assert len(axes.choose_view(cache, True, 18).latent) == 18  # a last group that is not full
     calls = [(axes.choose_view, cache, True, 17), (axes.choose_view, cache, True, 22)]
-    calls += [(axes.query_profile, open_profiles(cache), view, [21]), (axes.select_branch, cache, "uncond")]
     for refuses, *asked in calls:
         with pytest.raises(CacheError):
             refuses(*asked)

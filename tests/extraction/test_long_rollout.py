@@ -13,11 +13,12 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 
 from experiments import run_rollout
+from experiments.caches.blocks import BlockCapture, path_of, read_blocks
 from experiments.caches.files import CacheError, RunError, StoppedError, mp4_tag
 from experiments.extraction import video
 from experiments.extraction.rollout import Progress
 from experiments.running import long_rollout
-from experiments.running.long_rollout import BlockCapture, GrowingVideo, LatentFile, path_of, read_blocks
+from experiments.running.long_rollout import GrowingVideo, LatentFile
 from experiments.session import pipeline_of
 from wan.blocks import block_ranges
 from wan.errors import ConfigError

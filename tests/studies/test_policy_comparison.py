@@ -11,9 +11,9 @@ import torch
 from helpers.long_findings import KINDS, comparison
 
 from experiments.analysis.results import LongRollouts
+from experiments.caches.blocks import read_blocks
 from experiments.caches.files import CacheError
 from experiments.findings.long_rollouts.run import findings
-from experiments.running.long_rollout import read_blocks
 from experiments.studies import policy_comparison
 from experiments.studies.policy_comparison import Comparison, held_out
 from wan.errors import ConfigError

@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from wan.attention import Call, attention
 from wan.capture import BY_FRAME, CapturedCall, joint_layout, spread
+from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.keys import HeadShard
 from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention
@@ -36,6 +37,18 @@ from wan.wings.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_mem
 # The processes: torchrun starts them; NCCL connects GPUs, and gloo CPUs and what was captured.
 
 _errors: list[Store] = []  # where the processes of the group say what went wrong
+
+
+def on_own_device(config: RunConfig) -> RunConfig:
+    """Return the config of one of several processes: each has a GPU of its own, or all share the CPU.
+
+    torchrun numbers the processes of a host; torch says where there are fewer GPUs.
+    """
+    alone = not os.environ.get("RANK") or os.environ.get("WORLD_SIZE", "1") == "1"
+    if alone or config.device == "cpu":
+        return config
+    no_gpu = config.device == "auto" and not torch.cuda.device_count()
+    return replace(config, device="cpu" if no_gpu else f"cuda:{os.environ.get('LOCAL_RANK') or 0}")
 
 
 def join(device: torch.device) -> Group:
