@@ -39,7 +39,6 @@ from wan.interventions import (
     read_edits,
 )
 
-EACH = ("head", "layer", "frame", "site")
 ADDED = ("attn_out", "cross_out", "mlp_out")  # the units of --each site: what is added to the residual stream
 ATLAS = "causal_atlas.pt"
 
