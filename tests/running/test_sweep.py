@@ -104,6 +104,10 @@ def test_other_settings_are_not_mixed_in(tmp_path, prompts):
     (tmp_path / "out/manifest.json").unlink()  # then the caches themselves speak
     with pytest.raises(CacheError, match="other quantities; choose another --output_dir"):
         sweeping(prompts, tmp_path / "out", "--cross", seeds=("0",))()
+    one, other = (tmp_path / "out" / name for name in NAMES[::2])
+    one.write_bytes(other.read_bytes())  # of another prompt
+    with pytest.raises(CacheError, match="belongs to another run"):
+        sweeping(prompts, tmp_path / "out", seeds=("0",))()
 
 
 @pytest.mark.slow
