@@ -183,17 +183,14 @@ def observed(args: argparse.Namespace, unit: str | None = "block") -> Iterator[P
     with (
         Progress(args.quiet, args.log_file) as watch,
         stopping_when_asked(watch, unit) if unit else nullcontext(),
-        deterministic(args.deterministic),
+        deterministic() if args.deterministic else nullcontext(),
     ):
         yield watch
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Refuse operations whose results differ from run to run, under --deterministic."""
-    if not wanted:  # torch imports its compiler to set either, for seconds
-        yield
-        return
+def deterministic() -> Iterator[None]:
+    """Refuse operations whose results differ from run to run (torch imports its compiler, for seconds)."""
     # cuBLAS reads its variable when CUDA starts; cuDNN's benchmark picks kernels by time, which differs
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -54,7 +54,12 @@ def make_caches(
     sizes = dict.fromkeys(outputs, nbytes) | dict.fromkeys(videos, 0)
     locks = claimed(sizes, args.overwrite is not False) if writes else nullcontext()
     # 3. Roll out and save.
-    with locks, observed(args, unit) as watch, video_of(args, config, videos if writes else [], watch):
+    has_video = videos and writes
+    with (
+        locks,
+        observed(args, unit) as watch,
+        video_of(args, config, videos[0], watch) if has_video else nullcontext(),
+    ):
         start = time.monotonic()
         session.prepare(requests, observer=watch, decodes="" if args.save_video is None else SAVE_VIDEO)
         made = session.generate(requests=requests, observer=watch)
@@ -70,16 +75,11 @@ def make_caches(
 
 
 @contextmanager
-def video_of(
-    args: argparse.Namespace, config: RunConfig, videos: Sequence[str], watch: Progress
-) -> Iterator[None]:
-    """Let a run's blocks become the first of the mp4s that are asked for, while they come."""
-    if not videos:
-        yield
-        return
+def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
+    """Let a run's blocks become an mp4 while they come."""
     from experiments.extraction.video import LiveVideo  # with the VAE's decoder
 
-    with LiveVideo(config, videos[0], args.vae_dtype, args.preview) as watch.video:
+    with LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
         try:
             yield
         finally:

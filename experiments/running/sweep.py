@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,9 @@ class Sweep:
             remove_leftovers(Path(path))
         # Prompt and seed are no part of the key: all runs of one checkpoint share a model
         key = fingerprint({"model": run.model, "requests": str(self.requests)})
-        with deterministic(self.args.deterministic):
+        with deterministic() if self.args.deterministic else nullcontext():
             extract = cached("model", key, lambda: self._load(run.config, watch))
-            with video_of(self.args, run.config, videos, watch):
+            with video_of(self.args, run.config, videos[0], watch) if videos else nullcontext():
                 save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
 
     def _load(self, config: RunConfig, watch: Progress) -> Any:

@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby, product
@@ -264,7 +265,7 @@ class Comparison:
         # Each judge has one core; threads of NumPy would fight for it.
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
         pool = cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
-        with deterministic(self.deterministic):
+        with deterministic() if self.deterministic else nullcontext():
             vae = cached("vae", fingerprint(self.identity), load_vae)
             pixels, cost = self._rolled_out(session, vae, items)
         # Other processes measure the videos of a group at the same time.
