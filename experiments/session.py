@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from threading import RLock, Thread
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.caches.formats import READ_BY
 from experiments.caches.frames import one_thread
-from experiments.extraction.cache_builders import Run
+from experiments.extraction.cache_builders import Run, videos
 from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.project_files import find_config, policy_settings
 from experiments.extraction.provenance import (
@@ -95,13 +96,8 @@ def load(
     if wrong := next((name for name in given if name not in known), None):
         raise ConfigError(f"{wrong} is no setting of a run{did_you_mean(wrong, known)}")
     if cache_policy is not None:
-        if isinstance(cache_policy, CachePolicy):
-            from wan.policies import register
-
-            register(type(cache_policy))
-            cache_policy = cache_policy.describe()
-        elif isinstance(cache_policy, str | Path):
-            cache_policy = policy_settings(str(cache_policy))
+        if isinstance(cache_policy, CachePolicy | str | Path):
+            cache_policy = policy_settings(cache_policy)
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
     # 2. The config itself, or one that is found by name
     config = replace(source, **given) if isinstance(source, RunConfig) else find_config(source, given)
@@ -148,9 +144,7 @@ class Session:
 
     def read_vae(self, dtype: str = "float32", preview: str | None = None) -> Any:
         """Read the VAE, or a preview's decoder, onto the session's device."""
-        from experiments.extraction.video import load_vae  # with ffmpeg's face: a capture needs neither
-
-        return load_vae(self.config, dtype, preview)
+        return videos().load_vae(self.config, dtype, preview)
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
@@ -559,6 +553,13 @@ def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
 
 
 # --- Loading
+def wings() -> ModuleType:
+    """Return the optional parts (experiments/wings.py), which only a config that asks for one imports."""
+    from experiments import wings
+
+    return wings
+
+
 def build_model(
     kind: type[Any],
     config: RunConfig,
@@ -574,9 +575,7 @@ def build_model(
     placed = (None, "cpu") if config.offload else (dtype, device)
     model = checkpoint.build_model(kind, model_config, state, source, *placed, **window)
     if config.offload:
-        from wan.wings.offload import apply_offload
-
-        apply_offload(model, dtype, device)
+        wings().apply_offload(model, dtype, device)
     return model
 
 
@@ -588,15 +587,7 @@ def load_pipeline(
     window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
     model = build_model(CausalWanModel, config, model_config, state, dtype, device, **window)
     if config.gpus > 1:
-        from wan.wings import parallel
-
-        group = parallel.joined()
-        if group is None or group.size() != config.gpus:
-            raise ConfigError(
-                f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
-                f"{config.gpus} processes by torchrun, and let each call wan.wings.parallel.join()"
-            )
-        parallel.apply_head_parallel(model, group)
+        wings().share_heads(model, config)
         replay_layers(model, config, after=1)
     pipeline = pipeline_of(model, config)
     pipeline.weights, pipeline.quantised = str(report), report.quantised
@@ -606,16 +597,13 @@ def load_pipeline(
 def replay_layers(model: CausalWanModel, config: RunConfig, after: int) -> None:
     """Replay a GPU model's layers from graphs after so many calls; streamed ones wait for weights anyway."""
     if model.device.type == "cuda" and not config.offload:
-        from wan.wings.graphs import apply_cuda_graphs
-
-        apply_cuda_graphs(model, after)
+        wings().apply_cuda_graphs(model, after)
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
     """Set up the rollout of a model as a config says: blocks, steps and what the cache keeps."""
-    sampler = CausalInferencePipeline
-    if config.sampler == "rolling_forcing":
-        from wan.wings.rolling_forcing import RollingForcingPipeline as sampler
+    rolls = config.sampler == "rolling_forcing"
+    sampler = wings().RollingForcingPipeline if rolls else CausalInferencePipeline
     return sampler(
         model,
         config.num_frame_per_block,

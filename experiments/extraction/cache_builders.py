@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -37,6 +38,13 @@ ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 
+def videos() -> ModuleType:
+    """Return experiments.extraction.video, with the decoder and ffmpeg: a capture needs neither."""
+    from experiments.extraction import video
+
+    return video
+
+
 @dataclass(frozen=True, repr=False)
 class Run:
     """One rollout, finished or stopped: what was generated and captured, and the fields that caches share.
@@ -66,9 +74,7 @@ class Run:
 
     def decoded(self, vae: Any = None) -> Tensor:
         """Decode the latents, by the VAE in float32 where no decoder is given -> as video."""
-        from experiments.extraction.video import decode, load_vae  # caches need no decoder
-
-        return decode(self.latents, vae or load_vae(self.config))
+        return videos().decode(self.latents, vae or videos().load_vae(self.config))
 
     @property
     def edits(self) -> str:
@@ -77,12 +83,10 @@ class Run:
 
     def save(self, path: str | Path) -> None:
         """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
-        from experiments.extraction.video import load_vae, save_video
-
         if Path(path).suffix != ".mp4":
             raise ConfigError(f"save writes an mp4, and {path} does not end in .mp4")
-        vae = load_vae(self.config, "auto")
-        save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
+        vae = videos().load_vae(self.config, "auto")
+        videos().save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
 
     save_video = save
 

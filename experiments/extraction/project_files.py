@@ -69,24 +69,30 @@ def _below_home(path: Path) -> Path:
     return path.resolve() if path.exists() else HOME / path
 
 
-def policy_settings(name: str) -> dict[Any, Any]:
+def policy_settings(source: Any) -> dict[Any, Any]:
     """Return the settings of a policy: a YAML file, one of configs/policies by its stem, or a policy's name.
 
     FIELD=VALUE may follow: window,window=9,sink=3. A file is looked for in the working folder, then in the
-    project.
+    project. A CachePolicy, also of one's own class, is known to configs by its name from here on.
     """
+    from wan import policies  # with torch: a --help has none
+
+    if not isinstance(source, str | Path):
+        policies.register(type(source))
+        return source.describe()
+    name = str(source)
     folders = [home / POLICY_FOLDER for home in (Path(), HOME)]
     named = [folder / f"{name}.yaml" for folder in folders]
     for path in (Path(name), HOME / name, *named):
         if isfile(path):  # False for a name that is too long, where Path.is_file raises
             return read_yaml(path)
-    from wan.policies import POLICIES
-
     first, *pairs = name.split(",")
     if not pairs:
-        if name in POLICIES:
+        if name in policies.POLICIES:
             return {"name": name}
-        hint = did_you_mean(name, {path.stem for f in folders for path in f.glob("*.yaml")} | {*POLICIES})
+        hint = did_you_mean(
+            name, {path.stem for f in folders for path in f.glob("*.yaml")} | {*policies.POLICIES}
+        )
         raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{hint}")
     settings = policy_settings(first)
     for pair in pairs:

@@ -77,9 +77,7 @@ def make_caches(
 @contextmanager
 def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
     """Let a run's blocks become an mp4 while they come."""
-    from experiments.extraction.video import LiveVideo  # with the VAE's decoder
-
-    with LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
+    with cache_builders.videos().LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
         try:
             yield
         finally:

@@ -134,7 +134,7 @@ REFUSED = {
     "wan_maxi is no config, .*, or a directory of weights; did you mean wan_mini": lambda _: load("wan_maxi"),
     r"^num_frame is no setting of a run; did you mean num_frames\?": lambda _: load("wan_mini", num_frame=6),
     "'deep' is no .* did you mean deep_sink": lambda _: load("wan_mini", cache_policy="deep"),
-    "Value .many. of type .str. could not be": lambda _: load("wan_mini", num_frames="many"),
+    "num_frames .many. is not int in 1": lambda _: load("wan_mini", num_frames="many"),
     "'resid_past' is no site; did you mean resid_post": lambda pipe: capture(pipe, "resid_past").__enter__(),
     "head 2 is not in": lambda pipe: capture(pipe, "z", heads=[2]).__enter__(),
     "seed '3' is not int in": lambda pipe: pipe.generate(seed="3"),
