@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 # An import goes to the same room or to a lower level. "" has the scripts.
-ROOMS = ["caches", "analysis extraction", "session", "figures", "captured", "running", "base_session"]
+ROOMS = ["caches", "analysis extraction wings", "session", "figures", "captured", "running", "base_session"]
 ROOMS += ["miniature", "studies", "", "benchmarks findings"]
 LEVELS = {
     f"experiments.{room}".rstrip("."): n for n, rooms in enumerate(ROOMS) for room in rooms.split() or [""]

@@ -5,6 +5,7 @@ import warnings
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from wan.blocks import block_ranges, block_sizes, latent_frames, rolling_attention_size, steps_of_blocks
@@ -211,11 +212,9 @@ class RunConfig:
     @property
     def policy(self) -> "CachePolicy":
         """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
-        # Imported here, as a --help must not wait for torch; most runs keep the whole past
+        # Most runs keep the whole past, and need none of wan/policies/
         if self.cache_policy is None and self.local_attn_size == -1:
-            from wan.cache import Full
-
-            return Full()
+            return _cache().Full()
         from wan.policies import of_window, read_policy
 
         if self.cache_policy is None:
@@ -234,9 +233,7 @@ class RunConfig:
     @property
     def switches(self) -> "list[PromptSwitch]":
         """The prompts that follow the first one."""
-        from wan.cache import read_switch
-
-        return [read_switch(settings) for settings in self.prompt_schedule or []]
+        return [_cache().read_switch(settings) for settings in self.prompt_schedule or []]
 
     @property
     def block_sizes(self) -> list[int]:
@@ -251,6 +248,13 @@ class RunConfig:
         """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
+
+
+def _cache() -> ModuleType:
+    """Return wan.cache, with torch: a --help must not wait for it."""
+    from wan import cache
+
+    return cache
 
 
 def as_one_block(config: RunConfig) -> RunConfig:

@@ -48,6 +48,8 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     """
     rank = this_rank()
     if rank.count > 1:  # torchrun's own number
+        if config.gpus not in (1, rank.count):
+            raise ConfigError(f"--gpus {config.gpus} under {rank.count} ranks of torchrun; leave it out")
         config = replace(config, gpus=rank.count)
     there = torch.cuda.device_count()
     # The launcher checks; torchrun's processes may see one GPU each
