@@ -9,6 +9,7 @@ Letters: B batch, L tokens of a block, S tokens per frame, H heads, D head dim.
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -60,9 +61,8 @@ class AnyCache:
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy is of another model."""
         self.policy: Any = copy(policy)  # its state belongs to one video
-        self.shard = sizes.head_shard or HeadShard.whole(max(sizes.num_heads, default=0))
-        model = len(sizes.num_heads), self.shard.total
-        if problem := policy.misfit(*model, sizes.tokens_per_frame):
+        num_heads = sizes.head_shard.total if sizes.head_shard else max(sizes.num_heads, default=0)
+        if problem := policy.misfit(len(sizes.num_heads), num_heads, sizes.tokens_per_frame):
             raise ConfigError(f"cache_policy {policy.name}: {problem}")
         self.sizes, self.rope = sizes, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
@@ -72,6 +72,11 @@ class AnyCache:
         self.layouts: list[KeyLayout] = []  # per layer, where write() returns no groups
         self.stores_raw = False  # whether the pass that runs has to bring its un-rotated keys
         self.has_switches = False  # whether the video's prompt changes
+
+    @cached_property
+    def shard(self) -> HeadShard:
+        """Which of the model's heads are here: all of them, unless several processes share them."""
+        return self.sizes.head_shard or HeadShard.whole(max(self.sizes.num_heads, default=0))
 
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Keys:
         """Store the block's keys and values [B, L, H, D]; return what its queries attend to.

@@ -289,11 +289,11 @@ class HeadShard:
 
     def of(self, x: Tensor) -> Tensor:
         """The shard's heads of all heads [B, n, H, D]."""
-        return x if self.is_whole else x[:, :, self.heads.start : self.heads.stop]
+        return x[:, :, self.heads.start : self.heads.stop]
 
     def of_text(self, text: Sequence[tuple[Tensor, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
         """The shard's heads of the prompt's keys and values per layer."""
-        return text if self.is_whole else [(self.of(k), self.of(v)) for k, v in text]
+        return [(self.of(k), self.of(v)) for k, v in text]
 
     def local(self, heads: range | list[int]) -> list[int]:
         """Map heads of the model to local indices; heads of other processes are left out."""

@@ -340,7 +340,7 @@ class WanModel(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.head = Head(config)
         self.rotary = RotaryTable(config.head_dim)
-        self.head_shard = HeadShard.whole(config.num_heads)  # fewer of them under wan/wings/parallel.py
+        self.head_shard: HeadShard | None = None  # where other heads are elsewhere (wan/wings/parallel.py)
 
     def forward(self, x: Tensor, t: Tensor, context: Tensor) -> Tensor:
         """Flow of latents x [B, C, F, h, w] at timestep t [B], context [B, n, text_dim] from umT5."""
@@ -489,7 +489,7 @@ class CausalWanModel(WanModel):
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
 
         sizes = CacheSizes(
-            [len(shard.heads)] * config.num_layers,
+            [len(shard.heads) if shard else config.num_heads] * config.num_layers,
             config.head_dim,
             config.tokens_per_frame(height, width),
             num_frames,

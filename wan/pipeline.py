@@ -273,7 +273,7 @@ class CausalInferencePipeline:
             found.append(BlockKeys(tuple(block), steps, tuple(sorted(past)), tuple(sorted(sink)), more))
         plan = config.num_layers, config.num_heads, len(self.timesteps), tuple(found), config.text_len
         keeps = not context or policy.lasting_sink > 0
-        splits = not self.model.head_shard.is_whole
+        splits = self.model.head_shard is not None
         return RolloutPlan(*plan, keeps_clean_keys=keeps, splits_tokens=splits)
 
 
@@ -313,7 +313,8 @@ class Rollout:
         # 2. What the policy makes of the past under it, and how many of its frames are computed again.
         remembered, again = apply_switch(self.kv_cache, how, len(self.past), self.context)
         del self.past[: len(self.past) - remembered]
-        text = self.model.head_shard.of_text(self.text)
+        shard = self.model.head_shard
+        text = shard.of_text(self.text) if shard else self.text
         if again:
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
             self.kv_cache.recache(past, text, lasts=not self.context)

@@ -218,14 +218,15 @@ def shared_seconds(
     rollout: Rollout, group: dist.ProcessGroup, active: Active = nullcontext, policy: Any = None
 ) -> float:
     """Return the slowest rank's seconds of a rollout that all make together, with the calls gathered."""
-    if rollout.model.head_shard.is_whole:
+    if rollout.model.head_shard is None:
         parallel.apply_head_parallel(rollout.model, group)
 
     @contextmanager
     def gathered() -> Iterator[Any]:
         with active() as calls:
             yield calls
-        rollout.model.head_shard.gather_calls(calls or [])
+        if rollout.model.head_shard is not None:
+            rollout.model.head_shard.gather_calls(calls or [])
 
     parallel.wait_for_all(group)
     slowest = torch.tensor([rollout.seconds(gathered, policy)], dtype=torch.float64)

@@ -218,6 +218,7 @@ def roll_out(
     and for memory that does not suffice.
     """
     model, blocks = pipeline.model, pipeline.block_ranges(0, noise.shape[1])
+    shard = model.head_shard  # with the heads in several processes, these stop and gather together
     finished, checked = list[Tensor](), 0
     phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
     with phase, capturing(requests) as records:
@@ -234,11 +235,11 @@ def roll_out(
                 observer.video.add(finished[-1])
             observer.advance("block", block, len(blocks), f"frames {frames.start}-{frames[-1]}")
             # 3. All processes of a rollout stop after the same block.
-            if model.head_shard.any_process(observer.stopping):
+            if shard.any_process(observer.stopping) if shard else observer.stopping:
                 break
     # A window of Rolling Forcing began blocks that a stop left unfinished.
     records = [record for record in records if record.at and record.at.block < len(finished)]
-    return torch.cat(finished, 1), model.head_shard.gather_calls(records)
+    return torch.cat(finished, 1), shard.gather_calls(records) if shard else records
 
 
 def sample(

@@ -45,7 +45,7 @@ def roll_out(
     pipeline = CausalInferencePipeline(model, 3, first, cache_policy=policy, **TWO_STEPS)
     with ATTENTION_WEIGHT_CAPTURE.capture(*(requests or [CaptureRequest(layers=[])])) as calls:
         latents = pipeline.inference(noise, prompt_embeds=embeds, renoise=renoise, **more)[1]
-    return latents, model.head_shard.gather_calls(calls) if gathers else []
+    return latents, (model.head_shard.gather_calls(calls) if model.head_shard else calls) if gathers else []
 
 
 def together(
