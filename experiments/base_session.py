@@ -53,6 +53,9 @@ class BaseSession(Session):
     def prompts_of(self, config: RunConfig) -> list[str]:
         return [config.prompt, config.base.negative_prompt]
 
+    def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
+        return super().common(config, edits, base=asdict(config.base), **more)
+
     def _load_pipeline(self, config: RunConfig) -> TextToVideoPipeline:
         """Load the base weights of ckpt_dir."""
         state, base = checkpoint.read_transformer_state(config.ckpt_dir), config.base
@@ -63,8 +66,14 @@ class BaseSession(Session):
         return intervene(*config.edits) if config.edits else nullcontext()
 
     def _roll_out(
-        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: Progress
+        self,
+        configs: Sequence[RunConfig],
+        requests: Sequence[CaptureRequest],
+        observer: Progress,
+        watching: AbstractContextManager[None],
     ) -> list[Run]:
+        if len(configs) > 1:
+            raise ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
         config, base = configs[0], configs[0].base
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
         # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
@@ -75,10 +84,11 @@ class BaseSession(Session):
         with (
             threads_for(noise, self.model_config),
             intervene(*config.edits) if config.edits else nullcontext(),
+            watching,
         ):
             edits = active_edits()  # also those of one's own intervene() around this
             latents, calls, done = sample(self.pipeline, (prompt, negative), noise, requests, observer)
-        common = self.common(config, edits, base=asdict(base)) | {  # how it was sampled
+        common = self.common(config, edits) | {  # how it was sampled
             "orig_num_frames": base.num_video_frames,
             "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
             "guidance_scale": base.guidance_scale,

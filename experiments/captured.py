@@ -5,8 +5,8 @@ with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lamb
 seen["resid_post"].stack()
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
-from experiments.caches.activations import Activations, Place, joined, save_activations
+from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
 from experiments.caches.files import CacheError, RunError
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.view import Profiles, open_profiles
@@ -32,9 +32,18 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
+from wan.interventions import Custom
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
-from wan.sites import ActivationSite, check_indices, check_site, watched
+from wan.sites import (
+    ActivationSite,
+    active_edits,
+    check_indices,
+    check_site,
+    observer,
+    watched,
+    watchers,
+)
 from wan.vae import VAE
 
 if TYPE_CHECKING:
@@ -71,8 +80,10 @@ def capture(
 
     chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
     where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
-    stream_to is a folder that gets a file a block. Without a site it captures attention, by the fields of
-    attention_requests. Raises ConfigError for what the model does not have or does not fit in memory.
+    stream_to is a folder of any number of runs (experiments/caches/activations.py), and a block is in memory
+    at a time; what it has is not made again. Without a site it captures attention, by the fields of
+    attention_requests. Each video of a batch is captured, and reduced, on its own. Raises ConfigError for
+    what the model does not have or does not fit in memory, CacheError for a folder of another capture.
     """
     if sites and not isinstance(sites[0], str):  # capture(session, [1, 5]): the layers of an atlas
         chosen["layers"], sites = sites[0], sites[1:]
@@ -84,6 +95,10 @@ def capture(
             chosen["dtype"] = getattr(torch, chosen["dtype"])
         captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
         check_capture(session, captured.watcher, stream_to is not None)
+        if captured.folder is not None:
+            captured.folder.require(captured.request)
+    elif stream_to is not None:
+        raise ConfigError('stream_to= takes activations: name a site, as capture(session, "resid_post", ...)')
     else:
         captured.requests = attention_requests(session.config, **chosen)
         memory.check_requests(session.config, session.model_config, captured.requests)
@@ -137,16 +152,17 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
         )
 
 
-def tables(kept: Sequence[Activation], item: int, count: int, is_reduced: bool) -> dict[str, Activations]:
-    """Return what was kept as a table a site, of one item of a batch."""
-    found: dict[str, tuple[list[Place], list[Tensor]]] = {}
-    for one in kept:  # values of a batch are [B, ...]; each item gets its own row
-        at, value = one.where, one.value if count == 1 else one.value[item : item + 1].clone()
-        place = Place(at.layer, at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch)
-        places, values = found.setdefault(at.site, ([], []))
-        places.append(place)
-        values.append(value)
-    return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+def identity_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return what tells a function of one's own from others, as the record of an edit has it."""
+    of_edit = Custom(names=("z",), function=function).to_dict()
+    return {name: value for name, value in of_edit.items() if name not in ("edit", "sites", "passes")}
+
+
+def is_seen(session: Session) -> bool:
+    """Return whether somebody looks at the session's forwards beside a capture: edits, captures, hooks."""
+    hooks = "_forward_hooks", "_forward_pre_hooks"
+    has_hooks = any(getattr(part, name) for part in session.model.modules() for name in hooks)
+    return bool(has_hooks or watchers() or observer())
 
 
 class Captured:
@@ -166,36 +182,110 @@ class Captured:
         self, requests: Sequence[CaptureRequest], watcher: SiteCapture | None, folder: str | Path | None
     ):
         self.requests, self.watcher = list(requests), watcher
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else ActivationFolder(folder)
         self.runs: list[Run] = []
 
-    @contextmanager
-    def watching(self, configs: Sequence[RunConfig]) -> Iterator[list[Activation]]:
-        """Watch a rollout, which writes a file a block where there is a folder."""
+    def roll_out(
+        self,
+        session: Session,
+        configs: Sequence[RunConfig],
+        make: Callable[[AbstractContextManager[None]], list[Run]],
+    ) -> list[Run]:
+        """Make runs, and keep of each what was asked for: in it, or in its part of the folder."""
         if self.watcher is None:
-            yield []
-            return
-        watcher, folder = replace(self.watcher, kept=[]), self.folder
+            runs = make(nullcontext())
+        elif self.folder is None:
+            watcher = replace(self.watcher, kept=[], items=len(configs))
+            runs = make(watched(watcher))
+            watcher.flush()
+            for item, run in enumerate(runs):
+                run.activations.update(self.tables_of(watcher.kept, item))
+        else:
+            runs = self._stream(session, configs, make, self.folder)
+        self.runs += runs
+        return runs
 
-        def write(of_block: list[Activation]) -> None:
-            assert folder is not None
-            about = {"prompt": configs[0].prompt, "seed": configs[0].seed}
-            path = folder / f"block_{of_block[0].where.block:03d}.safetensors"
-            save_activations(path, tables(of_block, 0, 1, watcher.reduce is not None), about)
+    def _stream(
+        self,
+        session: Session,
+        configs: Sequence[RunConfig],
+        make: Callable[[AbstractContextManager[None]], list[Run]],
+        folder: ActivationFolder,
+    ) -> list[Run]:
+        """Make runs whose activations go to the folder as they come, about a block at a time."""
+        # 1. Which runs these are, and which of them the folder has. Equal ones of a batch are one.
+        facts = [session.common(each, [*active_edits(), *each.edits]) for each in configs]
+        request = self.request
+        stored = [folder.begin(request, each, len(configs)) for each in facts]
+        first = {run.path: item for item, run in reversed([*enumerate(stored)])}
+        missing = {item: stored[item] for item in first.values() if not stored[item].is_complete}
+        # 2. What is whole is read, unless somebody else wants to see the run again.
+        if not missing and not is_seen(session):
+            return [
+                Run(
+                    *(each, session.model_config.num_layers, [], run.latents),
+                    *(session.pipeline.pass_timesteps, session.texts[each.prompt][1], common),
+                    preview=session.preview,
+                )
+                for each, run, common in zip(configs, stored, facts, strict=True)
+            ]
 
-        if folder is not None:  # a block at a time is in memory
-            watcher.on_block = write
-        with watched(watcher):
-            yield watcher.kept
+        # 3. Each run writes what came of it when a later block begins.
+        def write(kept: list[Activation]) -> None:
+            for item, run in missing.items():
+                if found := self.tables_of(kept, item):
+                    run.write(found)
+
+        assert self.watcher is not None
+        watcher = replace(self.watcher, kept=[], items=len(configs), on_block=write)
+        runs = make(watched(watcher) if missing else nullcontext())
         watcher.flush()
+        # 4. Hooks and changed weights are in no fingerprint: they would leave another run's activations.
+        for item, (run, known) in enumerate(zip(runs, stored, strict=True)):
+            if run.stopped:
+                continue
+            if item in missing:
+                known.finish(run.latents)
+            elif known.manifest["batch"] == len(runs) and not torch.equal(run.latents.cpu(), known.latents):
+                raise CacheError(
+                    f"{known.path} holds this run with other latents: torch hooks, or weights that were "
+                    "changed in place, are in no fingerprint; choose another folder"
+                )
+        return runs
 
-    def take(self, runs: Sequence[Run], activations: Sequence[Activation]) -> None:
-        """Keep finished runs of a batch, each with its part of the activations."""
-        is_reduced = self.watcher is not None and self.watcher.reduce is not None
-        for item, run in enumerate(runs):
-            found = tables(activations, item, len(runs), is_reduced)
-            run.activations.update(found)
-            self.runs.append(run)
+    def tables_of(self, kept: Sequence[Activation], item: int) -> dict[str, Activations]:
+        """Return what was kept of one video of a batch, a table a site."""
+        assert self.watcher is not None
+        found: dict[str, tuple[list[Place], list[Tensor]]] = {}
+        for one in kept:
+            if one.item == item:
+                at = one.where
+                places, values = found.setdefault(at.site, ([], []))
+                places.append(
+                    Place(
+                        at.layer,
+                        at.block,
+                        at.step,
+                        tuple(at.frames),
+                        at.is_clean_pass,
+                        at.timestep,
+                        at.branch,
+                    )
+                )
+                values.append(one.value)
+        is_reduced = self.watcher.reduce is not None
+        return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """What is asked for, as plain values, which a folder's runs have in common."""
+        watcher = self.watcher
+        assert watcher is not None
+        chosen = {name: getattr(watcher, name) for name in ("layers", "blocks", "steps", "frames", "heads")}
+        found = {name: None if some is None else [*some] for name, some in chosen.items()}
+        dtype = None if watcher.dtype is None else str(watcher.dtype).removeprefix("torch.")
+        function = None if watcher.reduce is None else identity_of(watcher.reduce)
+        return {"sites": [*watcher.sites], **found, "dtype": dtype, "reduce": function}
 
     @property
     def calls(self) -> list[CapturedCall]:
@@ -204,10 +294,12 @@ class Captured:
 
     @property
     def tables(self) -> dict[str, Activations]:
-        """The last run's activations by site; of a folder all that it holds."""
-        if self.folder is not None:
-            return joined(load_cache(path) for path in sorted(self.folder.glob("block_*.safetensors")))
-        return self._last().activations
+        """The last run's activations by site, read from the folder where there is one."""
+        run = self._last()
+        if self.folder is None:
+            return run.activations
+        wanted = run.common["fingerprint"]
+        return next(one.tables for one in self.folder.all_runs if one.manifest["fingerprint"] == wanted)
 
     def __getitem__(self, site: str) -> Activations:
         return self.tables[site]

@@ -8,9 +8,9 @@ Scripts go the same way: session.generate(requests=..., observer=...), whose Run
 turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import fields, replace
@@ -67,10 +67,31 @@ PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load um
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
 
+ROLLING: ContextVar[bool] = ContextVar("rolling", default=False)  # a video is being made in this context
+
 PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
 # Who captures the videos of a session (captured.py), by the session's id. It has `requests` for attention,
-# watching(configs), which yields activations, and take(runs, activations).
+# and roll_out(session, configs, make), whose make(watching) gives the runs, made while watching is open.
 CAPTURES: ContextVar[Mapping[int, Any]] = ContextVar("captures", default={})  # noqa: B039 - never changed
+
+
+@contextmanager
+def rolling() -> Iterator[None]:
+    """Say that a video is being made."""
+    token = ROLLING.set(True)
+    try:
+        yield
+    finally:
+        ROLLING.reset(token)
+
+
+def require_no_run() -> None:
+    """Raise ConfigError within a function that a run calls, whose captures and edits another would mix up."""
+    if ROLLING.get():
+        raise ConfigError(
+            "another video was asked for by a function that a running one calls (reduce, an edit, a hook): "
+            "keep what it needs, and generate when the first has ended"
+        )
 
 
 def load(
@@ -249,14 +270,17 @@ class Session:
         requests: Sequence[CaptureRequest] = (),
         observer: Progress | None = None,
     ) -> Any:
-        """Generate one video; prompt and seed are the config's where not given. Equal seeds give equal bits.
+        """Generate one video; prompt and seed are the config's where not given.
 
         A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
-        seed one for all. config is in place of the session's, from which it may differ in OF_A_ROLLOUT alone.
-        requests are what scripts capture; observer is told of every block, and may ask to stop: fewer frames
-        come back then. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
+        seed one for all. Equal seeds give equal bits in equal batches: a video of a batch differs from the
+        video alone by rounding, 1e-5 in float32. config is in place of the session's, from which it may
+        differ in OF_A_ROLLOUT alone. requests are what scripts capture; observer is told of every block, and
+        may ask to stop: fewer frames come back then. ConfigError: the model does not fit in memory; RunError:
+        a number cannot be right.
         """
         # 1. A config for each video.
+        require_no_run()
         base = config or self.config
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
@@ -279,19 +303,22 @@ class Session:
         self.prepare(requests, observer=observer, config=configs[0])
         for each in configs:
             self.require_loaded(each)
-        watching: AbstractContextManager[list[Any]] = (
-            captures.watching(configs) if captures else nullcontext([])
-        )
-        with watching as activations:
-            runs = self._roll_out(configs, requests, observer)
-        if captures:
-            captures.take(runs, activations)
+
+        def make(watching: AbstractContextManager[None]) -> list[Run]:
+            with rolling():
+                return self._roll_out(configs, requests, observer, watching)
+
+        runs = captures.roll_out(self, configs, make) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
 
     def _roll_out(
-        self, configs: Sequence[RunConfig], requests: Sequence[CaptureRequest], observer: Progress
+        self,
+        configs: Sequence[RunConfig],
+        requests: Sequence[CaptureRequest],
+        observer: Progress,
+        watching: AbstractContextManager[None],
     ) -> list[Run]:
-        """Roll out videos that differ in prompt and seed together."""
+        """Roll out videos that differ in prompt and seed together, watched behind all edits."""
         config, sizes = configs[0], self.model_config
         states, tokens = zip(*(self.texts[each.prompt] for each in configs), strict=True)
         requests = [  # maps of words are of the prompt's, unless it is said how many
@@ -307,7 +334,7 @@ class Session:
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         schedule = self.switches(config, len(configs))
-        with threads_for(noise, sizes), self.edited(config, len(configs)):
+        with threads_for(noise, sizes), self.edited(config, len(configs)), watching:
             edits = active_edits()  # also those of one's own intervene() around this
             latents, records = roll_out(
                 self.pipeline, TensorNoise(noise, renoise), torch.cat(states), schedule, requests, observer
@@ -339,6 +366,7 @@ class Session:
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
+        require_no_run()
         self.require_loaded(config)
         noise, renoise = draw_noise(config, self.model_config, self.dtype, self.device)
         # The same everywhere: what tiny noise changes is the floor that effects are compared with

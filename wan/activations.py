@@ -32,6 +32,7 @@ class Activation:
 
     where: ActivationSite
     value: Tensor
+    item: int = 0  # of the batch, where its items are kept on their own
 
 
 Reduce = Callable[[Tensor, ActivationSite], Tensor]
@@ -43,7 +44,8 @@ class SiteCapture(Watcher):
 
     frames are kept of sites with tokens, heads of sites with heads. reduce(x, where) makes what is kept of
     what was chosen. to: a device, or None to stay. on_block is called with what a block gave, when the next
-    begins, and takes it away.
+    begins, and takes it away. items: how many videos are made together, where each is kept, and reduced, on
+    its own, as if it were alone; None takes a batch [B, ...] as it comes.
     """
 
     sites: tuple[str, ...]
@@ -56,6 +58,8 @@ class SiteCapture(Watcher):
     dtype: torch.dtype | None = None
     reduce: Reduce | None = None
     on_block: Callable[[list[Activation]], None] | None = None
+    items: int | None = None
+    newest: int = field(default=-1, init=False)  # block
     kept: list[Activation] = field(default_factory=list)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
@@ -72,24 +76,37 @@ class SiteCapture(Watcher):
         check_indices("block", self.blocks, len(plan.blocks))
         check_indices("step", self.steps, plan.num_passes)
         check_indices("head", self.heads, plan.num_heads)
+        self.newest = -1  # a rollout begins
 
     def on_activation(self, x: Tensor, where: ActivationSite) -> None:
         if not self.wants(where.site, where.layer, where.at):
             return
-        # 1. The block before is complete when the first activation of the next one comes.
-        if self.on_block and self.kept and self.kept[-1].where.block != where.block:
-            self.flush()
-        # 2. Choose, reduce and round on the device: less has to be copied.
-        value = self.chosen(x.detach(), where)
+        # 1. The blocks before are complete when the first activation of a later one comes.
+        if where.block > self.newest:
+            if self.on_block:
+                self.flush()
+            self.newest = where.block
+        # 2. Videos that are made together are apart here; what all of them share is each one's.
+        parts = [x] if self.items in (None, 1) else x.split(1)
+        if self.items is not None and len(parts) != self.items:
+            assert len(parts) == 1, f"{where}: a batch of {len(parts)}, not of {self.items}"
+            parts = parts * self.items
+        for item, part in enumerate(parts):
+            self.kept.append(Activation(where, self.taken(part.detach(), where), item))
+
+    def taken(self, x: Tensor, where: ActivationSite) -> Tensor:
+        """Return what is kept of an activation, perhaps still on its way to the host."""
+        # 1. Choose, reduce and round on the device: less has to be copied.
+        value = self.chosen(x, where)
         if self.reduce:
             value = self.reduce(value.clone(), where)
         if self.dtype:
             value = value.to(self.dtype)
-        # 3. Copy to the host while the next layers compute.
-        is_copy = self.to is not None and torch.device(self.to).type != value.device.type
+        # 2. Copy to the host while the next layers compute.
+        to = value.device if self.to is None else torch.device(self.to)
+        is_copy = to.type != value.device.type or to.index not in (None, value.device.index)
         # a value that stays must not be overwritten by the layers to come
-        value = value.contiguous().to(self.to, non_blocking=True) if is_copy else value.clone()
-        self.kept.append(Activation(where, value))
+        return value.contiguous().to(to, non_blocking=True) if is_copy else value.clone()
 
     def chosen(self, x: Tensor, where: ActivationSite) -> Tensor:
         """Return the frames and heads of an activation that were asked for."""

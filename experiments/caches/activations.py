@@ -1,11 +1,26 @@
-"""Activations that were captured at named sites: a table of calls, and its safetensors file.
+"""Activations that were captured at named sites: a table of calls, its safetensors file, a folder of runs.
 
 table = load_activations("cache/activations.safetensors")["z"]
 table.at(layer=5, step=0).stack()       # a tensor, whose axes are table.axes
+
+capture(session, ..., stream_to=FOLDER) writes a folder, which ActivationFolder reads and adds to:
+
+    FOLDER/activations.json                  what all runs share: {"format", "model", "request"}
+    FOLDER/RUN/manifest.json                 RUN is <16 digits of the fingerprint>_seed<seed>; its facts below
+    FOLDER/RUN/shard_000.safetensors ...     calls in the order of the run, about a block each, all sites
+    FOLDER/RUN/latents.safetensors           site "x0", one call: the whole video, [1, F, C, h, w]; comes last
+
+A shard is a file of save_activations: tensors SITE/NNNNNN, one a call, whose places are in the metadata
+"sites". A manifest has prompt, seed, fingerprint, model, num_frames, policy, edits, batch (how many videos
+were made together), is_complete, and shards: {name: {"sha256", "blocks"}}, where sha256 is that of the
+shard's content (content_sha256), which its own metadata has too. Every file is written whole. A run without
+is_complete was interrupted; the shards that its manifest names are whole.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -16,12 +31,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from experiments.caches.files import CacheError, replacing
-from wan.errors import reason_of
+from experiments.caches.files import CacheError, replacing, save_report
+from wan.errors import reason_of, short_repr
 from wan.sites import SITES
 
 FORMAT = "activations"
 COORDINATES = ("layer", "block", "step", "branch")
+SHARED, MANIFEST, LATENTS = "activations.json", "manifest.json", "latents.safetensors"
+RUN_NAME = re.compile(r"[0-9a-f]{16}_seed-?\d+")
+OF_A_MODEL = ("model", "weights", "weights_file", "weights_sha256", "quantised", "dtype")  # of a run's facts
+OF_A_MODEL += ("num_heads", "head_dim", "frame_seq_length")
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,16 @@ class Activations(Sequence[Tensor]):
         return f"Activations: {self.site}, {len(self)} calls ({there}) of shape {shape}"
 
 
+# --- A file
+def content_sha256(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the SHA-256 of a file's content: what its metadata says, and its tensors by name."""
+    digest = hashlib.sha256(json.dumps([metadata["about"], metadata["sites"]]).encode())
+    for name, x in tensors:
+        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+        digest.update(x.reshape(-1).view(torch.uint8).numpy())  # a tensor without axes has no view as bytes
+    return digest.hexdigest()
+
+
 def save_activations(path: str | Path, tables: Mapping[str, Activations], about: Mapping[str, Any]) -> Path:
     """Write tables by site, whole or not at all, with facts about their run. CacheError where it cannot."""
     path = Path(path)
@@ -115,21 +144,35 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
         for site, table in tables.items()
     }
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
-    with replacing(path) as file:
-        save_file(tensors, file.name, metadata)
+    metadata["sha256"] = content_sha256(metadata, tensors.items())
+    try:
+        with replacing(path) as file:
+            save_file(tensors, file.name, metadata)
+    except (OSError, SafetensorError) as error:
+        raise CacheError(f"{path} cannot be written: {reason_of(error)}") from None
     return path
 
 
-def load_activations(path: str | Path) -> dict[str, Any]:
-    """Read what save_activations wrote: format, facts about the run, and tables by site."""
+def load_activations(path: str | Path, sha256: str | None = None) -> dict[str, Any]:
+    """Read what save_activations wrote: format, facts about the run, and tables by site.
+
+    CacheError for a damaged file, and for one whose content is not that of sha256, where it is given.
+    """
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             found: dict[str, Any] = {"format": FORMAT, **json.loads(metadata["about"])}
+            tensors = dict[str, Tensor]()
             for site, table in json.loads(metadata["sites"]).items():
                 places = tuple(Place(**{**one, "frames": tuple(one["frames"])}) for one in table["places"])
-                values = tuple(file.get_tensor(f"{site}/{n:06d}") for n in range(len(places)))
+                names = [f"{site}/{n:06d}" for n in range(len(places))]
+                tensors |= {name: file.get_tensor(name) for name in names}
+                values = tuple(tensors[name] for name in names)
                 found[site] = Activations(site, places, values, bool(table["is_reduced"]))
+        # Files from before 0.2 have no checksum
+        wanted = {sha256, metadata.get("sha256")} - {None}
+        if wanted and wanted != {content_sha256(metadata, tensors.items())}:
+            raise ValueError("its content is not what was written")
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CacheError(
             f"{path} cannot be read as activations: {reason_of(error)}; capture them again"
@@ -148,3 +191,162 @@ def joined(tables: Iterator[Mapping[str, Any]]) -> dict[str, Activations]:
                 both = before.places + part.places, before.values + part.values
                 found[site] = Activations(site, *both, part.is_reduced)
     return found
+
+
+# --- A folder of runs
+def read_json_file(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON object that we wrote. CacheError, which ends with the remedy, for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CacheError(f"{path} cannot be read: {reason_of(error)}; {remedy}") from None
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRun:
+    """A run of a folder of activations: its own folder, and what its manifest says.
+
+    >>> run = ActivationFolder("cache/acts").runs[0]
+    >>> run.manifest["prompt"], run.tables["resid_post"].stack().shape
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.manifest.get("is_complete"))
+
+    @property
+    def shards(self) -> dict[Path, str]:
+        """The files of its activations in the order of the run, and the SHA-256 of each's content."""
+        return {self.path / name: each["sha256"] for name, each in sorted(self.manifest["shards"].items())}
+
+    @property
+    def tables(self) -> dict[str, Activations]:
+        """All its activations by site, read into memory. CacheError where a shard is damaged."""
+        return joined(load_activations(path, sha256) for path, sha256 in self.shards.items())
+
+    @property
+    def latents(self) -> Tensor:
+        """The video's latents [1, F, C, h, w], of a run that is complete."""
+        found = load_activations(self.path / LATENTS, self.manifest.get("latents_sha256"))
+        return found["x0"][0]
+
+    def write(self, tables: Mapping[str, Activations]) -> None:
+        """Add a shard, and then name it in the manifest."""
+        name = f"shard_{len(self.manifest['shards']):03d}.safetensors"
+        path = save_activations(self.path / name, tables, self._about)
+        blocks = sorted({place.block for table in tables.values() for place in table.places})
+        self.manifest["shards"][name] = {"sha256": sha256_of(path), "blocks": blocks}
+        save_report(self.manifest, self.path / MANIFEST)
+
+    def finish(self, latents: Tensor) -> None:
+        """Write the latents, and say that nothing is missing."""
+        whole = tuple(range(latents.shape[1]))
+        table = Activations("x0", (Place(None, 0, 0, whole, True, 0.0),), (latents.cpu(),))
+        path = save_activations(self.path / LATENTS, {"x0": table}, self._about)
+        self.manifest.update(is_complete=True, latents_sha256=sha256_of(path))
+        save_report(self.manifest, self.path / MANIFEST)
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        return {name: self.manifest[name] for name in ("model", "prompt", "seed", "fingerprint")}
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum that a file of save_activations says of itself."""
+    with safe_open(path, "pt") as file:
+        return str(file.metadata()["sha256"])
+
+
+class ActivationFolder:
+    """The activations of any number of runs of one model, for one request.
+
+    >>> folder = ActivationFolder("cache/acts")
+    >>> [(run.manifest["prompt"], run.manifest["seed"]) for run in folder.runs]
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What its runs share: model and request. CacheError where it is no such folder."""
+        remedy = f"give a folder that capture(session, ..., stream_to={str(self.path)!r}) wrote"
+        found = read_json_file(self.path / SHARED, remedy)
+        if found.get("format") != FORMAT:
+            raise CacheError(f"{self.path / SHARED} is of format {short_repr(found.get('format'))}; {remedy}")
+        return found
+
+    @property
+    def runs(self) -> list[StoredRun]:
+        """Its complete runs, by name."""
+        return [run for run in self.all_runs if run.is_complete]
+
+    @property
+    def all_runs(self) -> list[StoredRun]:
+        """Its runs by name, those that were interrupted too."""
+        self.shared  # noqa: B018 - refuses what is no such folder
+        names = sorted(one.name for one in self.path.iterdir() if RUN_NAME.fullmatch(one.name))
+        return [run for name in names if (run := self._stored(self.path / name))]
+
+    def _stored(self, path: Path) -> StoredRun | None:
+        if not (path / MANIFEST).exists():  # interrupted before its first shard
+            return None
+        manifest = read_json_file(path / MANIFEST, f"remove {path} and capture that run again")
+        if not isinstance(manifest.get("shards"), dict) or "fingerprint" not in manifest:
+            raise CacheError(f"{path / MANIFEST} names no shards; remove {path} and capture that run again")
+        return StoredRun(path, manifest)
+
+    def require(self, request: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
+        """Raise CacheError where the folder is of another request, or of another model than a run's facts."""
+        if not (self.path / SHARED).exists():
+            if any(self.path.glob("block_*.safetensors")):
+                raise CacheError(f"{self.path} holds files of an older capture; choose another folder")
+            return
+        asked = {"request": dict(request)} | ({"model": model_of(facts)} if facts else {})
+        asked, found = json.loads(json.dumps(asked)), self.shared
+        for part, values in asked.items():
+            stored = found.get(part) or {}
+            for name in sorted({*values, *stored}):
+                if values.get(name) != stored.get(name):
+                    said = f"{short_repr(stored.get(name))}, not {short_repr(values.get(name))}"
+                    raise CacheError(
+                        f"{self.path} holds another {part}'s activations: {name} is {said}; "
+                        "choose another folder"
+                    )
+
+    def begin(self, request: Mapping[str, Any], facts: Mapping[str, Any], batch: int) -> StoredRun:
+        """Return the run of these facts, which is made here unless it is complete. CacheError as require().
+
+        facts are the fields that a run's caches share (Session.common).
+        """
+        # 1. The folder says what it is of before it holds anything
+        self.require(request, facts)
+        if not (self.path / SHARED).exists():
+            shared = {"format": FORMAT, "model": model_of(facts), "request": dict(request)}
+            save_report(shared, self.path / SHARED)
+        # 2. What is complete stays; what was interrupted is written again, shard by shard
+        path = self.path / f"{facts['fingerprint'][:16]}_seed{facts['seed']}"
+        found = self._stored(path)
+        if found and found.is_complete and found.manifest["fingerprint"] == facts["fingerprint"]:
+            return found
+        config = facts.get("config", {})
+        names = ("prompt", "seed", "fingerprint", "model", "num_frames")
+        return StoredRun(
+            path,
+            {name: facts[name] for name in names}
+            | {"policy": config.get("cache_policy"), "edits": facts.get("interventions"), "batch": batch}
+            | {"is_complete": False, "shards": {}},
+        )
+
+
+def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which model a run's facts are of, its LoRA by a hash too."""
+    own = str(facts.get("weights_file", "")).split(" + ")
+    files = [each for each in facts.get("files", ()) if each["name"] in own]
+    return {name: facts[name] for name in OF_A_MODEL if name in facts} | {"files": files}
