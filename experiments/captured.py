@@ -363,7 +363,7 @@ class Atlas(dict[str, Any]):
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         """Return the names of each quantity's axes: ("layers", "passes", "heads", "frames", "frames")."""
-        letters = {name: declared.text for name, declared in declared_fields(AtlasCache).items()}
+        letters = declared_fields(AtlasCache)
         lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 

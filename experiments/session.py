@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -225,8 +225,8 @@ class Session:
                     sha256.set_exception(error)
 
             Thread(target=hash_weights, daemon=True).start()  # the process may end without it
-            self.texts = PromptTexts(prompts, self._encode)
             self._loaded = deepcopy(config)
+            self.texts = PromptTexts(self, self._loaded, prompts)
             self.texts[prompts[0]]
             # 3. Load the model.
             with out_of_memory("loading the model"):
@@ -244,19 +244,6 @@ class Session:
     def prompts_of(self, config: RunConfig) -> list[str]:
         """Return the prompts that a rollout of a config needs, but for those of a schedule."""
         return [config.prompt]
-
-    def _encode(self, prompts: Sequence[str]) -> dict[str, PromptStates]:
-        """Encode prompts; on a GPU a model that is loaded makes room meanwhile."""
-        model, device = self.pipeline and self.pipeline.model, self.device
-        moves = model and device.type != "cpu" and encoding_device(self._loaded, device).type != "cpu"
-        with out_of_memory("encoding the prompt"):
-            if moves:
-                model.to("cpu")
-            try:
-                return encode_prompts(self._loaded, prompts, self.model_config, self.dtype, device)
-            finally:
-                if moves:
-                    model.to(device)
 
     # --- Videos
     def generate(
@@ -471,18 +458,33 @@ Pipe = Session  # its name of before, for one release
 # --- Prompts to embeddings, once: remembered by prompt and encoder, or given in a file in place of umT5
 # A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir
 # of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
+@dataclass(eq=False)
 class PromptTexts:
     """States and tokens of many prompts, PROMPTS_AT_ONCE at a time as they are asked for, in their order."""
 
-    def __init__(self, prompts: Sequence[str], encode: Callable[[Sequence[str]], dict[str, PromptStates]]):
-        self._prompts, self._encode = list(prompts), encode
-        self._known: dict[str, PromptStates] = {}
+    session: Session
+    config: RunConfig
+    prompts: list[str]
+    known: dict[str, PromptStates] = field(default_factory=dict)
 
     def __getitem__(self, prompt: str) -> PromptStates:
-        if prompt not in self._known:
-            there = self._prompts.index(prompt) if prompt in self._prompts else len(self._prompts)
-            self._known = self._encode(self._prompts[there:][:PROMPTS_AT_ONCE] or [prompt])
-        return self._known[prompt]
+        if prompt in self.known:
+            return self.known[prompt]
+        there = self.prompts.index(prompt) if prompt in self.prompts else len(self.prompts)
+        some = self.prompts[there:][:PROMPTS_AT_ONCE] or [prompt]
+        # On a GPU a model that is loaded makes room meanwhile
+        session, device = self.session, self.session.device
+        model = session.pipeline and session.pipeline.model
+        moves = model and device.type != "cpu" and encoding_device(self.config, device).type != "cpu"
+        with out_of_memory("encoding the prompt"):
+            if moves:
+                model.to("cpu")
+            try:
+                self.known = encode_prompts(self.config, some, session.model_config, session.dtype, device)
+            finally:
+                if moves:
+                    model.to(device)
+        return self.known[prompt]
 
 
 def encode_prompts(

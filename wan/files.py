@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -86,7 +87,9 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                     packed = sum(r.file_size for r in records if r.compress_type != ZIP_STORED)
                     if packed > MAPPED_BYTES or archive.comment:
                         raise UnreadableError("its records are not as torch.save writes them")
-                    _compare_checksums(path)
+                    threads = os.cpu_count() or 1  # zlib computes without Python's lock
+                    with ThreadPoolExecutor(threads) as pool:
+                        list(pool.map(partial(_compare_checksums, path, step=threads), range(threads)))
                     if packed:  # write it again as torch.save writes it
                         with ZipFile(Path(folder) / path.name, "w") as stored:
                             for record in records:
@@ -116,19 +119,13 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
         raise UnreadableError(reason_of(error)) from error
 
 
-def _compare_checksums(path: Path) -> None:
-    """Read every record of an archive by a thread a core. Raises BadZipFile for one that is damaged."""
-    threads = os.cpu_count() or 1  # zlib computes without Python's lock
-
-    def read(share: int) -> None:
-        with ZipFile(path) as archive:  # each thread its own: sharing one is a race before 3.12.4
-            for record in archive.infolist()[share::threads]:
-                with archive.open(record) as file:
-                    while file.read(1 << 24):
-                        pass
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, range(threads)))
+def _compare_checksums(path: Path, first: int, step: int) -> None:
+    """Read each step-th record of an archive from the first on. Raises BadZipFile for one that is damaged."""
+    with ZipFile(path) as archive:  # each thread its own: sharing one is a race before 3.12.4
+        for record in archive.infolist()[first::step]:
+            with archive.open(record) as file:
+                while file.read(1 << 24):
+                    pass
 
 
 def _values(content: Any) -> Iterator[Any]:

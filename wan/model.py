@@ -1,7 +1,7 @@
 """The Wan2.1 text-to-video transformer (https://github.com/Wan-Video/Wan2.1): latents and text to flow."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -129,10 +129,12 @@ class FeedForward(nn.Sequential):
 class _Attention(nn.Module):
     """Projections and query/key norms that self- and cross-attention share."""
 
-    def __init__(self, config: ModelConfig, site: Site):
+    kind: Literal["self", "cross"]  # what its queries attend to
+
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         dim = config.dim
-        self.site, self.num_heads = site, config.num_heads
+        self.site, self.num_heads = Site(layer, self.kind), config.num_heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = QueryKeyNorm(config), QueryKeyNorm(config)
 
@@ -144,8 +146,7 @@ class _Attention(nn.Module):
 class SelfAttention(_Attention):
     """Attention of a block's tokens to each other and, through the KV cache, to the past."""
 
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, Site(layer, "self"))
+    kind = "self"
 
     def forward(
         self,
@@ -211,8 +212,7 @@ class SelfAttention(_Attention):
 class CrossAttention(_Attention):
     """Attention of video tokens to the text, whose keys and values are computed once per prompt."""
 
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__(config, Site(layer, "cross"))
+    kind = "cross"
 
     def forward(self, x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
         q, k, v = (

@@ -311,8 +311,10 @@ class Rollout:
             embeds = self.pipeline.encode(prompts) if embeds is None else embeds
             self.text = self.model.text_keys_values(embeds)
         # 2. What the policy makes of the past under it, and how many of its frames are computed again.
-        remembered, again = apply_switch(self.kv_cache, how, len(self.past), self.context)
-        del self.past[: len(self.past) - remembered]
+        again = 0
+        if switch or self.context:
+            remembered, again = apply_switch(self.kv_cache, how, len(self.past), self.context)
+            del self.past[: len(self.past) - remembered]
         shard = self.model.head_shard
         text = shard.of_text(self.text) if shard else self.text
         if again:

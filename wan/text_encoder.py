@@ -17,11 +17,6 @@ if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5EncoderModel
 
 
-def clean_prompt(text: str) -> str:
-    """Mend broken unicode, unescape HTML twice, collapse white space, as Wan2.1 does before tokenising."""
-    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
-
-
 class TextEncoder(nn.Module):
     """umT5 encoder with its tokenizer; called with prompts, it returns states [B, text_len, text_dim]."""
 
@@ -60,7 +55,9 @@ class TextEncoder(nn.Module):
     def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask, [B, text_len] each. Warn where a prompt is longer, with what was cut."""
         with library_reads("the prompt with this tokenizer", CheckpointError, "get the tokenizer again"):
-            texts = [clean_prompt(prompt) for prompt in prompts]
+            # As Wan2.1 does: mend broken unicode, unescape HTML twice, collapse white space
+            mended = [html.unescape(html.unescape(ftfy.fix_text(prompt))) for prompt in prompts]
+            texts = [" ".join(text.split()) for text in mended]
             for text in texts:
                 ids = self.tokenizer(text).input_ids
                 if len(ids) > self.text_len:

@@ -62,17 +62,12 @@ class Fields:
         return wrapped
 
 
-class Declared(NamedTuple):
-    """What a field may hold."""
-
-    text: str  # types and lengths: "int | none", "f16/f32 [H, F, F]"
-    is_required: bool
-    entries: type[Fields] | None  # of a list of dicts
-
-
 @cache
-def declared_fields(kind: type[Fields]) -> dict[str, Declared]:
-    """Return what a dataclass declares of each field, from its annotations."""
+def declared_fields(kind: type[Fields]) -> dict[str, str]:
+    """Return types and lengths of each field of a dataclass: "int | none", "f16/f32 [H, F, F]".
+
+    A field that may be absent has a default; the entries of "a list of dicts" are of kind.nested.
+    """
     found, hints = {}, get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         text, hint = "", hints[field.name]
@@ -81,9 +76,7 @@ def declared_fields(kind: type[Fields]) -> dict[str, Declared]:
         options = get_args(hint) if NoneType in get_args(hint) else (hint,)
         names = [(get_origin(one) or one).__name__ for one in options if one is not NoneType]
         text = " | ".join([text or " | ".join(names), *["none"] * (NoneType in options)])
-        entries = kind.nested.get(field.name)
-        text = "a list of dicts" if entries else text
-        found[field.name] = Declared(text, field.default is MISSING, entries)
+        found[field.name] = "a list of dicts" if field.name in kind.nested else text
     return found
 
 
@@ -579,16 +572,16 @@ def _check_fields(
             sizes[tokens] = sizes[frames] * sizes["S"]
     # 2. Every field against its declaration; the entries of lists of dicts likewise
     for name, declared in declared_fields(kind).items():  # type: ignore[arg-type]  # a class is hashable
-        value = values.get(name, MISSING)
-        if value is MISSING and not declared.is_required:
+        value, entries = values.get(name, MISSING), kind.nested.get(name)
+        if value is MISSING and hasattr(kind, name):  # its default
             continue
-        if declared.entries and isinstance(value, list) and all(isinstance(v, Mapping) for v in value):
+        if entries and isinstance(value, list) and all(isinstance(v, Mapping) for v in value):
             for i, entry in enumerate(value):
-                _check_fields(entry, declared.entries, f"{where}{name}[{i}].", sizes)
-        elif not any(_fits(value, option, sizes) for option in declared.text.split(" | ")):
-            known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared.text)
-            known = f" ({known})" * bool(known and "[" in declared.text)
-            raise CacheError(f"{where}{name} is {_describe(value)}, not {declared.text}{known}")
+                _check_fields(entry, entries, f"{where}{name}[{i}].", sizes)
+        elif not any(_fits(value, option, sizes) for option in declared.split(" | ")):
+            known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared)
+            known = f" ({known})" * bool(known and "[" in declared)
+            raise CacheError(f"{where}{name} is {_describe(value)}, not {declared}{known}")
 
 
 def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:

@@ -89,7 +89,7 @@ def _command(path: Path, expect: Sequence[str]) -> str:
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """Return an atlas of one of an atlas's layers."""
     i = atlas["layers"].index(layer)
-    by_layer = [name for name, declared in declared_fields(AtlasCache).items() if "[N" in declared.text]
+    by_layer = [name for name, declared in declared_fields(AtlasCache).items() if "[N" in declared]
     return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
 
 

@@ -30,8 +30,8 @@ from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE, encoder_files
-from wan.config import DTYPES, ModelConfig, RunConfig, check_device
-from wan.errors import ConfigError
+from wan.config import DTYPES, Device, ModelConfig, RunConfig
+from wan.errors import ConfigError, fitted, short_repr
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -58,7 +58,10 @@ NOT_OF_NUMBERS = (
 # --- Where a run computes
 def choose_device(name: str, offload: bool = False) -> torch.device:
     """auto, cpu, cuda or cuda:N (which becomes the current GPU) -> a device that is there."""
-    if check_device(name) == "auto":
+    _, known = fitted(name, Device, "device")  # of a flag: that of a config is checked already
+    if known:
+        raise ConfigError(f"device {short_repr(name)} is not {known}")
+    if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     there = torch.cuda.device_count()

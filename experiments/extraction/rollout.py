@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ REMEDY = "try --device cpu or another dtype in the config"
 
 
 # --- Progress: a bar on stderr, a JSON line per event in a log, and the wish to stop
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Is told how a rollout goes on, and may stop it: set `stopping`, and it ends after a block or step.
 
     Shows a bar of blocks or steps on stderr unless quiet, and appends JSON lines to log_file. Raises
@@ -57,9 +57,6 @@ class Progress:
         self.rollout_start = self.start
         self._bar: tqdm | None = None
         self._log = open_log(log_file) if log_file else None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind, error, trace) -> None:
         about = {} if error is None else {"error": f"{kind.__name__}: {error}"}
