@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from experiments.analysis.measures import head_statistics
+from experiments.analysis.stats import pearson
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
 from experiments.caches.files import CacheError, RunError
@@ -436,15 +437,19 @@ class AtlasComparison:
         there = rows[0].isfinite() & rows[1].isfinite()
         count = there.sum(-1, keepdim=True)
         a, b = (x.masked_fill(~there, 0) for x in rows)
-        a, b = (((x - x.sum(-1, keepdim=True) / count) * there) for x in (a, b))
-        self.correlation = (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+        # In their places the mean: it takes part in no sum
+        a, b = (torch.where(there, x, x.sum(-1, keepdim=True) / count).numpy() for x in (a, b))
+        self.correlation = torch.from_numpy(pearson(a, b)).float()
 
     def plot(self) -> "Figure":
         """Draw the correlations, layers by heads."""
         return drawing().correlation_map(self.correlation.numpy(), self.layers, self.quantity)
 
     def __repr__(self) -> str:
-        low, mean = self.correlation.min().item(), self.correlation.mean().item()
+        known = self.correlation[self.correlation.isfinite()]  # a head may look at all frames alike
+        if not len(known):
+            return f"AtlasComparison: {self.quantity} of no head varies"
+        low, mean = known.min().item(), known.mean().item()
         return f"AtlasComparison: {self.quantity} of heads correlate by {mean:.3f}, at least {low:.3f}"
 
 

@@ -203,8 +203,9 @@ def motion(video: np.ndarray) -> np.ndarray:
 
 def largest_drop(distances: np.ndarray) -> float:
     """Return how far the distance [T] to the first frames falls within a second, at most."""
-    # [T, 17]: each frame with the second that follows it.
-    windows = np.lib.stride_tricks.sliding_window_view(distances, min(FPS + 1, len(distances)))
+    # [T, 17]: each frame with the second that follows it, which the end of the video cuts short.
+    padded = np.pad(distances, (0, FPS), constant_values=np.inf)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, FPS + 1)
     return float((windows[:, 0] - windows.min(1)).max())
 
 

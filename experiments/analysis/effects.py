@@ -115,7 +115,8 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     mass = open_profiles(cache, quantity="mass")
     profile, context = mass.profiles(), mass.context_frames
     # [N, H]
-    past = np.nansum(profile[..., list(context)], -1)
+    of_past = profile[..., list(context)]
+    past = np.where(np.isnan(of_past).all(-1), np.nan, np.nansum(of_past, -1))
     found = {"Mass on frame 0": first_frame_mass(profile, context)[0], "Mass on the past": past}
     if "frame_logits" not in cache:
         return found, None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.analysis.stats import mean_without_nan, pearson
+from experiments.analysis.stats import RESOLUTION, mean_without_nan, pearson, varying
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles
 
@@ -73,7 +73,8 @@ def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstF
         effect = (z.T @ y)[0] / size
         residual = ((rest - z * effect) ** 2).sum(0)
         error = np.sqrt(residual / (freedom if freedom > 0 else np.nan) / size)
-        shares = 1 - residual / (within**2).sum(0), size * effect**2 / (rest**2).sum(0)
+        spreads = [varying(x.T, y.T, RESOLUTION) for x in (within, rest)]
+        shares = 1 - residual / spreads[0], size * effect**2 / spreads[1]
         return np.where(identified, np.stack([effect, error, *shares]), np.nan)
 
     return FirstFrameEffect(*_of_heads(fit, matrix, context_cells(block_sizes), 4))

@@ -23,7 +23,7 @@ from experiments.analysis.first_frame import (
     matrices,
 )
 from experiments.analysis.panels import ALL_QUERIES, HeadMap, HeadPanel, rows_of
-from experiments.analysis.stats import mean_without_nan
+from experiments.analysis.stats import RESOLUTION, mean_without_nan, varying
 from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Profiles, open_profiles
@@ -118,7 +118,7 @@ def wave(
     """Least squares of a + b f + c cos(w f) + s sin(w f) to the context frames f of profiles [..., F].
 
     Returns the amplitude sqrt(c^2 + s^2), and r2 = 1 - RSS / RSS of the line a + b f alone; NaN where fewer
-    than 6 frames show a wave. The default w = 1 rad/frame is the fastest of Wan's temporal RoPE.
+    than 6 frames show a wave, and r2 of a line. The default w = 1 rad/frame is Wan's fastest temporal RoPE.
     """
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
@@ -127,7 +127,7 @@ def wave(
     basis = np.stack([np.ones_like(f), f, np.cos(frequency * f), np.sin(frequency * f)], -1)
     line, coefficients = basis[:, :2], y @ np.linalg.pinv(basis).T
     rss = ((y - coefficients @ basis.T) ** 2).sum(-1)
-    of_line = ((y - y @ np.linalg.pinv(line).T @ line.T) ** 2).sum(-1)
+    of_line = varying(y - y @ np.linalg.pinv(line).T @ line.T, y, RESOLUTION)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.hypot(coefficients[..., 2], coefficients[..., 3]), 1 - rss / of_line
 
@@ -135,7 +135,8 @@ def wave(
 def best_period(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
     """Find the period of the highest r2 of wave(), of profiles [..., F], 2.5 frames to half the context.
 
-    NaN where it explains less than half of the variance, or is an end of the periods that were searched.
+    NaN where it explains less than half of the variance, as of a constant or a line, or is an end of the
+    periods that were searched.
     """
     # From 2.5 frames, near the shortest that samples can show, to half the context
     span = max(np.ptp(context), 6) if len(context) else 6

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.analysis.first_frame import context_cells
 from experiments.analysis.panels import BlockPanel, HeadMap, HeadPanel, PartsPanel
-from experiments.analysis.stats import mean_without_nan
+from experiments.analysis.stats import RESOLUTION, mean_without_nan, varying
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
 
@@ -98,9 +98,9 @@ def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray
 
 
 def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
-    """Return the share of the variance of curves [..., n] that fitted [..., n] explains: [...]."""
+    """Return the share of the variance of curves [..., n] that fitted [..., n] explains; NaN of constants."""
     rest = ((curves - fitted) ** 2).sum(-1)
-    return 1 - rest / ((curves - curves.mean(-1, keepdims=True)) ** 2).sum(-1)
+    return 1 - rest / varying(curves - curves.mean(-1, keepdims=True), curves, RESOLUTION)
 
 
 def held_out_r_squared(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
@@ -161,7 +161,7 @@ def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.n
     within = lambda v: v - rows @ ((rows.T @ v) / rows.sum(0)[:, None])  # noqa: E731
     x, t = within(columns), within(y.T)  # [cells, 2 B + 1], [cells, heads]
     found = np.linalg.pinv(x) @ t
-    share = 1 - ((t - x @ found) ** 2).sum(0) / (t**2).sum(0)
+    share = 1 - ((t - x @ found) ** 2).sum(0) / varying(t.T, y, RESOLUTION)
     shape = np.shape(matrix)[:-2]
     cosine, sine, s = np.split(found.T.reshape(*shape, -1), [B, 2 * B], -1)
     waves = Waves(np.asarray(frequencies), np.zeros(shape), cosine, sine)

@@ -1,4 +1,4 @@
-"""Statistics over prompts and heads, and differences of videos. NaN was not measured.
+"""Statistics over prompts and heads, and differences of videos. NaN was not measured, and stays NaN.
 
 The unit is the prompt: seeds are averaged first, bootstraps resample prompts, and layers as wholes where a
 number is over heads. Resampling is scipy's; scipy.stats is loaded by its first use.
@@ -16,6 +16,9 @@ import scipy  # its submodules are imported when they are first named
 
 DRAWS = 2000  # resamples of a bootstrap
 ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
+# Share of its largest value by which what varies must differ from a constant, or from a line: rounding of
+# float64 sums, and of the float32 that caches keep.
+ROUNDING, RESOLUTION = 1e-13, 1e-6
 
 
 class Interval(NamedTuple):
@@ -40,15 +43,34 @@ def mean_without_nan(values: np.ndarray) -> np.ndarray:
         return np.nansum(values, -1) / (~np.isnan(values)).sum(-1)
 
 
+# --- What can be computed at all: scipy's resampling takes NaN for a number, and rounding for a spread
+
+
+def is_known(*arrays: Sequence[float] | np.ndarray) -> bool:
+    """Return True where arrays have values, and all of them are finite: the check before any statistic."""
+    return all(np.size(x) > 0 and bool(np.isfinite(x).all()) for x in arrays)
+
+
+def varying(rest: np.ndarray, values: np.ndarray, share: float = ROUNDING) -> np.ndarray:
+    """Return the sum of squares of rest [..., n], which is left of values [..., n]; NaN where it is rounding.
+
+    A constant differs from its mean by rounding alone: it has no correlation, no R² and no period.
+    """
+    squares = (rest * rest).sum(-1)
+    least = rest.shape[-1] * (share * np.abs(values).max(-1, initial=0)) ** 2
+    return np.where(squares > least, squares, np.nan)
+
+
 # --- Correlations
 
 
 def pearson(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Correlate [..., n] with [..., n] along the last axis in float64; NaN where one is constant."""
+    """Correlate [..., n] with [..., n] along the last axis in float64; NaN with NaN, or a constant."""
     arrays = (np.asarray(one, np.float64), np.asarray(other, np.float64))
-    a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+        a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
+        sizes = [np.sqrt(varying(x, values)) for x, values in zip((a, b), arrays, strict=True)]
+        return (a * b).sum(-1) / (sizes[0] * sizes[1])
 
 
 def rms_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -81,13 +103,18 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
 
 def percentiles(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
     """Return an estimate with the middle 95 % of the draws that are known; NaN has no interval."""
-    if np.isnan(estimate) or np.isnan(drawn).all():
-        return Interval(estimate, np.nan, np.nan)
+    if not is_known(estimate) or np.isnan(drawn).all():
+        return Interval(np.nan, np.nan, np.nan)
     return Interval(estimate, *np.nanpercentile(drawn, [2.5, 97.5]).tolist())
 
 
 def bootstrap(values: np.ndarray) -> Interval:
-    """Return the mean of values and its interval, from resampling the first axis, the prompts."""
+    """Return the mean of values and its interval, from resampling the first axis, the prompts.
+
+    All are NaN where a value is not known, or there is none.
+    """
+    if not is_known(values):
+        return Interval(np.nan, np.nan, np.nan)
     per_prompt = np.asarray(values, np.float64).reshape(len(values), -1).mean(1)
     return percentiles(float(per_prompt.mean()), _resampled((per_prompt,), np.mean, DRAWS))
 
@@ -104,8 +131,10 @@ def _resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], dra
 def nested_bootstrap(groups: Sequence[np.ndarray]) -> Interval:
     """Return the mean of groups' means and its interval: draws of groups, and of the values of each.
 
-    The values [n] of a group are numbers of prompts; of one group it is bootstrap().
+    The values [n] of a group are numbers of prompts; of one group it is bootstrap(). NaN as there.
     """
+    if not groups or not is_known(*groups):
+        return Interval(np.nan, np.nan, np.nan)
     if len(groups) == 1:
         return bootstrap(groups[0])
     generator, count = np.random.default_rng(0), len(groups)
@@ -140,11 +169,13 @@ def head_correlation(
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
     """Return the two-sided p of paired differences [prompts] having mean 0, by flipping their signs.
 
-    It is exact where there are no more than `draws` ways to flip them. NaN where a difference is NaN.
+    It is exact where there are no more than `draws` ways to flip them. NaN where a difference is not known.
     """
     differences = np.asarray(differences, np.float64)
-    if np.isnan(differences).any() or len(differences) < 2:  # the sign of one alone says nothing
-        return float("nan") if np.isnan(differences).any() else 1.0
+    if not is_known(differences):
+        return float("nan")
+    if len(differences) < 2:  # the sign of one alone says nothing
+        return 1.0
 
     def size_of_mean(x: np.ndarray, axis: int) -> np.ndarray:
         return np.abs(x.mean(axis))
@@ -155,11 +186,11 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
-    """Adjust p-values [n] for n comparisons (Holm 1979), in their order."""
-    # The smallest p times n, the next times n - 1, ...; none below the one before it
+    """Adjust p-values [n] for the comparisons made (Holm 1979), in their order; NaN was not made."""
+    # The smallest p times n, the next times n - 1, ...; none below the one before it. NaN comes last
     p = np.asarray(p_values, np.float64)
     order = p.argsort(kind="stable")
-    adjusted = np.maximum.accumulate((len(p) - np.arange(len(p))) * p[order])
+    adjusted = np.maximum.accumulate((np.isfinite(p).sum() - np.arange(len(p))) * p[order])
     return np.minimum(adjusted, 1)[order.argsort()]
 
 

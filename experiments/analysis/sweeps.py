@@ -9,7 +9,7 @@ import numpy as np
 from experiments.analysis.first_frame import context_cells, context_sign_rate, first_frame_effect, matrices
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.analysis.stats import mean_without_nan, spearman
+from experiments.analysis.stats import mean_without_nan, spearman, varying
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
@@ -59,8 +59,9 @@ def measures_of(views: Views) -> dict[str, np.ndarray]:
 def stability(values: np.ndarray) -> np.ndarray:
     """|mean| / standard deviation (n − 1) of values [atlases, N, H] -> [N, H]; NaN without a spread."""
     # Unlike a t value it does not grow with the number of atlases
-    spread = np.std(values, 0, ddof=1)
-    return np.abs(np.mean(values, 0)) / np.where(spread > 0, spread, np.nan)
+    moved = np.moveaxis(np.asarray(values, np.float64), 0, -1)
+    spread = np.sqrt(varying(moved - moved.mean(-1, keepdims=True), moved) / max(len(values) - 1, 1))
+    return np.abs(moved.mean(-1)) / spread
 
 
 def rank_correlations(values: np.ndarray) -> np.ndarray:

@@ -3,9 +3,10 @@
 import numpy as np
 import pandas as pd
 import pytest
+import scipy
 from hypothesis import given, settings, strategies
 
-from experiments.analysis import drift, stats
+from experiments.analysis import drift, first_frame, measures, rope_waves, stats, sweeps
 
 
 def draw(*shape, seed=0):
@@ -32,6 +33,50 @@ def test_partial_spearman_is_that_of_the_inverse_of_the_rank_correlations_and_pe
     precision = np.linalg.inv(np.corrcoef([pd.Series(v).rank() for v in (x, y, z, w)]))
     expected = -precision[0, 1] / np.sqrt(precision[0, 0] * precision[1, 1])
     assert stats.partial_spearman(x, y, (z, w)) == pytest.approx(expected, abs=1e-10)
+
+
+# What is not known, or does not vary, and the numbers that rounding and scipy made of it.
+MISSING = strategies.lists(strategies.floats(-9, 9), min_size=2, max_size=9).flatmap(
+    lambda some: strategies.tuples(
+        strategies.just(some), strategies.integers(0, len(some)), strategies.sampled_from([np.nan, np.inf])
+    )
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(MISSING)
+def test_missing_is_never_a_number(case):
+    some, place, missing = case
+    values = np.insert(some, place, missing)
+    intervals = [stats.bootstrap(values), stats.nested_bootstrap([values, np.ones(3)]), stats.bootstrap([])]
+    assert np.isnan([stats.sign_flip_p(values), stats.pearson(values, np.arange(len(values)))]).all()
+    assert np.isnan(intervals).all()
+    adjusted = stats.holm([0.01, np.nan, 0.2])  # of two comparisons
+    assert adjusted[[0, 2]] == pytest.approx([0.02, 0.2]) and np.isnan(adjusted[1])
+
+
+@settings(deadline=None, max_examples=40)
+@given(strategies.floats(-1e6, 1e6), strategies.floats(-10, 10), strategies.integers(9, 40))
+def test_constants_have_no_correlation_and_lines_no_period(level, slope, length):
+    line, constant, noise = level + slope * np.arange(length), np.full(length, level), draw(length)
+    assert np.isnan([stats.pearson(constant, noise), stats.pearson(noise, constant)]).all()
+    assert np.isnan(stats.pearson(constant, np.full(length, 0.1)))
+    expected = scipy.stats.pearsonr(noise + line, noise).statistic
+    assert stats.pearson(noise + line, noise) == pytest.approx(expected, abs=1e-6)
+    for curve in (line, constant, line.astype(np.float32)):
+        assert np.isnan(measures.best_period(curve, range(length)))
+        assert np.isnan(measures.wave(curve, range(length))[1])
+    flat = np.broadcast_to(line[:6, None], (6, 6))  # rows that do not vary
+    assert np.isnan(rope_waves.r_squared(constant, constant))
+    assert np.isnan(first_frame.first_frame_effect(flat, [1] * 6).r_squared_within_rows)
+    assert np.isnan(sweeps.stability(np.full((3, 1, 1), 0.1))).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(strategies.lists(strategies.floats(0, 1), min_size=1, max_size=45))
+def test_the_largest_drop_is_that_of_all_pairs_within_a_second(distances):
+    pairs = [d - later for n, d in enumerate(distances) for later in distances[n : n + drift.FPS + 1]]
+    assert drift.largest_drop(np.array(distances)) == max(pairs)
 
 
 def test_intervals_over_heads_resample_prompts_and_whole_layers():

@@ -243,11 +243,12 @@ def at_equal_bytes(
 
 def _paired(gains: Mapping[str, np.ndarray], adjusted: int) -> dict[str, Any]:
     """Return differences with p by sign flips, for the first `adjusted` also by Holm over these."""
-    p_values = [sign_flip_p(gain) for gain in gains.values()]
-    holms: list[float | None] = [*rounded(holm(p_values[:adjusted]), 5)] if adjusted else []
+    p_values = [_p_value(gain) for gain in gains.values()]
+    tested = [np.nan if p is None else p for p in p_values[:adjusted]]
+    holms = [None if np.isnan(q) else round(float(q), 5) for q in holm(tested)]
     holms += [None] * (len(gains) - adjusted)
     return {
-        label: {"difference": _interval(gain), "p": round(p, 5), "p_holm": q}
+        label: {"difference": _interval(gain), "p": p, "p_holm": q}
         for (label, gain), p, q in zip(gains.items(), p_values, holms, strict=True)
     }
 
@@ -261,7 +262,7 @@ def answers(values: Mapping[str, Values]) -> dict[str, Any]:
             for name in (PRIMARY, "motion"):
                 # [prompts], the mean over pairs of policies
                 gain = np.mean([values[one][name] - values[other][name] for one, other in pairs], 0)
-                found[question][name] = {"difference": _interval(gain), "p": round(sign_flip_p(gain), 5)}
+                found[question][name] = {"difference": _interval(gain), "p": _p_value(gain)}
     return found
 
 
@@ -282,6 +283,12 @@ def _interval(values: np.ndarray) -> list[float | None]:
     """Return estimate, low and high of the values that are not NaN; None where there is none."""
     known = values[~np.isnan(values)]
     return [*rounded(bootstrap(known), 4)] if len(known) else [None] * 3
+
+
+def _p_value(gains: np.ndarray) -> float | None:
+    """Return p by sign flips of the differences that _interval counts; None where there is none."""
+    known = gains[~np.isnan(gains)]
+    return round(sign_flip_p(known), 5) if len(known) else None
 
 
 # --- Frames of long videos side by side, a row a policy, small enough to be kept beside the results
