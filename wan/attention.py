@@ -143,7 +143,8 @@ def _attend_watched(call: Call) -> Tensor:
     # 1. Edits change q, k, v and the bias.
     layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
     hook_point(call.site.kind, layer, call, shard, of_heads)
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))  # as edits left them
+    q, k, v = readable(*(x.transpose(1, 2) for x in (call.q, call.k, call.v)))  # as edits left them
+    call.q, call.k, call.v = (x.transpose(1, 2) for x in (q, k, v))  # captures have kernels, too
     # 2. The softmax. FlashAttention-4 gives the mass of key frames beside it, where that is captured.
     slots = 0
     if call.of_heads is None and (by := observer()) and backends.gives_tails(q, k, v):
@@ -170,12 +171,40 @@ def _attend_watched(call: Call) -> Tensor:
 
 
 # --- Plain, masked, and by groups of keys
+def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v [B, H, L, D] of equal batch and heads that kernels can read; copies only where needed.
+
+    The kernels are called below F.scaled_dot_product_attention, which would see to it: they take strides on
+    trust, and read other memory, or end the process, where their assumptions do not hold. ConfigError for
+    sizes that no attention has.
+    """
+    # 1. One batch and number of heads: kernels count with those of q.
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3]:
+        try:
+            sizes = torch.broadcast_shapes(q.shape[:2], k.shape[:2], v.shape[:2])
+        except RuntimeError:
+            sizes = None
+        if sizes is None or k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3]:
+            shapes = ", ".join(str([*x.transpose(1, 2).shape]) for x in (q, k, v))
+            raise ConfigError(f"attention of q, k, v [B, L, H, D] does not fit: {shapes}")
+        q, k, v = (x.expand(*sizes, -1, -1) for x in (q, k, v))
+    # 2. Rows of D numbers in a piece; on a GPU they begin at multiples of 16 bytes and share no memory.
+    if backends.can_read(q) and backends.can_read(k) and backends.can_read(v):
+        return q, k, v
+    return tuple(
+        x if backends.can_read(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)
+    )
+
+
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Fused attention over [B, H, L, D] and its natural log-sum-exp of q·k/√D, float32 [B, H, Lq].
 
     The backend follows from device, dtype and sizes (wan/backends.py): never from whether anybody is looking.
     """
-    aten = torch.ops.aten
+    aten, (q, k, v) = torch.ops.aten, readable(q, k, v)
+    # Kernels divide by these sizes
+    if not q.numel() or not k.numel() or q.shape[3] != v.shape[3]:
+        return _by_formula(q, k, v)
     if q.device.type == "cpu":  # bit for bit what F.scaled_dot_product_attention returns there
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     if q.device.type == "cuda" and q.dtype != torch.float64 and backends.kernels_can_read(q):
@@ -186,6 +215,11 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
             return out, lse.reshape(q.shape[:3])
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
         return out, lse[..., : q.shape[2]]  # its rows are padded to 32
+    return _by_formula(q, k, v)
+
+
+def _by_formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """attention_with_lse without a kernel; 0 where there is no key."""
     logits = logits_of(q, k)
     lse = logits.logsumexp(-1)
     return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
@@ -215,5 +249,5 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
 def logits_of(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     """q·k/√D of [B, H, L, D], plus a bias, float32 [B, H, Lq, Lk]."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    logits = (q.to(wide) @ k.to(wide).mT).float() * q.shape[-1] ** -0.5
+    logits = (q.to(wide) @ k.to(wide).mT).float() * max(q.shape[-1], 1) ** -0.5
     return logits if bias is None else logits + bias

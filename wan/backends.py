@@ -129,6 +129,18 @@ def kernels_can_read(q: Tensor) -> bool:
     return q.shape[-1] * q.element_size() % ROW_BYTES == 0
 
 
+def can_read(x: Tensor) -> bool:
+    """Return whether kernels read x [B, H, L, D] from where it is, by its strides and its place in memory."""
+    if x.stride(3) != 1 and x.shape[3] != 1:
+        return False
+    if x.device.type != "cuda" or not kernels_can_read(x):  # then no kernel is called
+        return True
+    # Where x begins, as an offset and not as an address, which torch.compile could not follow
+    steps = [step for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    whole_rows = all(step * x.element_size() % ROW_BYTES == 0 for step in (x.storage_offset(), *steps))
+    return whole_rows and 0 not in steps
+
+
 def fa4_attention(
     q: Tensor, k: Tensor, v: Tensor, num_frames: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:

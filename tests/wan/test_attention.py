@@ -5,11 +5,13 @@ A module of flash-attn's signature stands in for it; CUDA tensors are pretended,
 
 import math
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers.pretended_gpu import OnGPU
 from helpers.rollouts import rollout, tiny_pipeline
 from hypothesis import given, settings
@@ -17,11 +19,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wan import backends, reductions
-from wan.attention import attend_by_groups, attention_with_lse
+from wan.attention import attend_by_groups, attention, attention_with_lse, readable
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
+from wan.interventions import at, intervene
 from wan.keys import KeyBias
 from wan.policies import make_policy
+from wan.sites import SITES
 
 HALF, FLOAT = torch.bfloat16, torch.float32
 GPU, LONG, SHORT = torch.device("cuda:0"), backends.FEWEST_KEYS_OF_FUNCTION, backends.FEWEST_KEYS - 1
@@ -53,6 +57,85 @@ def test_calls_are_those_of_the_formula(dtype, head_dim, device):
     torch.testing.assert_close(out.cpu().double(), expected, atol=rounding, rtol=0)
     of_lse = 1e-5 if dtype == FLOAT else 1e-3
     torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=of_lse, rtol=0)
+
+
+# Where the numbers of a tensor may be in memory; each keeps its values, or repeats some of them.
+LAYOUTS = {
+    "plain": lambda x: x,
+    "last axis first": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
+    "every other number": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    "transposed": lambda x: x.transpose(0, -2).contiguous().transpose(0, -2),
+    "offset": lambda x: torch.cat([x.new_ones(1), x.flatten()])[1:].view(x.shape),
+    "a part": lambda x: F.pad(x, (1, 2) * 2)[..., 1:-2, 1:-2],
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+    "expanded rows": lambda x: x[..., :1, :].expand(x.shape),
+    "expanded batch": lambda x: x[:1].expand(x.shape),
+}
+
+
+@cache
+def unedited():
+    return (pipeline := tiny_pipeline()), rollout(pipeline, 6)
+
+
+layouts = st.sampled_from([*LAYOUTS])
+
+
+@given(
+    sizes=st.tuples(*[st.integers(0, 3)] * 2, *[st.integers(0, 6)] * 2, st.integers(1, 9)),
+    how=st.tuples(layouts, layouts, layouts),
+    alone=st.tuples(*[st.booleans()] * 3),
+    dtype=st.sampled_from([FLOAT, HALF, torch.float64]),
+    seed=st.integers(0, 2**30),
+)
+@settings(max_examples=300, deadline=None)
+def test_attention_of_any_layout_is_that_of_the_formula(sizes, how, alone, dtype, seed):
+    """Strided, expanded, transposed, offset and empty inputs; k and v may be one for the batch."""
+    batch, heads, queries, keys, head_dim = sizes
+    q, k, v = (
+        LAYOUTS[layout](drawn(seed + n, batch, length, heads, head_dim).to(dtype))
+        for n, (layout, length) in enumerate(zip(how, (queries, keys, keys), strict=True))
+    )
+    if batch:
+        k, v = (x[:1] if one else x for x, one in zip((k, v), alone[1:], strict=True))
+    expected, _ = by_formula(*(x.transpose(1, 2) for x in (q, k, v)), torch.zeros(keys))
+    out = attention(q, k, v)
+    assert out.dtype == dtype and out.shape == q.shape
+    rounding = 4 * torch.finfo(dtype).eps * (v.abs().max().item() if v.numel() else 0) + 1e-6
+    torch.testing.assert_close(out.double(), expected.transpose(1, 2), atol=rounding, rtol=0)
+
+
+def test_what_kernels_can_read_is_not_copied():
+    q = drawn(0, 2, 5, 3, 8).transpose(1, 2)
+    k, v = drawn(1, 2, 20, 3, 8)[:, 4:15].transpose(1, 2), drawn(2, 2, 3, 11, 8)
+    assert all(new is old for new, old in zip(readable(q, k, v), (q, k, v), strict=True))
+    with pytest.raises(ConfigError, match=r"does not fit: \[2, 5, 3, 8\], \[2, 11, 3, 8\], \[2, 10, 3, 8\]"):
+        attention_with_lse(q, k, v[:, :, :10])
+
+
+def test_kernels_of_a_gpu_get_rows_at_multiples_of_16_bytes(device):
+    whole = drawn(0, 2, 9, 4, 16).to(device, HALF)
+    shifted = drawn(0, 2, 9, 4, 17).to(device, HALF)
+    fits = whole, whole[:, 2:], whole[:, :, 1:3], whole.transpose(1, 2), drawn(0, 2, 9, 4, 6).to(device, HALF)
+    assert all(map(backends.can_read, fits))
+    unfit = [whole.mT.contiguous().mT]
+    if device.type == "cuda":
+        unfit += [shifted[..., 1:], shifted[..., :16], whole[:1].expand(2, -1, -1, -1)]
+    for x in unfit:
+        assert not backends.can_read(x)
+        read = readable(x, x, x)[1]
+        assert backends.can_read(read) and torch.equal(read.cpu(), x.cpu())
+
+
+@pytest.mark.parametrize("site", SITES)
+@settings(max_examples=2, deadline=None)
+@given(layout=st.sampled_from([*LAYOUTS][1:6]))
+def test_an_edit_may_return_any_layout_at_any_site(site, layout):
+    """The same numbers elsewhere in memory are the same video."""
+    pipeline, plain = unedited()
+    with intervene(at(site), lambda x, where: LAYOUTS[layout](x)):
+        found = rollout(pipeline, 6)
+    torch.testing.assert_close(found, plain, atol=1e-5, rtol=0)
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 7), st.integers(1, 11), st.integers(0, 2**30))

@@ -48,7 +48,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Ten
     query's exponentials from the frame's first key to the last key of all, and, in units of log 2, the
     maximum that was subtracted. wan/kernels/mass.py makes masses of them.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, len_q, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, len_q, device=q.device)
