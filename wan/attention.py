@@ -36,6 +36,8 @@ class Call:
     layer_heads: int = 0  # and how many of the layer are here then
     lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
     tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
+    mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
+    around: tuple[int, int] = (0, 0)  # tokens of text or images before and behind the frames', in q and in k
 
     @property
     def shard(self) -> HeadShard:

@@ -8,9 +8,10 @@ q, k and log-sum-exp (wan/reductions.py).
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan import reductions
@@ -30,12 +31,12 @@ from wan.sites import (
     observer,
 )
 
-Kind = Literal["self", "cross"]
+Kind = Literal["self", "cross", "cross_image"]
 
 
 def call_index(site: Site) -> int:
     """Return the place of a site's call in one forward: 2N for self-attention of layer N, else 2N + 1."""
-    return 2 * site.layer + (site.kind == "cross")
+    return 2 * site.layer + (site.kind != "self")
 
 
 # --- What was kept of a call
@@ -67,7 +68,7 @@ class CapturedCall(Mapping[str, Any]):
     @property
     def is_logits(self) -> bool:
         """True where the values hold logits q·k/√D; probabilities and masses otherwise."""
-        return not {"token_probabilities", "cross_mass", "word_map"} & self.values.keys()
+        return not {"token_probabilities", "cross_mass", "image_mass", "word_map"} & self.values.keys()
 
     @property
     def named(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class CapturedCall(Mapping[str, Any]):
             "k_shape": list(self.k_shape),
             "is_logits": self.is_logits,
         }
-        for name in ("block", "step", "timestep", "is_clean_pass", "branch"):
+        for name in ("block", "step", "timestep", "is_clean_pass", "branch", "model"):
             facts[name] = None if at is None else getattr(at, name)
         facts["query_frames"] = None if at is None else list(at.query_frames)
         # An absent frame counts as clean.
@@ -145,7 +146,7 @@ class CaptureRequest:
 
     granularity: "token" keeps [B, H, Lq, Lk] on the CPU in token_dtype, logits q·k/√D or probabilities; "key"
     the query-averaged logits [B, H, Lk]; "frame" mean logits and, with mass, the mass per frame [B, H, Fq,
-    Fk]. Of cross-attention, "frame" keeps the mass per text token [B, H, Fq, tokens]. "map" keeps what each
+    Fk]. Of cross-attention, "frame" keeps the mass per token [B, H, Fq, tokens]. "map" keeps what each
     of the queries sees of every key token [B, heads, queries, Lk]; of cross-attention the mass of every query
     token on the first num_words words [B, heads, Lq, words].
     """
@@ -174,7 +175,10 @@ class CaptureRequest:
         kind, known = self.granularity, ("token", "key", "frame", "map")
         refuse(
             (kind not in known, f"granularity {kind!r} is not one of {', '.join(known)}"),
-            (not {*self.kinds} <= {"self", "cross"}, f"kinds {self.kinds} may hold 'self' and 'cross'"),
+            (
+                not {*self.kinds} <= {*get_args(Kind)},
+                f"kinds {self.kinds} may hold {', '.join(get_args(Kind))}",
+            ),
             (kind == "key" and not self.is_logits, "probabilities need granularity 'token', not 'key'"),
             # a field that the granularity does not read would be ignored in silence
             (self.rope_bands and not of_frames, "rope_bands needs granularity 'frame' of self-attention"),
@@ -206,10 +210,15 @@ class CaptureRequest:
         check_indices("step", {*(self.steps or ())} - {-1}, num_passes)
 
 
+MASS_OF = {"cross": "cross_mass", "cross_image": "image_mass"}  # of every token, where there are no frames
+
+
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
     # 1. What edits added to the logits [H, Lk]: what is captured is what the softmax saw.
+    if call.mask is not None or any(call.around):
+        return _masked_values(request, call)
     q, k = call.q, call.k
     on_host = None if call.bias is None else call.bias.per_token()
     bias = None if on_host is None else send(on_host, q.device)
@@ -229,11 +238,10 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         return _map_values(request, call, at, on_host)
     num_query_frames = len(at.query_frames)
     # 4. Cross-attention has words in place of frames: a mean logit over padding would say nothing.
-    if call.site.kind == "cross":
+    if call.site.kind != "self":
         mass = reductions.token_mass(q, k, num_query_frames, bias)
-        return {"cross_mass": mass} | _attended(mass.shape, on_host, q.device)
+        return {MASS_OF[call.site.kind]: mass} | _attended(mass.shape, on_host, q.device)
     layout = call.layout
-    assert call.lse is not None
     bands = list(RotaryTable(q.shape[-1]).bands.values()) if request.rope_bands else []
     values = reductions.frame_values(
         q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
@@ -259,6 +267,84 @@ def _attended(shape: Sequence[int], bias: Tensor | None, device: torch.device) -
     return {"attended": view.expand(shape).clone()}
 
 
+def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
+    """values_of a call with a mask of the model's own, or with tokens of no frame beside those of the video.
+
+    Means are over the pairs that are seen; logits are NaN where none is. "token" keeps all tokens of a call,
+    the others those of frames; "frame" adds condition_mass [B, H, Fq, tokens], on each token of no frame.
+    """
+    refuse(
+        (request.rope_bands, "rope_bands are of calls without a mask and without text among the frames"),
+        (request.query_key_means, "query_key_means are of calls without a mask and text among the frames"),
+    )
+    # 1. What was added to the logits of all keys, and the rows of queries that are of frames.
+    (before, behind), mask, k, bias = call.around, call.mask, call.k, None
+    if call.bias is not None:
+        bias = send(F.pad(call.bias.per_token(), (before, behind)), k.device)
+    if request.granularity == "token":
+        name = "token_logits" if request.is_logits else "token_probabilities"
+        return {name: reductions.token_matrix(call.q, k, request.is_logits, request.token_dtype, bias, mask)}
+    rows, keys = slice(before, call.q.shape[1] - behind), slice(before, k.shape[1] - behind)
+    q, mask = call.q[:, rows], reductions.rows_of_mask(mask, rows)
+    # 2. A curve, maps, or cross-attention's words.
+    if request.granularity == "key":
+        sums, pairs, _ = reductions.visible_sums(q, k, 1, mask, bias)
+        return {"key_curve": (sums / pairs)[:, :, 0, keys]}
+    at = call.at or announced_pass()
+    if request.granularity == "map":
+        return _masked_maps(request, call, at, (q, k, mask, bias), keys)
+    sums, pairs, mass = reductions.visible_sums(q, k, len(at.query_frames), mask, bias)
+    if call.site.kind != "self":
+        return {MASS_OF[call.site.kind]: mass}
+    # 3. Frames: 0 / 0 is NaN where a frame has no key that is seen.
+    sums, pairs, of_frames = (
+        x[..., keys].unflatten(-1, (len(call.layout.slots), -1)).sum(-1) for x in (sums, pairs, mass)
+    )
+    values = {"frame_logits": sums / pairs}
+    if request.mass:
+        values["frame_mass"] = of_frames
+        if before or behind:
+            values["condition_mass"] = torch.cat([mass[..., :before], mass[..., keys.stop :]], -1)
+    if bool((pairs == 0).any()):
+        values["attended"] = pairs > 0
+    return values
+
+
+def _masked_maps(
+    request: CaptureRequest, call: Call, at: Pass, parts: tuple[Tensor, Tensor, Any, Any], keys: slice
+) -> dict[str, Tensor]:
+    """_map_values of such a call: its q, k, mask and bias, and the keys that are of frames."""
+    heads = list(range(call.q.shape[2])) if request.heads is None else list(request.heads)
+    check_indices("head", heads, call.q.shape[2])
+    q, k, mask, bias = parts
+    q, k, bias = select(q, heads, 2), select(k, heads, 2), None if bias is None else select(bias, heads, 0)
+    if mask is not None and mask.shape[1] > 1:
+        mask = select(mask, heads, 1)
+    if call.site.kind != "self":
+        found = (
+            part.softmax(-1)[..., : request.num_words].half()
+            for part in reductions.scaled_logits(q, k, bias, mask)
+        )
+        return {"word_map": torch.cat([*found], 2)}
+    queries, S = queries_of(request.queries, at.query_frames), call.layout.tokens_per_slot
+    check_indices("token", [query.token for query in queries if query.token != ALL], S)
+    logits, masses = [], []
+    for query in queries:
+        first = 0 if query.frame == ALL else at.query_frames.index(query.frame) * S
+        rows = slice(first, first + S)
+        if query.frame == ALL:
+            rows = slice(0, q.shape[1])
+        elif query.token != ALL:
+            rows = slice(first + query.token, first + query.token + 1)
+        sums, pairs, mass = reductions.visible_sums(
+            q[:, rows], k, 1, reductions.rows_of_mask(mask, rows), bias
+        )
+        logits.append((sums / pairs)[..., keys].half())
+        masses.append((mass * S)[..., keys].half())
+    maps = {"map_logits": torch.cat(logits, 2), "map_mass": torch.cat(masses, 2)}
+    return maps | {"map_queries": torch.tensor(queries)}
+
+
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
     """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
     shard = call.shard
@@ -272,11 +358,10 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
     q, k = select(call.q, some, 2), select(call.k, some, 2)
     of_heads = None if bias is None else select(bias, some, 0)
     added = None if of_heads is None else send(of_heads, q.device)
-    if call.site.kind == "cross":
+    if call.site.kind != "self":
         values = {"word_map": word_map(q, k, request.num_words, added)}
     else:
-        assert call.lse is not None
-        S, lse = call.layout.tokens_per_slot, select(call.lse, some, 1)
+        S, lse = call.layout.tokens_per_slot, None if call.lse is None else select(call.lse, some, 1)
         values = key_maps(q, k, lse, request.queries, at.query_frames, S, added)
         values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), of_heads, q.device)
     return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
@@ -285,7 +370,7 @@ def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | No
 def key_maps(
     q: Tensor,
     k: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     queries: Sequence[MapQuery],
     query_frames: Sequence[int],
     tokens_per_slot: int,
@@ -316,7 +401,8 @@ def key_maps(
         if query.token == ALL:
             first = 0 if query.frame == ALL else query_frames.index(query.frame) * S
             some = slice(first, q.shape[1] if query.frame == ALL else first + S)
-            means, columns = reductions.key_token_means(q[:, some], k, lse[:, :, some], bias)
+            of_rows = None if lse is None else lse[:, :, some]
+            means, columns = reductions.key_token_means(q[:, some], k, of_rows, bias)
             logits[:, :, row], mass[:, :, row] = means, columns * tokens_per_slot
     return {"map_logits": logits, "map_mass": mass, "map_queries": torch.tensor(found)}
 

@@ -1,128 +1,679 @@
-"""Capture in diffusers' Wan (such as WanPipeline): attention processors that call our attention().
+"""Capture and edit attention in the video transformers of diffusers (0.42 or later).
 
-    with capture_diffusers(pipe.transformer, layers=[1], granularity="frame") as calls:
+    with watching(pipe), ATTENTION_WEIGHT_CAPTURE.capture(layers=[1], granularity="frame") as calls:
         pipe("a red circle moving right")
+    calls[0].values["frame_mass"], calls[0].at.step, calls[0].at.branch
 
-The transformer attends to all frames at once: its calls belong to block 0, the step counts the sampler's
-timesteps, and the branch is "uncond" where guidance calls the transformer a second time at one timestep.
-A third call at one timestep begins the next step; at the first step, the next video.
+diffusers computes attention in dispatch_attention_fn, which each model's module holds by name. That name is
+replaced while somebody watches, and hooks on the attention modules say which layer calls. Calls show q, k, v
+and z, the modules attn_out, cross_out, mlp_out and resid_post (wan/sites.py). q and k are those of the call,
+after RoPE, so sites q and q_rot are the same.
+
+Who is asked tells the pass. The pipeline names the branch by transformer.cache_context(name), the step by its
+step_index, or else by its scheduler. What nobody tells is None. ATTENTION_WEIGHT_CAPTURE.during(Pass(...))
+around a forward of one's own loop comes before all of them.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan.attention import attention
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, Kind
+from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.errors import ConfigError
-from wan.keys import KeyLayout
-from wan.sites import Pass, Site
+from wan.keys import KeyLayout, send
+from wan.sites import (
+    Pass,
+    Site,
+    active_edits,
+    check_indices,
+    current_pass,
+    during,
+    hook_point,
+    observer,
+    watchers,
+)
 
-NAMES: dict[Kind, str] = {"self": "attn1", "cross": "attn2"}  # of a block's modules in diffusers
-
-
-class CapturingProcessor:
-    """An attention processor of one module: the numbers of diffusers' own, through our attention()."""
-
-    def __init__(self, site: Site):
-        self.site = site
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """hidden_states [B, Lq, dim], text encoder_hidden_states [B, Lk, dim] -> [B, Lq, dim]."""
-        # 1. Projections, norms over all heads together, and RoPE, as WanAttnProcessor has them.
-        at = ATTENTION_WEIGHT_CAPTURE.current_pass
-        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))  # [B, L, H, D]
-        if rotary_emb is not None:
-            q, k = rotate(q, *rotary_emb), rotate(k, *rotary_emb)
-        # 2. Our attention(), which captures meet. All frames are each other's keys.
-        layout = None
-        if at is not None and self.site.kind == "self":
-            layout = KeyLayout.of_frames(at.query_frames, k.shape[1])
-        out = attention(q, k, v, self.site, attention_mask, layout).flatten(2).type_as(q)  # [B, Lq, dim]
-        for module in attn.to_out:  # a projection, and dropout
-            out = module(out)
-        return out
+# --- Where the tokens of frames lie, by family
+SAY_WHERE = "say where frames lie, layout=(frames, tokens of each)"
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on neighbouring pairs of x [B, L, H, D]; cos and sin [1, L, 1, D] hold every angle twice."""
-    a, b = x[..., 0::2], x[..., 1::2]
-    c, s = cos[..., 0::2], sin[..., 1::2]
-    return torch.stack([a * c - b * s, a * s + b * c], -1).flatten(-2).type_as(x)
+class VideoTokens(NamedTuple):
+    """Frames of a forward and tokens of each. Other tokens of a joint call lie behind them, or before."""
+
+    frames: int
+    tokens: int
+    are_last: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.frames * self.tokens
+
+
+Locate = Callable[[Any, Mapping[str, Any]], VideoTokens]  # of a model's config and its forward's arguments
+
+
+def of_latents(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+    """Tokens of latents [B, C, F, h, w]; patch_size is of time, height, width, or patch_size_t is time's."""
+    size = config.patch_size
+    time, high, wide = size if not isinstance(size, int) else (config.patch_size_t, size, size)
+    *_, frames, rows, columns = given["hidden_states"].shape
+    return VideoTokens(frames // time, (rows // high) * (columns // wide))
+
+
+def of_sequence(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+    """Tokens [B, L, C], whose number of frames is an argument."""
+    frames, length = given.get("num_frames"), given["hidden_states"].shape[1]
+    if frames is None or length % frames:
+        raise ConfigError(f"num_frames is {frames} for {length} tokens: {SAY_WHERE}")
+    return VideoTokens(frames, length // frames)
+
+
+def behind_history(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+    """As of_latents; tokens of earlier frames, at other resolutions, come before them."""
+    return of_latents(config, given)._replace(are_last=True)
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a class of transformers is built."""
+
+    locate: Locate
+    layers: tuple[str, ...] = ("blocks",)  # lists of layers, numbered through
+    attn: str = "attn1"
+    cross: str = "attn2"
+    mlp: str = "ffn"
+    has_wan_rope: bool = False  # which edits that turn q and k take for granted
+
+
+WAN = Family(of_latents, has_wan_rope=True)
+JOINT = Family(of_latents, ("transformer_blocks",), attn="attn", cross="", mlp="ff")
+FAMILIES: dict[str, Family] = {
+    "WanTransformer3DModel": WAN,
+    "WanVACETransformer3DModel": WAN,  # its vace_blocks are no layers of this list
+    "SkyReelsV2Transformer3DModel": WAN,
+    "LTXVideoTransformer3DModel": Family(of_sequence, ("transformer_blocks",), mlp="ff"),
+    "HunyuanVideo15Transformer3DModel": JOINT,
+    "HunyuanVideoTransformer3DModel": replace(
+        JOINT, layers=("transformer_blocks", "single_transformer_blocks")
+    ),
+}
+SITES_HERE = ("q", "k", "q_rot", "k_rot", "v", "z", "cross_q", "cross_k", "cross_v", "cross_z")
+SITES_HERE += ("attn_out", "cross_out", "mlp_out", "resid_post")
+TURNING = ("Move", "Jitter", "Band")  # edits that turn q and k as Wan's RoPE does
+
+# The names of guidance's branches -> ours. A joint call has a batch of both, the negative prompt's first.
+BRANCHES = {"cond": "cond", "pred_cond": "cond", "uncond": "uncond", "pred_uncond": "uncond"}
+JOINT_BRANCHES = "cond_uncond"
+
+
+# --- Who calls, and in which forward: of the context (contextvars), so that threads do not meet
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A forward of a transformer: its passes, each with its items of the batch, and where frames lie."""
+
+    parts: tuple[tuple[Pass, slice], ...]
+    video: VideoTokens
+    layout: KeyLayout
+    outer: "Forward | None"
+    announced: AbstractContextManager[None]
+
+
+@dataclass(eq=False)
+class Caller:
+    """The attention module that runs, and the keys that it made of image tokens."""
+
+    site: Site
+    outer: "Caller | None"
+    image_keys: Tensor | None = None
+
+
+_FORWARD: ContextVar[Forward | None] = ContextVar("diffusers_forward", default=None)
+_CALLER: ContextVar[Caller | None] = ContextVar("diffusers_caller", default=None)
+_TOLD: ContextVar[tuple[str, Any] | None] = ContextVar("cache_context", default=None)  # branch, step_index
+
+
+# --- Watch
+@contextmanager
+def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
+    """Let captures and edits see a pipeline, or a transformer, of diffusers while the context lasts.
+
+    Yields the transformers by name (None: x itself). layout says where frames lie, for a class that is not in
+    FAMILIES: (frames, tokens of each), or a function of the model's config and its forward's arguments that
+    returns them. Raises ConfigError for other models, and for attention that does not go through
+    dispatch_attention_fn. Contexts may nest.
+    """
+    found = transformers_of(x)
+    with ExitStack() as stack:
+        for name, transformer in found.items():
+            stack.enter_context(_watched(transformer, name, x, layout))
+        yield found
+
+
+def transformers_of(x: Any) -> dict[str | None, Any]:
+    """Return a pipeline's transformers by name, or a transformer under None."""
+    if isinstance(x, nn.Module):
+        return {None: x}
+    names = ("transformer", "transformer_2")  # two experts of Wan2.2
+    found = {name: module for name in names if isinstance(module := getattr(x, name, None), nn.Module)}
+    if not found:
+        raise ConfigError(f"{type(x).__name__} is no pipeline of diffusers with a transformer, and no model")
+    return found
+
+
+@dataclass(eq=False)
+class Watched:
+    """A transformer with hooks; nested contexts share them."""
+
+    transformer: Any
+    name: str | None
+    pipeline: Any  # None where the transformer alone was given
+    family: Family
+    layers: list[nn.Module]
+    undo: ExitStack
+    count: int = 1
+
+
+_open: dict[int, Watched] = {}  # by the transformer's id
+_replaced: dict[int, tuple[Any, int]] = {}  # by the id of a module's names: the original, how many watch
+_lock = Lock()
 
 
 @contextmanager
-def capture_diffusers(
-    transformer: Any, *requests: CaptureRequest, **fields: Any
-) -> Iterator[list[CapturedCall]]:
-    """Capture the calls of a diffusers.WanTransformer3DModel; requests or fields as for CaptureRequest.
+def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterator[None]:
+    key = id(transformer)
+    with _lock:
+        if key in _open:
+            _open[key].count += 1
+        else:
+            _open[key] = _install(transformer, name, None if x is transformer else x, layout)
+    try:
+        yield
+    finally:
+        with _lock:
+            _open[key].count -= 1
+            if _open[key].count == 0:
+                _open.pop(key).undo.close()
 
-    Yields the list of calls. The transformer's own processors come back when the context ends. Raises
-    ConfigError for an image-to-video model, and for a layer that the model does not have.
+
+def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> Watched:
+    """Put hooks on a transformer's modules, and replace dispatch_attention_fn where they look it up."""
+    title = type(transformer).__name__
+    # 1. Its family: where layers, their parts and the tokens of frames are.
+    known = (FAMILIES.get(kind.__name__) for kind in type(transformer).__mro__)
+    family = next(filter(None, known), None)
+    if layout is not None:
+        locate = layout if callable(layout) else lambda config, given: layout
+        family = replace(family or Family(locate, layers=()), locate=locate)
+    if family is None:
+        raise ConfigError(f"{title} is not one of {', '.join(FAMILIES)}; {SAY_WHERE}")
+    if any(getattr(part, "_compiled_call_impl", None) for part in transformer.modules()):
+        raise ConfigError(f"{title} is compiled, which hides its layers: watch it before torch.compile")
+    layers = [layer for part in family.layers for layer in getattr(transformer, part)]
+    callers = _attention_of(family, layers) if layers else _attention_by_names(transformer)
+    # 2. Everything is undone in reverse order, also where a module is refused half-way.
+    with ExitStack() as stack:
+        watched = Watched(transformer, name, pipeline, family, layers, stack)
+
+        def hook(module: nn.Module, before: Any, after: Any, always: bool = False) -> None:
+            if before is not None:
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            if after is not None:
+                stack.callback(module.register_forward_hook(after, always_call=always).remove)
+
+        for site, module in callers:
+            _replace_dispatch(site, module, stack)
+            hook(module, partial(_enter_attention, site), None)
+            if (norm := getattr(module, "norm_added_k", None)) is not None and site.kind == "cross":
+                hook(norm, None, _keep_image_keys)
+            out = {"self": "attn_out", "cross": "cross_out"}[site.kind]
+            hook(module, None, partial(_show_output, out, site.layer))
+            hook(module, None, _leave_attention, always=True)
+        for number, layer in enumerate(layers):
+            if isinstance(mlp := getattr(layer, family.mlp, None), nn.Module):
+                hook(mlp, None, partial(_show_output, "mlp_out", number))
+            hook(layer, None, partial(_show_output, "resid_post", number))
+        hook(transformer, partial(_enter, watched), _leave, always=True)
+        if hasattr(transformer, "cache_context"):
+            transformer.cache_context = partial(_told, transformer.cache_context)
+            stack.callback(delattr, transformer, "cache_context")
+        watched.undo = stack.pop_all()
+    return watched
+
+
+def _attention_of(family: Family, layers: Sequence[nn.Module]) -> list[tuple[Site, nn.Module]]:
+    names = {"self": family.attn, "cross": family.cross}
+    return [
+        (Site(number, kind), getattr(layer, name))  # type: ignore[arg-type]
+        for number, layer in enumerate(layers)
+        for kind, name in names.items()
+        if name
+    ]
+
+
+def _attention_by_names(transformer: nn.Module) -> list[tuple[Site, nn.Module]]:
+    """Modules with a processor in lists of blocks; a second one in a block is cross-attention."""
+    numbers: dict[str, list[nn.Module]] = {}
+    for path, module in transformer.named_modules():
+        if (place := re.match(r"(\w*blocks|layers)\.\d+\.", path)) and hasattr(module, "processor"):
+            numbers.setdefault(place[0], []).append(module)
+    if not numbers:
+        raise ConfigError(
+            f"{type(transformer).__name__} has no attention with a processor in lists of blocks"
+        )
+    return [
+        (Site(number, "self" if place == 0 else "cross"), module)
+        for number, modules in enumerate(numbers.values())
+        for place, module in enumerate(modules[:2])
+    ]
+
+
+def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
+    """Replace dispatch_attention_fn in the names that a module's processor looks it up in."""
+    processor = module.processor
+    names = getattr(inspect.unwrap(type(processor).__call__), "__globals__", {})
+    if "dispatch_attention_fn" not in names:
+        raise ConfigError(
+            f"layer {site.layer}: {type(processor).__name__} does not call diffusers' dispatch_attention_fn, "
+            "so it cannot be seen; take the model's own processor of diffusers 0.42 or later"
+        )
+    key = id(names)
+    if key not in _replaced:
+        original = names["dispatch_attention_fn"]
+        names["dispatch_attention_fn"] = partial(_dispatch, original)
+        _replaced[key] = (original, 0)
+    original, count = _replaced[key]
+    _replaced[key] = (original, count + 1)
+
+    def undo() -> None:
+        original, count = _replaced.pop(key)
+        if count > 1:
+            _replaced[key] = (original, count - 1)
+        else:
+            names["dispatch_attention_fn"] = original
+
+    stack.callback(undo)
+
+
+# --- Hooks of the transformer: which pass a forward is
+@contextmanager
+def _told(original: Any, name: str, **more: Any) -> Iterator[None]:
+    """cache_context, which remembers what the pipeline says of its call."""
+    before = _TOLD.set((name, more.get("step_index")))
+    try:
+        with original(name, **more):
+            yield
+    finally:
+        _TOLD.reset(before)
+
+
+def _enter(watched: Watched, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Announce a forward before it runs."""
+    outer = _FORWARD.get()
+    if not watchers() and observer() is None:
+        return
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    video = VideoTokens(*watched.family.locate(module.config, given))
+    at, frames = current_pass(), tuple(range(video.frames))
+    parts: tuple[tuple[Pass, slice], ...]
+    if at is None:
+        timestep, levels = _timesteps(given.get("timestep"), video)
+        at = Pass(query_frames=frames, step=_step(watched, given), timestep=timestep, levels=levels,
+                  branch=None, model=watched.name)  # fmt: skip
+        parts = _branches(watched, at, len(given["hidden_states"]))
+    else:
+        frames, parts = at.query_frames, ((at, slice(None)),)
+    _check_watchers(watched)
+    # Frames are named by number, "first" or "past": no frame of such a call is of an earlier block.
+    layout = replace(KeyLayout.of_frames(frames, video.count), own=range(0))
+    announced = during(parts[0][0] if len(parts) == 1 else at)
+    _FORWARD.set(Forward(parts, video, layout, outer, announced))
+    announced.__enter__()
+
+
+def _leave(module: nn.Module, args: tuple, out: Any) -> None:
+    if (forward := _FORWARD.get()) is not None:
+        forward.announced.__exit__(None, None, None)
+        _FORWARD.set(forward.outer)
+
+
+def _timesteps(timestep: Any, video: VideoTokens) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return the largest timestep of a forward, and each frame's where they are given by frame or token."""
+    if timestep is None:
+        return 0.0, ()
+    t = torch.as_tensor(timestep).float()
+    if t.ndim < 2 or t.shape[1] not in (video.frames, video.count):
+        return float(t.max()), ()
+    by_frame = t.amax(0).unflatten(0, (video.frames, -1)).amax(1).tolist()
+    return max(by_frame), tuple(enumerate(by_frame))
+
+
+def _step(watched: Watched, given: Mapping[str, Any]) -> int | None:
+    """Return the index of the sampler's step, as the pipeline or its scheduler says it; None: nobody does."""
+    told = _TOLD.get()
+    if told is not None and told[1] is not None:
+        return told[1]
+    # A loop of one's own tells nothing, and frames of diffusion forcing have steps of their own.
+    in_its_loop = told is not None or getattr(watched.pipeline, "_current_timestep", None) is not None
+    scheduler = getattr(watched.pipeline, "scheduler", None)
+    if not in_its_loop or not hasattr(scheduler, "step_index") or given.get("enable_diffusion_forcing"):
+        return None
+    return scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+
+
+def _branches(watched: Watched, at: Pass, items: int) -> tuple[tuple[Pass, slice], ...]:
+    """Return the passes of a forward, with their items of the batch."""
+    name = (_TOLD.get() or (None, None))[0]
+    if name != JOINT_BRANCHES:
+        return ((replace(at, branch=BRANCHES.get(name, name) if name else None), slice(None)),)
+    # The name says what a batch may hold; whether guidance doubles it, only the pipeline knows.
+    guided = getattr(watched.pipeline, "do_classifier_free_guidance", None)
+    if guided is None and items == 1:
+        guided = False
+    if not guided:
+        return ((replace(at, branch=None if guided is None else "cond"), slice(None)),)
+    half = items // 2
+    return (
+        (replace(at, branch="uncond"), slice(0, half)),
+        (replace(at, branch="cond"), slice(half, items)),
+    )
+
+
+def _check_watchers(watched: Watched) -> None:
+    """Raise ConfigError for layers, heads, sites and edits that this model does not have."""
+    heads = getattr(watched.transformer.config, "num_attention_heads", None)
+    count = len(watched.layers) or None
+    for watcher in watchers():
+        for one in watcher.edits or [watcher]:
+            check_indices("layer", getattr(one, "layers", None), count)
+            check_indices("head", getattr(one, "heads", None), heads)
+            for site in getattr(one, "sites", ()):
+                if site not in ("self", "cross", *SITES_HERE):
+                    raise ConfigError(f"{site} cannot be seen in diffusers' models: {', '.join(SITES_HERE)}")
+    title = type(watched.transformer).__name__
+    for edit in active_edits():
+        if type(edit).__name__ in TURNING and not watched.family.has_wan_rope:
+            raise ConfigError(
+                f"{type(edit).__name__} turns q and k by Wan's RoPE, which {title} does not have"
+            )
+
+
+# --- Hooks of its layers: who calls, and what comes out
+def _enter_attention(site: Site, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    _CALLER.set(Caller(site, _CALLER.get()))
+
+
+def _leave_attention(module: nn.Module, args: tuple, out: Any) -> None:
+    if (caller := _CALLER.get()) is not None:
+        _CALLER.set(caller.outer)
+
+
+def _keep_image_keys(module: nn.Module, args: tuple, out: Tensor) -> None:
+    """Keep the keys of image tokens, by which their call is told from that of the text."""
+    if (caller := _CALLER.get()) is not None:
+        caller.image_keys = out
+
+
+def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any) -> Any:
+    """Show what a module returns for the video's tokens: its output, or the first one of several."""
+    forward = _FORWARD.get()
+    if forward is None or not watchers():
+        return None
+    x = out[0] if isinstance(out, tuple) else out
+    new = _show(forward, name, layer, x)
+    if new is x:
+        return None
+    return (new, *out[1:]) if isinstance(out, tuple) else new
+
+
+def _show(forward: Forward, name: str, layer: int, x: Tensor, is_video: bool = True) -> Tensor:
+    """Show x [B, L, ...] to watchers, each pass by itself and without tokens that are of no frame -> x."""
+    pieces, is_changed = [], False
+    before = x.shape[1] - forward.video.count if forward.video.are_last and is_video else 0
+    own = slice(before, before + forward.video.count) if is_video else slice(None)
+    for at, items in forward.parts:
+        piece = x[items]
+        seen = piece[:, own]
+        with during(at):
+            new = hook_point(name, layer, seen)
+        if new is not seen:
+            is_changed = True
+            behind = piece[:, own.stop :] if is_video else piece[:, :0]
+            piece = torch.cat([piece[:, :before], new, behind], 1)
+        pieces.append(piece)
+    if not is_changed:
+        return x
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+# --- The attention call itself
+def _dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """dispatch_attention_fn, where somebody may look."""
+    caller, forward = _CALLER.get(), _FORWARD.get()
+    if caller is None or forward is None or not (watchers() or observer()):
+        return original(*args, **kwargs)
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return _attend(forward, caller, original, bound.arguments)
+
+
+def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, Any]) -> Tensor:
+    """Compute a call's output [B, Lq, H, D], which edits may change and captures see."""
+    if given["parallel_config"] is not None:
+        raise ConfigError("tokens that several GPUs share cannot be seen: disable context parallelism")
+    q, k, v = given["query"], given["key"], given["value"]
+    # 1. Which call this is, and which of its tokens are of no frame.
+    site, is_self = caller.site, caller.site.kind == "self"
+    if caller.image_keys is not None and k.data_ptr() == caller.image_keys.data_ptr():
+        site = Site(site.layer, "cross_image")
+    edits, layout = bool(watchers()) and site.kind != "cross_image", forward.layout if is_self else None
+    rest = k.shape[1] - forward.video.count if is_self else 0
+    if rest < 0 or (is_self and q.shape[1] != k.shape[1]):
+        raise ConfigError(
+            f"layer {site.layer}: {q.shape[1]} queries and {k.shape[1]} keys are not {forward.video.frames} "
+            f"frames of {forward.video.tokens} tokens: give layout=(frames, tokens of each)"
+        )
+    around = (rest, 0) if forward.video.are_last else (0, rest)
+    # 2. Edits change q, k, v, and add a bias to the logits of keys.
+    calls = [
+        Call(site, at, q[items], k[items], v[items], layout, around=around) for at, items in forward.parts
+    ]
+    is_changed = False
+    if edits:
+        names = [site_name(site, name) for name in ("q", "k", "v")]
+        q, k, v = (
+            _show(forward, name, site.layer, x, is_self or name[-1] == "q")
+            for name, x in zip(names, (q, k, v), strict=True)
+        )
+        if is_self:
+            q, k = _show(forward, "q_rot", site.layer, q), _show(forward, "k_rot", site.layer, k)
+        for call, (at, items) in zip(calls, forward.parts, strict=True):
+            is_changed |= _edit(call, at, [x[items] for x in (q, k, v)])
+        if is_changed:
+            q, k, v = (torch.cat([getattr(call, name) for call in calls]) for name in "qkv")
+    # 3. The softmax: diffusers' own, unless a bias was added.
+    mask = _mask_of(given, q, k)
+    if any(call.bias is not None for call in calls):
+        out = torch.cat([_attend_biased(call, given, _of_items(mask, items, len(q)))
+                         for call, (_, items) in zip(calls, forward.parts, strict=True)])  # fmt: skip
+        lse = None
+    else:
+        by = observer()
+        is_kept = by is not None and any(_is_wanted(by, call) for call in calls)
+        given = given | {"query": q, "key": k, "value": v}
+        out, lse = _attend_as_they_do(original, given, is_kept and mask is None and not rest)
+    # 4. Captures get what the softmax saw; a scale other than 1/√D goes into their q.
+    if (by := observer()) is not None:
+        for call, (at, items) in zip(calls, forward.parts, strict=True):
+            call.mask = _of_items(mask, items, len(q))
+            call.q, call.k, call.v = (
+                _as_scaled(q[items], given["scale"]),
+                _of_all_heads(k[items], q),
+                v[items],
+            )
+            if lse is not None:
+                call.lse = lse[items]
+            with during(at):
+                by.observe(call)
+    return _show(forward, site_name(site, "z"), site.layer, out) if edits else out
+
+
+def _is_wanted(by: Any, call: Call) -> bool:
+    with during(call.at):
+        return by.wants(call.site)
+
+
+def _edit(call: Call, at: Pass, parts: list[Tensor]) -> bool:
+    """Show watchers a call, of the tokens of frames, and put their q, k, v into it -> whether any changed."""
+    before, behind = call.around
+    own = [x[:, before : x.shape[1] - behind] for x in parts]
+    call.q, call.k, call.v = own
+    with during(at):
+        hook_point(call.site.kind, call.site.layer, call)
+    new, is_changed = (call.q, call.k, call.v), False
+    for name, whole, old, now in zip("qkv", parts, own, new, strict=True):
+        if now is not old:
+            is_changed = True
+            whole = torch.cat([whole[:, :before], now, whole[:, whole.shape[1] - behind :]], 1)
+        setattr(call, name, whole)
+    return is_changed
+
+
+def _attend_biased(call: Call, given: Mapping[str, Any], mask: Tensor | None) -> Tensor:
+    """Compute the output [B, Lq, H, D] of a call under a bias of its keys."""
+    assert call.bias is not None
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    k, v = (_of_all_heads(x, q, 1) for x in (k, v))
+    is_plain = mask is None and not any(call.around) and given["scale"] in (None, q.shape[-1] ** -0.5)
+    if is_plain:  # as our own models do: exact, and without a mask kernel
+        out, call.lse = attend_by_groups(q, k, v, call.bias)
+        return out.transpose(1, 2)
+    bias = send(F.pad(call.bias.per_token(), call.around), q.device)[:, None].to(q.dtype)  # [H, 1, Lk]
+    if mask is not None:
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask.to(q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=given["scale"])
+    return out.transpose(1, 2)
+
+
+def _mask_of(given: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
+    """Return a call's mask as [B or 1, H or 1, Lq or 1, Lk], boolean or added to logits; None for none."""
+    mask = given["attn_mask"]
+    if given["is_causal"]:
+        return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None, None]
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise ConfigError(f"a {type(mask).__name__} as a mask of attention cannot be seen")
+    if mask.ndim == 2 and mask.shape == (len(q), k.shape[1]):  # of keys, as diffusers reads it
+        return mask[:, None, None]
+    return mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+
+
+def _of_items(mask: Tensor | None, items: slice, batch: int) -> Tensor | None:
+    return mask if mask is None or len(mask) != batch else mask[items]
+
+
+def _as_scaled(q: Tensor, scale: float | None) -> Tensor:
+    default = q.shape[-1] ** -0.5
+    return q if scale in (None, default) else q.float() * (scale / default)
+
+
+def _of_all_heads(x: Tensor, q: Tensor, dim: int = 2) -> Tensor:
+    """Repeat heads of k or v where queries share them."""
+    return x if x.shape[dim] == q.shape[dim] else x.repeat_interleave(q.shape[dim] // x.shape[dim], dim)
+
+
+# --- Their softmax, with its log-sum-exp where that costs nothing
+_proven: dict[
+    tuple, bool
+] = {}  # by kernel, shapes and dtype: whether it gives the bits of diffusers' own call
+
+
+def _attend_as_they_do(original: Any, given: dict[str, Any], needs_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return diffusers' own output, to the bit, and on a GPU the log-sum-exp [B, H, Lq] where it is needed.
+
+    The kernel that the backend runs returns it. It is taken once its output was found equal to diffusers' own
+    for these shapes; any other backend gets an attention call of ours beside it.
+    """
+    q, k, v = given["query"], given["key"], given["value"]
+    needs_lse &= q.is_cuda and q.shape[2] == k.shape[2] and given["scale"] in (None, q.shape[-1] ** -0.5)
+    if not needs_lse:  # on the CPU values do not need it
+        return original(**given), None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return original(**given), attention_with_lse(*(x.detach().transpose(1, 2) for x in (q, k, v)))[1]
+    kernel = _kernel_of(given)
+    key = (kernel, q.shape, k.shape, q.dtype, q.stride(), k.stride(), v.stride())
+    if kernel is None or _proven.get(key) is False:
+        return original(**given), attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[1]
+    out, lse = _run(kernel, q, k, v)
+    if key not in _proven:
+        theirs = original(**given)
+        _proven[key] = torch.equal(theirs, out)
+        return theirs, lse
+    return out, lse
+
+
+def _kernel_of(given: Mapping[str, Any]) -> str | None:
+    """Name the kernel of PyTorch that a call's backend runs; None for backends that are not PyTorch's."""
+    if given["dropout_p"] or given["attention_kwargs"] or given["query"].shape[-1] % 8:
+        return None
+    backend = given["backend"]
+    if backend is None:  # diffusers is imported: its model calls this
+        dispatch = sys.modules["diffusers.models.attention_dispatch"]
+        backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()  # type: ignore[attr-defined]
+    name = str(getattr(backend, "value", backend))
+    if name == "native":
+        q, k, v = (given[x].permute(0, 2, 1, 3) for x in ("query", "key", "value"))
+        choice = torch._fused_sdp_choice(q, k, v)
+        kinds = torch.nn.attention.SDPBackend
+        found = {kinds.FLASH_ATTENTION: "flash", kinds.EFFICIENT_ATTENTION: "efficient"}
+        found[kinds.CUDNN_ATTENTION] = "cudnn"
+        return next((name for kind, name in found.items() if int(kind) == choice), None)
+    return {"_native_flash": "flash", "_native_efficient": "efficient", "_native_cudnn": "cudnn_packed"}.get(
+        name
+    )
+
+
+def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Run a fused kernel as PyTorch's scaled_dot_product_attention does -> [B, Lq, H, D], lse [B, H, Lq]."""
+    aten = torch.ops.aten
+    q, k, v = (x.permute(0, 2, 1, 3) for x in (q, k, v))
+    if kernel == "cudnn_packed":  # diffusers' cuDNN backend packs them first
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    if kernel == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v)
+    elif kernel == "efficient":
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
+    else:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
+    return out.permute(0, 2, 1, 3), lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
+
+
+# --- Capture
+@contextmanager
+def capture_diffusers(
+    x: Any, *requests: CaptureRequest, layout: Any = None, **fields: Any
+) -> Iterator[list[CapturedCall]]:
+    """Capture the calls of a diffusers transformer, or of a pipeline's; requests or fields of CaptureRequest.
+
+    Yields the list of calls. A pipeline tells more of a call's pass than its transformer alone, whose step is
+    known in WanPipeline only. Raises ConfigError as watching() does, and for a layer that is not there.
     """
     requests = requests or (CaptureRequest(**fields),)
-    for request in requests:
-        request.check(len(transformer.blocks))
-    modules = {
-        Site(layer, kind): getattr(block, name)
-        for layer, block in enumerate(transformer.blocks)
-        for kind, name in NAMES.items()
-    }
-    if any(attn.add_k_proj is not None for attn in modules.values()):
-        raise ConfigError("an image-to-video model attends to image tokens too, which are not captured")
-    # Everything is undone in reverse order, also where a request is refused half-way.
-    with ExitStack() as stack:
-        for site, attn in modules.items():
-            stack.callback(attn.set_processor, attn.processor)
-            attn.set_processor(CapturingProcessor(site))
-        announcer = _Announcer(transformer.config.patch_size[0])
-        stack.callback(announcer.leave)
-        for hook in (
-            transformer.register_forward_pre_hook(announcer.enter, with_kwargs=True),
-            transformer.register_forward_hook(announcer.leave, always_call=True),
-        ):
-            stack.callback(hook.remove)
-        yield stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(*requests))
-
-
-class _Announcer:
-    """Says before every forward of the transformer which frames, step and branch it is."""
-
-    def __init__(self, frames_per_patch: int):
-        self.frames_per_patch = frames_per_patch
-        self._during = ExitStack()
-        self.forget()
-
-    def forget(self) -> None:
-        """Take the next forward for the first one of a video."""
-        self.step, self.timestep, self.branch = -1, float("inf"), "uncond"
-
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("hidden_states", "timestep"), args, strict=False)) | kwargs
-        timestep = float(given["timestep"].flatten()[0])
-        same = timestep == self.timestep
-        self.branch = "uncond" if same and self.branch == "cond" else "cond"
-        if self.branch == "cond":  # timesteps fall: one that rises, or the first again, is of another video
-            anew = timestep > self.timestep or (same and self.step == 0)
-            self.step, self.timestep = (0 if anew else self.step + 1), timestep
-        frames = tuple(range(given["hidden_states"].shape[2] // self.frames_per_patch))
-        at = Pass(query_frames=frames, step=self.step, timestep=timestep, branch=self.branch)
-        self._during.enter_context(ATTENTION_WEIGHT_CAPTURE.during(at))
-
-    def leave(self, *hook: Any) -> None:
-        """After a forward: the module, its arguments and its output, which is None where it failed."""
-        self._during.close()
-        if hook and hook[-1] is None:
-            self.forget()
+    with watching(x, layout) as found:
+        for transformer in found.values():
+            for request in requests:
+                request.check(len(_open[id(transformer)].layers) or 1 << 20)
+        with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
+            yield calls

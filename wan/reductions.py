@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 M
 def frame_values(
     q: Tensor,
     k: Tensor,
-    lse: Tensor,
+    lse: Tensor | None,
     layout: KeyLayout,
     num_query_frames: int,
     mass: bool = True,
@@ -126,15 +126,20 @@ def frame_logits_by_band(
 
 
 def frame_mass(
-    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, num_key_frames: int, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor | None,
+    num_query_frames: int,
+    num_key_frames: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax mass on each key frame, averaged over the queries of each query frame -> [B, H, Fq, Fk].
 
-    bias [H, Fk] is of whole key frames. lse [B, H, Lq] is the call's log-sum-exp. Every row of the result
-    sums to 1. On the CPU lse is not used: in bfloat16 it is only good to 5e-5 there, and the softmax of a
-    chunk costs the same.
+    bias [H, Fk] is of whole key frames. lse [B, H, Lq] is the call's log-sum-exp, None where nobody knows it.
+    Every row of the result sums to 1. On the CPU lse is not used: in bfloat16 it is only good to 5e-5 there,
+    and the softmax of a chunk costs the same.
     """
-    if kernels := mass_kernels(q):
+    if lse is not None and (kernels := mass_kernels(q)):
         # The call's lse counts the bias, the kernel's logits do not: e^bias is still to come.
         mass = kernels.query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
         if bias is not None:
@@ -201,12 +206,14 @@ def token_mass(
     return means[0] if len(means) == 1 else torch.cat(means, 2)
 
 
-def key_token_means(q: Tensor, k: Tensor, lse: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def key_token_means(
+    q: Tensor, k: Tensor, lse: Tensor | None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean logit and softmax mass of every key token, means over all queries -> [B, H, Lk] each.
 
     lse is used on CUDA alone, as in frame_mass.
     """
-    if kernels := mass_kernels(q):
+    if lse is not None and (kernels := mass_kernels(q)):
         logits, mass = (x[:, :, 0] for x in kernels.key_token_means(q, k, lse))
         if bias is not None:
             mass = _weighted(mass, bias)
@@ -224,20 +231,25 @@ def key_names(layout: KeyLayout | None, k: Tensor) -> dict[str, Tensor]:
 
 
 def token_matrix(
-    q: Tensor, k: Tensor, is_logits: bool, dtype: torch.dtype, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    is_logits: bool,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Logits or probabilities of every token pair -> [B, H, Lq, Lk] on the CPU, in dtype.
 
     Formed in chunks of float32 and copied straight into the result, so that the device holds one chunk at a
-    time. Where a bias is -inf, logits are NaN and probabilities 0.
+    time. Where a bias is -inf, or a mask hides a key, logits are NaN and probabilities 0.
     """
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
-    for rows in scaled_logits(q, k, bias):
+    for rows in scaled_logits(q, k, bias, mask):
         if not is_logits:
             rows = rows.softmax(-1)
-        elif bias is not None:
+        elif bias is not None or mask is not None:
             rows = absent(rows)
         rows = rows.to(dtype)
         pieces = zip(out.flatten(0, 1), rows.flatten(0, 1), strict=True)  # contiguous: straight copies
@@ -248,12 +260,46 @@ def token_matrix(
 
 
 # --- Logits, some query rows at a time
-def scaled_logits(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Iterator[Tensor]:
-    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time."""
+def scaled_logits(
+    q: Tensor, k: Tensor, bias: Tensor | None = None, mask: Tensor | None = None
+) -> Iterator[Tensor]:
+    """Yield scaled float32 logits [B, H, rows, Lk], some query rows at a time; -inf where a mask hides."""
     keys = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2]))
-    for part in q.split(rows, dim=1):
-        yield _logits(part, keys, bias)
+    for start in range(0, q.shape[1], rows):
+        some = slice(start, start + rows)
+        logits = _logits(q[:, some], keys, bias)
+        if (own := rows_of_mask(mask, some)) is not None:
+            logits = logits.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else logits + own
+        yield logits
+
+
+def rows_of_mask(mask: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the rows of a mask [..., Lq or 1, Lk] that are of some queries."""
+    return mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+
+
+def visible_sums(
+    q: Tensor, k: Tensor, groups: int, mask: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums of logits, numbers of their pairs and mean softmax of every key, by group of queries.
+
+    q [B, Lq, H, D] are groups of equal size, k [B, Lk, H, D] -> [B, H, groups, Lk] each. A mask (boolean, or
+    what is added to the logits) and a bias [H, Lk] say which pairs count: those whose logit is not -inf.
+    """
+    size = q.shape[1] // groups
+    found = []
+    for group in range(groups):
+        rows = slice(group * size, (group + 1) * size)
+        parts = []
+        for logits in scaled_logits(q[:, rows], k, bias, rows_of_mask(mask, rows)):
+            is_seen = logits > -torch.inf
+            # A query that sees no key at all gives 0 / 0; it has no mass.
+            mass = logits.softmax(-1).nan_to_num().sum(2)
+            parts.append(torch.stack([logits.masked_fill(~is_seen, 0).sum(2), is_seen.sum(2), mass]))
+        found.append(torch.stack(parts).sum(0))
+    sums, pairs, mass = torch.stack(found, 3).unbind()
+    return sums, pairs, mass / size
 
 
 def _logits(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:

@@ -66,7 +66,7 @@ class Site:
     """An attention module of the model: its transformer layer, counted from 0, and what it attends to."""
 
     layer: int
-    kind: Literal["self", "cross"]
+    kind: Literal["self", "cross", "cross_image"]  # cross_image: of image tokens, beside those of the text
     shard: HeadShard | None = field(default=None, compare=False, repr=False)  # where not all heads are here
 
 
@@ -76,10 +76,12 @@ class Pass:
 
     query_frames: tuple[int, ...]
     block: int = 0
-    step: int = 0  # index of the pass within its block; -1 where a switch of prompts computes the cache again
+    # Index of the pass in its block; -1 where a switch of prompts computes the cache again, None: not told.
+    step: int | None = 0
     timestep: float = 0.0
     is_clean_pass: bool = False
-    branch: str = "cond"  # classifier-free guidance runs a second branch, "uncond"
+    branch: str | None = "cond"  # classifier-free guidance runs a second branch, "uncond"; None: not told
+    model: str | None = None  # the transformer of a pipeline that has several
     parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
     levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
 
@@ -240,7 +242,7 @@ def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
     return (
         (layer is None or chosen.layers is None or layer in chosen.layers)
         and (chosen.blocks is None or at.block in chosen.blocks)
-        and (at.step >= 0 if chosen.steps is None else at.step in chosen.steps)
+        and (at.step != -1 if chosen.steps is None else at.step in chosen.steps)
     )
 
 
