@@ -9,26 +9,39 @@ source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
 figure4=cache/attention_cache_figure4.pt
 inference=cache/attention_cache.pt
 atlas=cache/atlas.pt
-python - "$figure4" "$inference" "$atlas" <<'PY'
+maps=cache/maps.pt
+effects=cache/effects.pt
+python - "$figure4" "$inference" "$atlas" "$maps" "$effects" <<'PY'
 import sys
 from pathlib import Path
 from experiments.caches import load_cache
-for path in filter(lambda p: Path(p).exists(), sys.argv[1:]):
-    cache = load_cache(path)
-    if cache["model"] != "wan-mini":
-        sys.exit(f"error: {path} is a cache of {cache['model']}; move it away first, the quickstart would replace it")
+from experiments.caches.files import CacheError
+from experiments.running.cli import main
+
+def check(paths):
+    for path in filter(lambda path: Path(path).exists(), paths):
+        try:
+            of, model = "a cache of", load_cache(path)["model"]
+        except CacheError:
+            of, model = "no whole cache, but", "something else or damaged"
+        if model != "wan-mini":
+            raise CacheError(f"{path} is {of} {model}; move it away first, the quickstart would replace it")
+
+main(check, sys.argv[1:])
 PY
 
+mini=(--config_path configs/wan_mini.yaml)
 mkdir -p outputs
-python experiments/run_extraction_figure4.py --config_path configs/wan_mini.yaml --output_path "$figure4" \
-    --save_video outputs/wan-mini.mp4
-python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --output_path "$atlas" --key_curve --cross --rope_bands
-python experiments/run_extraction.py --config_path configs/wan_mini.yaml --output_path "$inference"
+python experiments/run_extraction_figure4.py "${mini[@]}" --output_path "$figure4" --save_video outputs/wan-mini.mp4
+python experiments/run_extraction_all.py "${mini[@]}" --output_path "$atlas" --key_curve --cross --rope_bands
+python experiments/run_extraction.py "${mini[@]}" --output_path "$inference"
+python experiments/run_extraction_maps.py "${mini[@]}" --output_path "$maps" --query_patch 18,2,1 --words --save_video
+python experiments/run_intervention.py "${mini[@]}" --output_path "$effects" --interventions configs/edits/forget_past.yaml
 papermill --cwd notebooks --no-progress-bar --log-level WARNING notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb \
     -p CACHE_PATH "../$figure4" -p SAVE_DIR figure4
 
 echo
 echo "the generated video:    outputs/wan-mini.mp4"
-echo "caches of its rollout:  $figure4  $inference  $atlas"
+echo "caches of its rollout:  $figure4  $inference  $atlas  $maps  $effects"
 echo "the executed notebook:  outputs/plt_fig4.ipynb"
 for svg in notebooks/figure4/*.svg; do echo "figure:                 $svg"; done

@@ -5,8 +5,12 @@
 A layer that was done by the same notebook, cache and code is not done again, if its figures are still there.
 """
 
+import argparse
 import os
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from experiments.running.cli import Parser, count, count_or_none, main
 
@@ -19,6 +23,15 @@ def layers(text: str) -> list[int]:
     return [] if text == "all" else list(range(count_or_none(first), count_or_none(last or first) + 1))
 
 
+def parameter(text: str) -> tuple[str, Any]:
+    """Return the name and the value of NAME=VALUE, which is read as YAML, as papermill does."""
+    name, sign, value = text.partition("=")
+    try:
+        return name, yaml.safe_load(value if sign else "[")
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE") from None
+
+
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
@@ -26,6 +39,7 @@ def run(argv=None):
     flag("cache", type=Path, help="a cache of many layers, or a folder of layerN.pt")
     flag("layers", type=layers, nargs="+", help="numbers from 0, ranges such as 0-29, or all")
     flag("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
+    flag("--parameter", type=parameter, nargs="+", metavar="NAME=VALUE", help="others, such as STEP=4")
     flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
     args = parser.parse_args(argv)
 

@@ -223,9 +223,11 @@ def query_profile(
 
 
 def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:
-    """Return a layer cache of the "cond" or "uncond" branch of guidance. KeyError if it is absent."""
+    """Return a layer cache of the "cond" or "uncond" branch of guidance. CacheError if it is absent."""
     if branch == "cond":
         return cache
+    if f"full_frame_attention_{branch}" not in cache:
+        raise CacheError(f"this cache has no branch {branch}; BRANCH must be cond")
     matrix = cache[f"full_frame_attention_{branch}"]
     last = matrix[:, cache["last_block_query_frames"]].float().mean(1)
     return {**cache, "branch": branch, "full_frame_attention": matrix, "last_block_frame_attention": last}

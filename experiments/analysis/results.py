@@ -19,7 +19,10 @@ def read_report(path: str | Path, finding: str) -> dict[str, Any]:
     try:
         return read_json(path, CacheError)
     except CacheError as error:
-        raise CacheError(f"{error}; run: python experiments/findings/{finding}/run.py") from None
+        ours = f"experiments/findings/{finding}/results.json"
+        raise CacheError(
+            f"{error}; those of the repository are in {ours}, made by run.py beside it"
+        ) from None
 
 
 # --- Long rollouts under cache policies
@@ -71,6 +74,11 @@ class LongRollouts:
             kind: {self.labels[label]: _interval(policies[label]["by_kind"][kind]) for label in labels}
             for kind in kinds
         }
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the kinds of scenes that by_kind takes."""
+        return list(self.findings["policies"]["full"]["by_kind"])
 
     def curves(self, measure: str) -> dict[str, dict[str, np.ndarray]]:
         """mean, low and high [seconds] of the policies and controls that are shown over time."""

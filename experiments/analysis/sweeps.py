@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from experiments.analysis.stats import mean_without_nan, spearman, varying
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
+from experiments.caches.store import from_root
 from experiments.caches.view import Profiles, open_profiles, require_alike
 
-MAKE = "python experiments/run_extraction_all.py --prompts FILE --seeds 0 1 --output_dir cache/sweep"
+MAKE = "python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --seeds 0 1"
 PUBLISHED = tuple(f"self_forcing_dmd_{name}_21f.pt" for name in ("castle", "eagle"))
 MEASURES = {"effect": "Effect s", "delta": "First − middle"}
 SAME = ("model", "layers", "num_heads", "block_sizes", "step", "query_frames", "num_averages")
@@ -32,11 +34,12 @@ def open_sweep(
 ) -> tuple[dict[str, Profiles], str]:
     """Open mean logits of a folder's atlases, or published ones and a note. CacheError for fewer than two."""
     paths, note = sorted(Path(folder).glob("*.pt")), ""
+    make = f"run: {MAKE} --output_dir {quote(str(from_root(folder)))}"
     if not paths and not Path(folder).is_dir():
         paths = [Path(published) / name for name in PUBLISHED]
-        note = f"Shown: the published 21-frame atlases; {Path(folder).name} is not there, made by: {MAKE}"
+        note = f"Shown: the published 21-frame atlases; {Path(folder).name} is not there; {make}"
     if len(paths) < 2:
-        raise CacheError(f"{folder} has {len(paths)} atlases, a sweep needs two or more; run: {MAKE}")
+        raise CacheError(f"{folder} has {len(paths)} atlases, a sweep needs two or more; {make}")
     caches = {path.stem: load_cache(path, expect=("atlas",)) for path in paths}
     views = {name: open_profiles(cache, step, "mean_logit") for name, cache in caches.items()}
     # Heads are compared by index: model, sizes, pass and queries must be the same

@@ -97,6 +97,7 @@ class Cache(Fields):
     # The script that makes one, the notebook that shows one, and the file where it goes
     script: ClassVar[str]
     notebook: ClassVar[str]
+    flags: ClassVar[str] = ""  # with which the script makes all that the notebook shows
     default: ClassVar[str]
     nested: ClassVar[Mapping[str, type[Fields]]] = {"files": WeightsFile}
 
@@ -312,6 +313,7 @@ class AtlasCache(Sampling, Cache):
     """A whole rollout at frame level."""
 
     script, notebook, default = "run_extraction_all.py", "layer_atlas.ipynb", "atlas.pt"
+    flags = "--key_curve --cross --rope_bands"
     one_of: ClassVar = ("frame_logits", "frame_mass", "last_block_frame_logits")
 
     layers: Annotated[list[int], "int [N]"]
@@ -374,6 +376,7 @@ class MapsCache(Cache):
     """Maps over video frames: of each block that was asked for, layers x passes x heads x queries x keys."""
 
     script, notebook, default = "run_extraction_maps.py", "on_the_video.ipynb", "maps.pt"
+    flags = "--query_patch 18,2,1 --words --save_video"
     nested: ClassVar = {**Cache.nested, "blocks": BlockMaps}
 
     layers: Annotated[list[int], "int [N]"]
@@ -397,6 +400,7 @@ class EffectsCache(Cache):
     """A run, edited and not, with the same noise. Distances are RMS differences of x0 per frame."""
 
     script, notebook, default = "run_intervention.py", "interventions.ipynb", "effects.pt"
+    flags = "--interventions configs/edits/forget_past.yaml"
     interventions: dict[str, Any]
     latents_base: Annotated[Tensor, "f16/f32 [F, C, h, w]"]
     latents_edited: Annotated[Tensor, "f16/f32 [F, C, h, w]"]

@@ -10,6 +10,7 @@ format. Data flows extraction -> formats.save_cache -> load_cache -> experiments
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from experiments.caches.view import open_profiles
 from wan.errors import short_repr
 from wan.files import load_tensors
 
+ROOT = Path(__file__).parents[2]
+
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
     """Read a cache of any format and age as a dict with today's fields; with mmap, tensors stay on disk.
@@ -47,7 +50,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
         there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
         names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
         others = f"; there is {names}" if there and path.name.startswith("layer") else ""
-        raise CacheError(f"{path} not found{others}; run: {_command(path, expect)}")
+        raise CacheError(f"{path} not found{others}; {remedy(path, expect)}")
     try:
         # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too
         with torch.serialization.safe_globals(legacy.ALLOWED):
@@ -63,26 +66,48 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     except Exception as error:  # fields of unheard-of types can fail in any way
         known = isinstance(error, ValueError)
         reason = str(error) if known else f"{type(error).__name__} in its fields: {error}"
-        again = f"make it again: {_command(path, expect)}"
-        raise CacheError(f"{path} cannot be read as a cache: {reason}; {again}") from None
+        raise CacheError(f"{path} cannot be read as a cache: {reason}; {remedy(path, expect)}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(
             f"{path} is a cache of format {raw['format']}: open it with "
             f"notebooks/{FORMATS[raw['format']].notebook}. Here it takes {' or '.join(expect)}, "
-            f"made by: python experiments/{FORMATS[expect[0]].script}"
+            f"made by experiments/{FORMATS[expect[0]].script}"
         )
     return raw
 
 
-def _command(path: Path, expect: Sequence[str]) -> str:
-    """Return the command that makes a cache, by its expected format or else by its name."""
-    by_name = [kind for kind, form in FORMATS.items() if form.default == path.name]
-    kind = (by_name or list(expect) or (["layer"] if path.name.startswith("layer") else ["figure4"]))[0]
-    script = f"python experiments/{FORMATS[kind].script}"
-    if kind == "layer" and (layer := re.fullmatch(r"layer(\d+)\.pt", path.name)):
-        return f"{script} --layer_index {layer[1]}"
-    flags = "" if path.name == FORMATS[kind].default else f" --output_path cache/{path.name}"
-    return f"{script}{flags} (on a CPU add --config_path configs/wan_mini.yaml)"
+def from_root(path: str | Path) -> Path:
+    """Return a path as a command in the root of the repository names it."""
+    whole = Path(path).resolve()
+    return whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole
+
+
+def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
+    """Return "run: COMMAND", which makes a cache of the first of these formats at this path.
+
+    Its own file name, or else that of an atlas, decides where several formats will do. The command is of the
+    miniature, whose weights are shipped: it runs as it is, in the root of the repository.
+    """
+    # 1. The format
+    name = Path(path).name
+    kind = (list(formats) or ["atlas"])[0]
+    for one, form in FORMATS.items():
+        if (not formats or one in formats) and name == form.default:
+            kind = one
+    layer = re.fullmatch(r"layer(\d+)\.pt", name)
+    if layer and (not formats or "layer" in formats):
+        kind = "layer"
+    # 2. The command
+    at = from_root(path)
+    words = ["python", f"experiments/{FORMATS[kind].script}", "--config_path configs/wan_mini.yaml"]
+    words += filter(None, [FORMATS[kind].flags])
+    if kind == "layer":
+        words.append(f"--layer_index {layer[1] if layer else 3}")
+    if kind == "causal_atlas":
+        words.append(f"--output_dir {quote(str(at.parent))}")
+    elif at != Path("cache") / (name if kind == "layer" else FORMATS[kind].default):
+        words.append(f"--output_path {quote(str(at))}")
+    return f"run: {' '.join(words)}"
 
 
 # --- Layers taken out of an atlas
@@ -114,8 +139,10 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
     """Open every layerN.pt of a folder by number. CacheError unless all belong to one rollout."""
     paths = sorted(folder.glob("layer*.pt"), key=lambda p: int("0" + "".join(filter(str.isdigit, p.stem))))
     if not paths:
-        command = f"python experiments/run_extraction_each.py --output_dir {folder}"
-        raise CacheError(f"{folder} holds no layerN.pt; run: {command}")
+        script = "python experiments/run_extraction_each.py --config_path configs/wan_mini.yaml"
+        raise CacheError(
+            f"{folder} holds no layerN.pt; run: {script} --output_dir {quote(str(from_root(folder)))}"
+        )
     caches = {path: load_cache(path, expect=formats) for path in paths}
     # Layers of different runs, or a file copied under another name, would be drawn as one rollout
     views = [open_profiles(cache) for cache in caches.values()]

@@ -27,7 +27,7 @@ from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import MapsCache
-from experiments.caches.store import open_layers
+from experiments.caches.store import open_layers, remedy
 from experiments.caches.view import (
     Profiles,
     average_names,
@@ -307,8 +307,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     if differing:
         raise CacheError(f"{path} belongs to another rollout than the page, by its {', '.join(differing)}")
     if not (places := places_of(cache)):
-        make = "python experiments/run_extraction_maps.py --query_grid 18,4,4"
-        raise CacheError(f"{path} holds no maps of queries, only words; run: {make}")
+        raise CacheError(f"{path} holds no maps of queries, only words; {remedy(path, ('maps',))}")
     # 2. Maps of every pass, layer, head and query
     found = [
         [[[open_map(cache, n, h, at.step, p) for p in places] for h in typed.heads] for n in typed.layers]
@@ -320,8 +319,8 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     # base64 of a byte a value, and two numbers a row; values are [P, N, h, n, F, rows, columns]
     while (values.size * 4 // 3 + values[..., 0, 0, 0].size * 16) > max_bytes - 2000:
         if values.shape[-2:] == (1, 1):
-            remedy = "keep fewer heads or queries, or allow more with --max_mb"
-            raise CacheError(f"the maps of {path} do not fit in the page: {remedy}")
+            fewer = "keep fewer heads or queries, or allow more with --max_mb"
+            raise CacheError(f"the maps of {path} do not fit in the page: {fewer}")
         values = pooled(values)
     return {
         "layers": typed.layers,

@@ -16,7 +16,8 @@ from PIL import Image
 import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
 from experiments.caches.files import CacheError, encode_mp4, mp4_tag, replacing, require_same
-from experiments.caches.formats import peek
+from experiments.caches.formats import FORMATS, peek
+from experiments.caches.store import remedy
 from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
@@ -244,14 +245,17 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     layers, inside = sorted(source.glob("layer*.pt")), list(source.glob("*.mp4"))  # none of a file
     path = Path(video) if video is not None else inside[0] if len(inside) == 1 else source.with_suffix(".mp4")
     if not path.is_file():
-        raise CacheError(f"{path} not found; the script that made the cache writes it with --save_video")
-    remedy = "make the cache again with --save_video, or name a video of the same rollout"
+        kind = peek(source).get("format")
+        how = remedy(source, (kind,)) if kind in FORMATS else "the script that made the cache writes it"
+        how += " --save_video" * ("--save_video" not in how)
+        raise CacheError(f"{path} not found; to make it with its cache, {how}")
+    other = "make the cache again with --save_video, or name a video of the same rollout"
     # A fingerprint decides; without one a video must not be older than its cache
     made_of, tag = peek(layers[0] if layers else source).get("fingerprint"), mp4_tag(path)
     if made_of and (tag or video is None):
-        require_same(path, (tag or "").partition(" ")[0], made_of, remedy)
+        require_same(path, (tag or "").partition(" ")[0], made_of, other)
     elif video is None and not layers and path.stat().st_mtime < source.stat().st_mtime - COPIED:
-        raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {remedy}")
+        raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {other}")
     return path
 
 

@@ -1,14 +1,20 @@
-"""A notebook executed for layer after layer by papermill; finished layers are not executed again."""
+"""A notebook executed for layer after layer by papermill; finished layers are not executed again.
+
+manifest.json of the folder names the notebook, the cache, and every file that was written there, with a hash
+of its content. Only such a file is ever replaced or removed.
+"""
 
 import argparse
 import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import nbformat
@@ -19,10 +25,12 @@ from tqdm import tqdm
 
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, RunError, claimed, replacing
-from experiments.caches.store import one_layer, open_layers
+from experiments.caches.store import from_root, one_layer, open_layers
 from experiments.figures.folder import save_contact_sheet
 from experiments.figures.html_page import save_page
+from experiments.running.parameters import check_given
 from wan.checkpoint import sampled_sha256
+from wan.files import read_json
 
 Cache = Mapping[str, Any]
 ROOT = Path(__file__).parents[2]
@@ -55,6 +63,77 @@ NOTEBOOKS = {
 }
 
 
+class Manifest:
+    """FOLDER/manifest.json: whose results a folder has, and which of its files this program wrote."""
+
+    def __init__(self, folder: Path, notebook: str, cache: Path):
+        self.folder, self.lock = folder, Lock()  # layers are made in threads
+        self.owner = {"notebook": notebook, "cache": str(from_root(cache))}
+        found = self.of(folder)
+        self.written: dict[str, list[str]] = found.get("written", {})  # file, from the folder -> sha256
+        self.found = {name: found[name] for name in self.owner if name in found}
+
+    def require_owner(self) -> None:
+        """Raise CacheError for a folder with results of another notebook or cache."""
+        if self.found not in ({}, self.owner):
+            of = " and ".join(map(str, self.found.values()))
+            raise CacheError(f"{self.folder} has figures of {of}; choose another --output_dir")
+
+    @staticmethod
+    def of(folder: Path) -> dict[str, Any]:
+        """Return a folder's manifest; nothing where it has none. CacheError for a damaged one."""
+        path = folder / "manifest.json"
+        if not path.is_file():
+            return {}
+        found = read_json(path, CacheError)
+        if not isinstance(found.get("written"), dict):
+            raise CacheError(f"{path} is no manifest of this program; choose another --output_dir")
+        return found
+
+    def require_ours(self, *paths: Path) -> None:
+        """Raise CacheError for a file that is there and was not written here, or was changed since."""
+        for path in paths:
+            known = self.written.get(str(path.relative_to(self.folder)))
+            if path.exists() and sha256_of(path) not in (known or ()):
+                how = (
+                    "was changed since this program wrote it" if known else "was not written by this program"
+                )
+                raise CacheError(f"{path} {how}; move it away, or choose another --output_dir")
+
+    def remove(self, paths: Sequence[Path]) -> None:
+        """Remove files that were written here; others are not touched."""
+        for path in paths:
+            known = self.written.get(str(path.relative_to(self.folder)), ())
+            if path.is_file() and sha256_of(path) in known:
+                path.unlink()
+
+    def put(self, files: Mapping[Path, Path]) -> None:
+        """Move files to their places. CacheError, before any is moved, where one is not ours to replace."""
+        self.require_ours(*files)
+        with self.lock:
+            for path, made in files.items():
+                # Its new and its old content: a run that is killed in between may leave either
+                name = str(path.relative_to(self.folder))
+                self.written[name] = [*self.written.get(name, [])[-1:], sha256_of(made)]
+            with replacing(self.folder / "manifest.json") as file:
+                file.write(json.dumps(self.owner | {"written": self.written}, indent=1).encode() + b"\n")
+        for path, made in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made.replace(path)
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def default_folder(notebook: str, cache: Path) -> Path:
+    """Return outputs/NOTEBOOK/CACHE, with a hash behind it where another cache of that name has it."""
+    folder, at = Path("outputs") / Path(notebook).stem / cache.stem, str(from_root(cache))
+    if Manifest.of(folder).get("cache", at) == at:
+        return folder
+    return folder.with_name(f"{folder.name}-{hashlib.sha256(at.encode()).hexdigest()[:8]}")
+
+
 class NotebookRuns:
     """A notebook of notebooks/, layers of a cache file or of a folder of layerN.pt, and a folder for results.
 
@@ -63,10 +142,15 @@ class NotebookRuns:
     would be the same every time.
     """
 
-    def __init__(self, name: str, source: str | Path, folder: str | Path):
-        """Raises CacheError for a cache that the notebook does not open."""
-        self.path, self.notebook = ROOT / "notebooks" / name, NOTEBOOKS[name]
+    def __init__(
+        self, name: str, source: str | Path, folder: str | Path, given: Mapping[str, Any] | None = None
+    ):
+        """given are further parameters. CacheError for a cache that the notebook does not open."""
+        self.path, self.notebook, self.given = ROOT / "notebooks" / name, NOTEBOOKS[name], dict(given or {})
+        own = (self.notebook.cache, self.notebook.layer, "SAVE_DIR")
+        check_given(Path(name).stem, self.given, own)
         self.source, self.folder = Path(source), Path(folder)
+        self.manifest = Manifest(self.folder, name, self.source)
         self.cache: Cache | None = None
         self.files: dict[int, Path] = {}
         if self.source.is_dir():
@@ -94,8 +178,9 @@ class NotebookRuns:
                 chosen[notebook.layer] = notebook.value(self.cache, layer)
             if self.cache["format"] == "atlas" and notebook.layer != "LAYER":
                 path = self.folder / "caches" / f"layer{layer}.pt"
-                save_cache(path, one_layer(self.cache, layer))
-        return {notebook.cache: str(path.resolve())} | chosen
+                save_cache(made := path.with_suffix(".new.pt"), one_layer(self.cache, layer))
+                self.manifest.put({path: made})
+        return {notebook.cache: str(path.resolve())} | chosen | self.given
 
     def figures(self, layer: int) -> Path:
         return self.folder / f"layer{layer}"
@@ -113,7 +198,7 @@ class NotebookRuns:
         """Return a hash of all that the figures of a layer depend on."""
         cache = self.files.get(layer, self.source)
         # The code is part of it: figures are drawn again where what draws them has changed
-        inputs = [layer, self.code, str(cache.resolve()), sampled_sha256(cache)]
+        inputs = [layer, self.code, str(cache.resolve()), sampled_sha256(cache), self.given]
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def is_done(self, layer: int) -> bool:
@@ -129,6 +214,7 @@ class NotebookRuns:
         """Execute the layers that are not done, jobs at a time. RunError where one fails; others stay."""
         logging.getLogger("papermill").setLevel(logging.ERROR)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of each kernel
+        self.manifest.require_owner()
         waiting = [layer for layer in layers if not self.is_done(layer)]
         done = {"initial": len(layers) - len(waiting), "total": len(layers)}
         with tqdm(desc=self.path.stem, unit="layer", **done) as bar, ThreadPoolExecutor(jobs) as threads:
@@ -142,12 +228,12 @@ class NotebookRuns:
 
     def _run_layer(self, layer: int) -> None:
         figures, executed = self.figures(layer), self.executed(layer)
-        # 1. Leave nothing of an earlier execution: the page would show old figures beside new ones
-        unfinished = executed.with_suffix(".failed.ipynb")
+        # 1. A folder of its own for what the notebook draws: nothing that lies in figures/ is touched yet
+        unfinished, drawing = executed.with_suffix(".failed.ipynb"), self.folder / f".layer{layer}.drawing"
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        for old in (executed, *figures.glob("**/*.svg")):
-            old.unlink(missing_ok=True)
-        parameters = self.parameters(layer) | {"SAVE_DIR": str(figures.resolve())}
+        self.manifest.require_ours(executed)
+        shutil.rmtree(drawing, ignore_errors=True)  # of a killed run
+        parameters = self.parameters(layer) | {"SAVE_DIR": str(drawing.resolve())}
         # 2. Execute. papermill's cwd would change this process's folder, which its threads share
         in_folder = {"metadata": {"path": str(self.path.parent)}}
         options = {"kernel_name": "python3", "progress_bar": False, "resources": in_folder}
@@ -158,25 +244,27 @@ class NotebookRuns:
             raise RunError(f"layer {layer}: {reason}; see {unfinished}") from None
         except DeadKernelError:
             raise RunError("a kernel died, perhaps for want of memory; try --jobs 1") from None
-        # 3. Gather the figures, for which a notebook may have made a folder, and mark the layer as done
-        for svg in figures.glob("*/*.svg"):
-            svg.replace(figures / svg.name)
-        for made in filter(Path.is_dir, list(figures.iterdir())):
-            made.rmdir()
-        names = sorted(path.name for path in figures.glob("*.svg"))
+        # 3. Put the figures, for which a notebook may have made a folder, in the place of the earlier ones
+        new = {figures / path.name: path for path in sorted(drawing.rglob("*")) if path.is_file()}
+        names = sorted(path.name for path in new if path.suffix == ".svg")
         notebook.metadata["done"] = {"fingerprint": self.fingerprint(layer), "figures": names}
-        with replacing(executed) as file:
-            file.write(nbformat.writes(notebook).encode())
-        unfinished.unlink()
+        said = nbformat.writes(notebook).replace(str(drawing.resolve()), str(figures.resolve()))
+        unfinished.write_text(said, encoding="utf-8")
+        earlier = [self.folder / name for name in self.manifest.written]
+        self.manifest.put(new | {executed: unfinished})  # the notebook last: it says that the layer is done
+        self.manifest.remove([path for path in earlier if path.parent == figures and path not in new])
+        shutil.rmtree(drawing)
 
 
 # --- The command: from flags to figures
 def run_notebooks(args: argparse.Namespace) -> None:
     """Execute a notebook for the layers of run_notebooks.py's flags; draw the contact sheet and the page."""
     name = args.notebook
-    folder = args.output_dir or Path("outputs") / Path(name).stem / args.cache.stem
-    runs = NotebookRuns(name, args.cache, folder)
+    folder = args.output_dir or default_folder(name, args.cache)
+    runs = NotebookRuns(name, args.cache, folder, dict(args.parameter or ()))
     layers = runs.choose(args.layers)
+    sheet, page = folder / "contact_sheet.svg", folder / "index.html"
+    runs.manifest.require_ours(sheet, page)
     with claimed({str(folder / "index.html"): 0}):
         try:
             runs.run(layers, args.jobs)
@@ -185,8 +273,10 @@ def run_notebooks(args: argparse.Namespace) -> None:
             raise
         svg = runs.notebook.sheet
         figures = {f"Layer {layer}": runs.figures(layer) / svg.format(layer) for layer in layers}
-        sheet = save_contact_sheet(folder / "contact_sheet.svg", figures, f"{name}, {args.cache.name}")
-        page = save_page(folder / "index.html", args.cache, layers=layers)
+        made = {path: path.with_name(f".new.{path.name}") for path in (sheet, page)}
+        save_contact_sheet(made[sheet], figures, f"{name}, {args.cache.name}")
+        save_page(made[page], args.cache, layers=layers)
+        runs.manifest.put(made)
     print(f"{len(layers)} layers:      {folder}/notebooks/layerN.ipynb, {folder}/layerN/*.svg")
     print(f"contact sheet:  {sheet}")
     print(f"page:           {page}")

@@ -16,9 +16,11 @@ import time
 import xml.etree.ElementTree as ET
 from contextlib import chdir
 from functools import cache
+from pathlib import Path
 
 import nbformat
 import numpy as np
+import papermill
 import pytest
 import torch
 from conftest import GOLDEN, ROOT
@@ -49,6 +51,8 @@ from experiments.figures.folder import save_contact_sheet
 from experiments.findings.long_rollouts import run as policy_findings
 from experiments.running import cli
 from experiments.running.notebooks import NotebookRuns
+from experiments.running.parameters import PARAMETERS, check_parameters
+from wan.errors import ConfigError, UserError
 from wan.keys import later_block
 
 PUBLISHED = ROOT / "cache/published"
@@ -83,7 +87,7 @@ def run(name, folder, cache=None, parameter="CACHE_PATH", **parameters):
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
                 break
     error = done.error_before_exec or done.error_in_exec
-    assert error is None or type(error).__name__ == "CacheError", f"{error!r}\n{printed.stdout}"
+    assert error is None or isinstance(error, UserError), f"{error!r}\n{printed.stdout}"
     drawn = {str(path.relative_to(folder / "figures")): path for path in folder.glob("figures/**/*.svg")}
     said = printed.stdout if error is None else printed.stdout.rstrip("\n")
     return said, {name: words(path.read_bytes()) for name, path in drawn.items()}
@@ -352,7 +356,7 @@ def test_long_rollouts(tmp_path, findings):
     windows, sinks, values = results.LongRollouts(findings).sink_map("window")
     assert windows == [9, 12] and sinks == [0, 3]
     assert np.isnan(values[1, 0]) and values[0, 1] > values[0, 0]
-    with pytest.raises(CacheError, match="run: python experiments/findings"):
+    with pytest.raises(CacheError, match="those of the repository are in experiments"):
         results.LongRollouts.open(tmp_path / "x.json")
 
 
@@ -394,6 +398,106 @@ def test_on_the_video(maps, tmp_path):
 def test_wrong_parameters_are_one_line(maps, tmp_path, name, parameters, message):
     said, _ = run(name, tmp_path, **({"CACHE_PATH": str(maps)} | parameters))
     assert message in said and "\n" not in said and not (tmp_path / "figures").exists()
+
+
+# --- Parameters: a name that is unknown, a value of another kind, one that is not in this cache
+ATLAS = str(PUBLISHED / "self_forcing_dmd_eagle_21f.pt")
+BAD = [
+    ("layer_atlas", {"LAYER": 99}, "LAYER = 99 is not in 0..29"),
+    ("layer_atlas", {"LAYER": -1}, "LAYER = -1 is not in 0..29"),
+    ("layer_atlas", {"HEAD": 12}, "HEAD = 12 is not in 0..11"),
+    ("layer_atlas", {"HEAD": "a"}, "HEAD = 'a' is not int"),
+    ("layer_atlas", {"HEAD": 1.5}, "HEAD = 1.5 is not int"),
+    ("layer_atlas", {"HEAD": True}, "HEAD = True is not int"),
+    ("layer_atlas", {"CACHE_PATH": 5}, "CACHE_PATH = 5 is not text"),
+    ("layer_atlas", {"STEP": 99}, "pass 99 is not in this cache; it has "),
+    ("layer_atlas", {"KEY_AXIS": "frames"}, "KEY_AXIS = 'frames' is not one of frame, position"),
+    ("layer_atlas", {"FIGURE_WIDTH": "colum"}, "FIGURE_WIDTH = 'colum' is not one of column, page or "),
+    ("layer_atlas", {"FIGURE_WIDTH": 0}, "FIGURE_WIDTH = 0 is not one of column, page or float in 1..40"),
+    ("layer_atlas", {"LAYR": 3}, "layer_atlas.ipynb has no parameter LAYR; did you mean LAYER?"),
+    ("layer_atlas", {"layer": 3}, "layer_atlas.ipynb has no parameter layer; did you mean LAYER?"),
+    ("layer_atlas", {"DATA_PATH": "x.pt"}, "layer_atlas.ipynb has no parameter DATA_PATH"),
+    ("plot_figure4", {"MULTI_HEADS": [0, 99]}, "MULTI_HEADS has 99, which is not in 0..11"),
+    ("plot_figure4", {"MULTI_HEADS": [-1]}, "MULTI_HEADS has -1, which is not in 0..11"),
+    ("plot_figure4", {"MULTI_HEADS": []}, "MULTI_HEADS = [] is not in 0..11"),
+    ("plot_figure4", {"HEAD": 99}, "HEAD = 99 is not in 0..11"),
+    ("plot_figure4", {"WEIGHT_INDEX": "0"}, "WEIGHT_INDEX = '0' is not int"),
+    ("plot_figure4", {"WEIGHT_INDEX": 999}, "call 999 is not in 0.."),
+    ("extract_all_attention", {"QUERY_FRAMES": []}, "QUERY_FRAMES = [] is not in 0..20"),
+    ("extract_all_attention", {"QUERY_FRAMES": [-1]}, "QUERY_FRAMES has -1, which is not in 0..20"),
+    ("extract_all_attention", {"QUERY_FRAMES": [20, 21]}, "QUERY_FRAMES has 21, which is not in 0..20"),
+    ("extract_all_attention", {"LAYER": 99}, "layer 99 is not in this cache; it has "),
+    ("extract_all_attention", {"BRANCH": "uncond"}, "this cache has no branch uncond; BRANCH must be cond"),
+    ("extract_all_attention", {"TEMPORAL_STRIDE": 0}, "TEMPORAL_STRIDE = 0 is not int in 1..100000 or None"),
+    ("plt_fig4", {"HEADS": [[1, 1]]}, "HEADS = [[1, 1]] is not a list of (layer, head, label), such as"),
+    ("plt_fig4", {"HEADS": "all"}, "HEADS = 'all' is not a list of (layer, head, label)"),
+    ("plt_fig4", {"HEADS": []}, "HEADS = [] is not a list of (layer, head, label)"),
+    ("plt_fig4", {"TITLE": 5}, "TITLE = 5 is not text or None"),
+    ("plt_fig4", {"PDF": "no"}, "PDF = 'no' is not bool"),
+    ("plt_fig4", {"FIGURE_HEIGHT": float("nan")}, "FIGURE_HEIGHT = nan is not float in 1..40 or None"),
+    ("on_the_video", {"HEADS": "effects"}, "HEADS = 'effects' is not a list of (layer, head), such as"),
+    ("on_the_video", {"PICTURE": 4}, "PICTURE = 4 is not int in 0..3"),
+    ("on_the_video", {"QUERY": 18}, "QUERY = 18 is not frame, row, column, or a frame alone"),
+    ("sweep", {"STEP": "0"}, "STEP = '0' is not int or None"),
+    ("activations", {"BLOCK": 9}, "BLOCK = 9 is not in 0..2"),
+    ("activations", {"LAYERS": [0, 8]}, "LAYERS has 8, which is not in 0..7"),
+    ("activations", {"STEERED_LAYER": 99}, "STEERED_LAYER = 99 is not in 0..7"),
+    ("activations", {"CONFIG": "wan_minni"}, "wan_minni"),
+    ("policies", {"LAYER": 99}, "LAYER = 99 is not in 0..7"),
+    ("policies", {"STEP": 9}, "STEP = 9 is not in 0..4"),
+    (
+        "policies",
+        {"POLICIES": ["deep_sinks"]},
+        "POLICIES has 'deep_sinks', which is not in deep_forcing, deep_s",
+    ),
+    ("interventions", {"LAYER": 99}, "LAYER = 99 is not in 0..7"),
+    ("interventions", {"EDIT": "knockout"}, "EDIT = 'knockout' is not an edit written as in YAML"),
+    ("interventions", {"EDIT": {"edit": "knockot", "passes": "all"}}, "knockot"),
+    ("long_rollouts", {"KINDS": ["walls"]}, "KINDS has 'walls', which is not in "),
+    ("long_rollouts", {"DISTANCES": -1}, "DISTANCES = -1 is not int in 1..100000"),
+    ("models", {"MODELS": {}}, "MODELS = {} is not names with (config, settings)"),
+    (
+        "models",
+        {"MODELS": {"a": "wan_mini"}},
+        "MODELS = {'a': 'wan_mini'} is not names with (config, settings)",
+    ),
+    ("models", {"STEP": None}, "STEP = None is not int"),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "message"), BAD)
+def test_a_wrong_parameter_is_named_in_one_line(tmp_path, name, parameters, message):
+    opens_an_atlas = name in ("layer_atlas", "plot_figure4", "extract_all_attention", "plt_fig4")
+    given = {"CACHE_PATH": ATLAS} if opens_an_atlas else {}
+    if name == "plot_figure4" and "WEIGHT_INDEX" not in parameters:
+        save_cache(tmp_path / "c.pt", synthetic_caches.inference(H=12))
+        given["CACHE_PATH"] = str(tmp_path / "c.pt")
+    said, _ = run(name, tmp_path, **(given | parameters))
+    last = said.splitlines()[-1]
+    assert last.startswith(("ConfigError: ", "CacheError: ")) and message in last, said
+    assert not (tmp_path / "figures").exists()
+
+
+def test_every_notebook_declares_its_parameters():
+    assert {f"{name}.ipynb" for name in PARAMETERS} == {p.name for p in (ROOT / "notebooks").glob("*.ipynb")}
+    for name, declared in PARAMETERS.items():
+        notebook = load_notebook_node(str(ROOT / f"notebooks/{name}.ipynb"))
+        (cell,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.tags]
+        names = re.findall(r"^([A-Z_0-9, ]+?) \+?\|?=", cell.source, re.MULTILINE)
+        found = dict.fromkeys(one for some in names for one in some.split(", "))
+        assert list(found) == declared.split(), name
+        first = next(c.source for c in notebook.cells if c.cell_type == "code" and "import" in c.source)
+        later = "".join(c.source for c in notebook.cells if c.cell_type == "code")
+        assert later.count(f'check_parameters("{name}", globals())') == 1 and first
+
+
+def test_a_kernel_that_goes_on_may_have_its_own_variables():
+    given = {"SWEEP_DIR": "a", "HEADS": "auto", "STEP": None, "SAVE_DIR": "b", "PUBLISHED": "c"}
+    given |= {"FIGURE_WIDTH": None, "PDF": False}
+    check_parameters("sweep", given)
+    check_parameters("sweep", given | {"views": 1, "MINE": 2})
+    with pytest.raises(ConfigError, match="no parameter STEPS; did you mean STEP"):
+        check_parameters("sweep", given | {"STEPS": 2})
 
 
 # --- Caches of runs that were stopped show what is absent as absent
@@ -467,6 +571,72 @@ def test_stopped_and_continued(layer_folder, tmp_path, capsys):
     runs = NotebookRuns(NOTEBOOK.name, layer_folder, out)
     save_cache(layer_folder / "layer0.pt", synthetic_caches.layer(0) | {"prompt": "another"})
     assert [runs.is_done(N) for N in LAYERS] == [False, True]
+
+
+@pytest.fixture
+def drawing_at_once(monkeypatch):
+    """Notebooks that write one figure, whose text is their cache's path, and run no kernel."""
+
+    def execute(source, output, parameters, **options):
+        notebook = nbformat.v4.new_notebook()
+        folder = Path(parameters["SAVE_DIR"]) / "made"
+        folder.mkdir(parents=True)
+        layer = parameters.get("LAYER") or re.search(r"layer(\d+)", parameters["CACHE_PATH"])[1]
+        words = f"<text>{parameters['CACHE_PATH']}</text>"
+        svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 20 10">{words}</svg>'
+        (folder / f"layer{layer}_perhead_grid.svg").write_text(svg)
+        nbformat.write(notebook, output)
+        return notebook
+
+    monkeypatch.setattr(papermill, "execute_notebook", execute)
+
+
+def test_two_caches_of_one_name_share_no_folder(drawing_at_once, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        save_cache(tmp_path / folder / "layer3.pt", synthetic_caches.layer(3))
+        run_notebooks.run([NOTEBOOK.name, f"{folder}/layer3.pt", "all"])
+    first, second = sorted((tmp_path / "outputs" / NOTEBOOK.stem).iterdir())
+    assert (first.name, second.name.split("-")[0]) == ("layer3", "layer3")
+    for folder, source in ((first, "a"), (second, "b")):
+        assert f"/{source}/layer3.pt" in (folder / "layer3/layer3_perhead_grid.svg").read_text()
+    run_notebooks.run([NOTEBOOK.name, "b/layer3.pt", "all"])  # goes on in its own
+    assert len([*first.parent.iterdir()]) == 2 and f"{second.name}/index.html" in capsys.readouterr().out
+    with pytest.raises(CacheError, match=r"has figures of .*a/layer3\.pt; choose another --output_dir"):
+        run_notebooks.run([NOTEBOOK.name, "b/layer3.pt", "all", "--output_dir", str(first)])
+
+
+def test_files_of_others_stay(drawing_at_once, layer_folder, tmp_path):
+    out = tmp_path / "out"
+    cache = layer_folder / "layer3.pt"
+    command = [NOTEBOOK.name, str(cache), "3", "--output_dir", str(out)]
+    (out / "layer3" / "mine").mkdir(parents=True)
+    mine = [out / "layer3" / name for name in ("own.svg", "notes.txt", "mine/more.svg")]
+    for path in mine:
+        path.write_text("mine")
+    run_notebooks.run(command)
+    drawn = out / "layer3" / "layer3_perhead_grid.svg"
+    save_cache(cache, synthetic_caches.layer(3) | {"prompt": "another"})
+    run_notebooks.run(command)  # again, with all of them in place
+    assert all(path.read_text() == "mine" for path in mine) and drawn.is_file()
+    # A figure that was changed by hand is somebody's work, and so is one that was there before
+    drawn.write_text("changed")
+    save_cache(cache, synthetic_caches.layer(3) | {"prompt": "a third"})
+    with pytest.raises(CacheError, match=r"grid.svg was changed since this program wrote it; move it away"):
+        run_notebooks.run(command)
+    (out / "manifest.json").unlink()
+    with pytest.raises(CacheError, match="was not written by this program; move it away"):
+        run_notebooks.run(command)
+    assert drawn.read_text() == "changed"
+
+
+def test_the_runner_refuses_parameters(layer_folder, tmp_path):
+    command = [NOTEBOOK.name, str(layer_folder), "3", "--output_dir", str(tmp_path / "out"), "--parameter"]
+    with pytest.raises(ConfigError, match="no parameter QUERY_FRAME; did you mean QUERY_FRAMES"):
+        run_notebooks.run([*command, "PDF=yes", "QUERY_FRAME=[1]"])
+    with pytest.raises(ConfigError, match="LAYER follows from the cache"):
+        run_notebooks.run([*command, "LAYER=1"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
