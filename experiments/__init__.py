@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from experiments.caches.activations import ActivationStore
     from experiments.captured import Atlas, Captured, Seen, capture, compare, x0_lens
     from experiments.extraction.cache_builders import Run
     from experiments.session import Pipe, Session, load
     from wan.interventions import Steer, at, intervene
 
 __all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
-__all__ += ["Pipe", "Seen", "x0_lens"]  # the last two: names of before, for one release
+__all__ += ["Pipe", "Seen"]  # names of before, for one release
+__all__ += ["ActivationStore", "x0_lens"]
 HOMES = {
+    "experiments.caches.activations": ("ActivationStore",),
     "experiments.session": ("Pipe", "Session", "load"),
     "experiments.extraction.cache_builders": ("Run",),
     "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "x0_lens"),

@@ -15,25 +15,30 @@ A shard is a file of save_activations: tensors SITE/NNNNNN, one a call, whose pl
 were made together), is_complete, and shards: {name: {"sha256", "blocks"}}, where sha256 is that of the
 shard's content (content_sha256), which its own metadata has too. Every file is written whole. A run without
 is_complete was interrupted; the shards that its manifest names are whole.
+ActivationStore(FOLDER) reads single layers, and shuffled rows of all runs, from it.
 """
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from experiments.caches.files import CacheError, replacing, save_report
-from wan.errors import reason_of, short_repr
-from wan.sites import SITES
+from wan.errors import did_you_mean, reason_of, short_repr
+from wan.sites import OF_FORWARD, SITES
 
 FORMAT = "activations"
 COORDINATES = ("layer", "block", "step", "branch")
@@ -350,3 +355,269 @@ def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     own = str(facts.get("weights_file", "")).split(" + ")
     files = [each for each in facts.get("files", ()) if each["name"] in own]
     return {name: facts[name] for name in OF_A_MODEL if name in facts} | {"files": files}
+
+
+# --- Rows of a folder, for torch.utils.data
+MAX_OPEN = 8192  # shards that stay mapped at a time; Linux allows 65,530 mappings, and a shard takes two
+ROW_AXES = ("L", "T", "F")  # what a row may be of: a token, a prompt token, a frame
+
+
+@lru_cache(MAX_OPEN)
+def opened(path: Path, sha256: str) -> Any:
+    """Map a shard, of which a tensor is read from the disk where it is indexed."""
+    return safe_open(path, "pt")
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """An activation in a shard: its file and its content's SHA-256, its name there, place and shape."""
+
+    path: Path
+    sha256: str
+    name: str
+    place: Place
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Return a view of the mapped file. CacheError where it is gone or damaged."""
+        try:
+            found: Tensor = opened(self.path, self.sha256).get_tensor(self.name)
+        except (OSError, SafetensorError) as error:
+            raise unreadable(self.path, error) from None
+        return found
+
+
+def unreadable(path: Path, error: Exception) -> CacheError:
+    return CacheError(
+        f"{path} cannot be read as activations: {reason_of(error)}; "
+        f"remove {path.parent} and capture that run again"
+    )
+
+
+def calls_of(path: Path, sha256: str, site: str) -> list[StoredCall]:
+    """Return the calls of a site in a shard, by its header. CacheError where it is not the one written."""
+    try:
+        file = opened(path, sha256)
+        metadata = file.metadata() or {}
+        if metadata.get("sha256") != sha256:
+            raise ValueError("it is not the shard that the manifest names")
+        places = json.loads(metadata["sites"]).get(site, {"places": []})["places"]
+        found = []
+        for n, one in enumerate(places):
+            name = f"{site}/{n:06d}"
+            place = Place(**{**one, "frames": tuple(one["frames"])})
+            found.append(StoredCall(path, sha256, name, place, tuple(file.get_slice(name).get_shape())))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise unreadable(path, error) from None
+    return found
+
+
+class ActivationStore(ActivationFolder):
+    """A folder of activations to train on: tensors of one run, shuffled rows of all.
+
+    >>> store = ActivationStore("cache/acts")
+    >>> store.tensor("resid_post", 5, run=0, step=-1).shape  # [blocks, L, dim]
+    [7, 48, 192]
+    >>> for x in store.batches("resid_post", 5, size=4096, steps=[0, -1]):
+    ...     loss = train(x)  # [4096, 192]
+    >>> DataLoader(store.batches("resid_post", 5), batch_size=None, num_workers=2)
+
+    Its complete runs alone are read. tensor() and batches() look at headers and manifests, and map the files;
+    check() reads all bytes. Raises CacheError for what capture(..., stream_to=FOLDER) did not write.
+    """
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        if not self.runs:
+            raise CacheError(f"{self.path} has no complete run; generate in capture(..., stream_to=) first")
+
+    @cached_property
+    def runs(self) -> list[StoredRun]:
+        """Its complete runs, by name, as they were when it was opened."""
+        return [run for run in self.all_runs if run.is_complete]
+
+    def check(self) -> None:
+        """Read every shard and the latents once. CacheError for the first that is not what was written."""
+        for run in self.runs:
+            for path, sha256 in run.shards.items():
+                load_activations(path, sha256)
+            _ = run.latents
+
+    def tensor(
+        self, site: str, layer: int | None, *, run: int | StoredRun = 0, step: int | None = None
+    ) -> Tensor:
+        """Return a site of a layer in one run (its index in runs, or itself), [blocks, steps, L, dim].
+
+        The axis of steps goes where one is given; -1 is the last denoising step that was captured. layer is
+        None for x_t, flow and x0. What reduce= made comes in its own shape, behind blocks and steps.
+        """
+        chosen = self.runs[run] if isinstance(run, int) else run
+        calls = self._calls(site, layer, [chosen], None if step is None else [step])
+        # 1. A tensor of its own: files may change below a view.
+        is_reduced = self.is_reduced
+        table = Activations(
+            site, tuple(c.place for c in calls), tuple(c.read().clone() for c in calls), is_reduced
+        )
+        # 2. One layer, one step where it is given, and one video: these axes say nothing.
+        x, axes = table.stack(), table.axes
+        alone = {"layer", "B"} | ({"step"} if step is not None else set())
+        return x.squeeze([n for n, axis in enumerate(axes) if axis in alone])
+
+    def batches(
+        self,
+        site: str,
+        layer: int | None,
+        *,
+        size: int = 4096,
+        shuffle: bool = True,
+        seed: int = 0,
+        frames: int | Iterable[int] | None = None,
+        steps: int | Iterable[int] | None = None,
+        runs: Iterable[int | StoredRun] | None = None,
+    ) -> "ActivationBatches":
+        """Return batches [size, d] of the rows of a site and layer, every row once; the last may be smaller.
+
+        A row is a token (of sites without tokens a frame) with all that it has there, heads one after
+        another. shuffle draws rows from all runs, blocks and steps, without a table of them; equal seeds give
+        equal batches, each time that it is iterated: take another seed for another epoch. frames are latent
+        frames of the video; steps -1 is the last denoising step that was captured; runs are some of its runs,
+        such as those to train on. For a DataLoader give batch_size=None: workers share the batches.
+        """
+        if type(size) is not int or size < 1:
+            raise CacheError(f"size must be a number of rows from 1, not {short_repr(size)}")
+        if self.is_reduced:
+            if frames is not None:
+                raise CacheError(f"{self.path}: what reduce= made has no frames to choose; leave frames out")
+        elif SITES.get(site, "B L").split()[1] not in ROW_AXES:
+            raise CacheError(
+                f"{site} has no rows of one length ({SITES[site]}): read tensor(...) of each run"
+            )
+        some = self.runs if runs is None else [self.runs[n] if isinstance(n, int) else n for n in runs]
+        calls, wanted = self._calls(site, layer, some, as_list(steps)), as_list(frames)
+        parts = [self._parts(site, call, wanted) for call in calls]
+        if not any(numbers for numbers, _ in parts):
+            raise CacheError(f"{self.path}: frames {short_repr(wanted)} are in no call of {site}")
+        return ActivationBatches(calls, parts, size, seed if shuffle else None, self.is_reduced)
+
+    @property
+    def is_reduced(self) -> bool:
+        """True where a function (reduce=) made what was kept."""
+        return self.shared["request"].get("reduce") is not None
+
+    def _calls(
+        self, site: str, layer: int | None, runs: Iterable[StoredRun], steps: list[int] | None
+    ) -> list[StoredCall]:
+        """Return the calls of a site, layer and steps, run after run. CacheError where there is none."""
+        there = self.shared["request"]["sites"]
+        if site not in there:
+            raise CacheError(f"{self.path} has {', '.join(there)}, not {site!r}{did_you_mean(site, there)}")
+        found = [
+            call for run in runs for path, sha in run.shards.items() for call in calls_of(path, sha, site)
+        ]
+        for name, wanted in ("layer", None if layer is None else [layer]), ("step", steps):
+            if wanted is None and (name == "step" or site in OF_FORWARD):
+                continue
+            known = sorted({n for call in found if (n := getattr(call.place, name)) is not None})
+            if name == "step":  # the last that denoises
+                last = max((call.place.step for call in found if not call.place.is_clean_pass), default=-1)
+                wanted = [last if n == -1 else n for n in wanted or ()]
+            if not wanted or not {*wanted} <= {*known}:
+                raise CacheError(
+                    f"{self.path}: {site} of {name} {short_repr(wanted)} is not there, but {known}"
+                )
+            found = [call for call in found if getattr(call.place, name) in wanted]
+        return found
+
+    def _parts(self, site: str, call: StoredCall, frames: list[int] | None) -> "RowParts":
+        """Return which rows of a call are taken: those of the chosen frames, where it has rows of frames."""
+        axis = "" if self.is_reduced else SITES[site].split()[1]
+        if self.is_reduced or frames is None:
+            whole = call.shape[:-1] if self.is_reduced else call.shape[:2]
+            return (0,), math.prod(whole)
+        # A capture of some frames has kept these alone
+        kept = self.shared["request"].get("frames")
+        own = [n for n in call.place.frames if kept is None or n in kept]
+        if axis == "L" or (axis == "F" and call.shape[1] == len(own)):
+            return tuple(n for n, frame in enumerate(own) if frame in frames), call.shape[1] // len(own)
+        return (0,) * (not {*frames}.isdisjoint(own)), call.shape[1]  # of all its frames
+
+
+def as_list(chosen: int | Iterable[int] | None) -> list[int] | None:
+    return None if chosen is None else [chosen] if isinstance(chosen, int) else [*chosen]
+
+
+RowParts = tuple[tuple[int, ...], int]  # which parts of a call's rows are taken, and how long a part is
+
+
+class ActivationBatches(IterableDataset[Tensor]):
+    """Batches of rows from memory-mapped shards: what ActivationStore.batches returns."""
+
+    def __init__(
+        self,
+        calls: Sequence[StoredCall],
+        parts: Sequence[RowParts],
+        size: int,
+        seed: int | None,
+        is_reduced: bool,
+    ):
+        self.calls, self.parts, self.size, self.seed, self.is_reduced = calls, parts, size, seed, is_reduced
+        self.ends = np.cumsum([len(numbers) * length for numbers, length in parts])  # in the store's order
+        self.num_rows = int(self.ends[-1])
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-self.num_rows // self.size)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # Workers of a DataLoader take every n-th batch, so that no row comes twice.
+        worker = get_worker_info()
+        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
+        for number in range(first, len(self), every):
+            places = np.arange(number * self.size, min((number + 1) * self.size, self.num_rows))
+            if self.seed is not None:
+                places = permuted(places, self.num_rows, self.seed)
+            yield self.read(places)
+
+    def read(self, places: np.ndarray) -> Tensor:
+        """Return the rows [n, d] at places 0 ... num_rows - 1 of the store's order."""
+        # 1. Which call has each; those of one call are read together.
+        owners = np.searchsorted(self.ends, places, side="right")
+        order = np.argsort(owners, kind="stable")
+        found: Tensor | None = None
+        for mine in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1):
+            n = int(owners[mine[0]])
+            numbers, length = self.parts[n]
+            part, row = np.divmod(places[mine] - self.ends[n] + len(numbers) * length, length)
+            rows = np.asarray(numbers)[part] * length + row
+            # 2. Only the pages of these rows are read from the mapped file.
+            x = self.calls[n].read()
+            x = x.reshape(-1, x.shape[-1]) if self.is_reduced else x.flatten(0, 1).flatten(1)
+            if found is None:
+                found = x.new_empty(len(places), x.shape[1])
+            found[torch.from_numpy(mine)] = x[torch.from_numpy(rows)]
+        assert found is not None
+        return found
+
+
+def permuted(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Return where a random permutation of 0 ... count - 1 takes some places, without a table of all.
+
+    A Feistel network over the next power of four, walked until it is within count (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains", https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf).
+    """
+    half = np.uint64(max(1, (int(count - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.random.default_rng(seed).integers(0, 2**63, 6, dtype=np.uint64)
+
+    def once(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half, x & mask
+        for key in keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64, wraps
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(27))) & mask)
+        return (left << half) | right
+
+    found = once(places.astype(np.uint64))
+    while (outside := found >= count).any():
+        found[outside] = once(found[outside])
+    return found.astype(np.int64)

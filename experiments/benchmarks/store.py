@@ -1,0 +1,93 @@
+"""Measure a store of activations: seconds and GB to write it, seconds and memory to read its rows shuffled.
+
+    python experiments/benchmarks/store.py /tmp/acts --captions 200 --output_path store.json
+
+Captions are the miniature's held-out ones. A folder that has runs already is added to, and their seconds are
+not counted. Memory is what the process has for itself beside the shared pages of mapped files, which the
+system takes back when it needs them.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from threading import Event, Thread
+
+import psutil
+
+from experiments.caches.files import save_report
+from experiments.running.cli import Parser, count, main
+
+
+@contextmanager
+def peak_memory(found: dict[str, float], name: str) -> Iterator[None]:
+    """Note seconds and the largest memory that is not of files, in MB beyond that of the beginning."""
+    process, done, sizes = psutil.Process(), Event(), list[int]()
+
+    def sample() -> None:
+        while True:
+            now = process.memory_info()
+            sizes.append(now.rss - now.shared)
+            if done.wait(0.02):
+                return
+
+    watch, begin = Thread(target=sample, daemon=True), time.perf_counter()
+    watch.start()
+    try:
+        yield
+    finally:
+        found[f"{name}_seconds"] = round(time.perf_counter() - begin, 2)
+        done.set()
+        watch.join()
+        found[f"{name}_peak_mb"] = round((max(sizes) - sizes[0]) / 1e6, 1)
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    flag = parser.add_argument
+    flag("folder", type=Path, help="where the store is written, or added to")
+    flag("--config_path", default="wan_mini", help="a config's name or path")
+    flag("--site", default="resid_post", help="of wan/sites.py; all layers, blocks and steps are captured")
+    flag("--captions", type=count, default=200, help="how many videos, one a caption")
+    flag("--batch", type=count, default=4, help="videos generated together")
+    flag("--num_frames", type=count, default=21, help="latent frames of a video")
+    flag("--size", type=count, default=4096, help="rows of a batch that is read")
+    flag("--output_path", type=Path, help="a JSON of the numbers")
+    args = parser.parse_args(argv)
+
+    # After the flags: a --help needs no torch
+    from experiments import ActivationStore, capture, load
+    from experiments.extraction.provenance import environment
+    from experiments.miniature.moving_shapes import HELD_OUT_SEED, sample_scenes
+
+    session = load(args.config_path, num_frames=args.num_frames).prepare()
+    captions = [scene.caption for scene in islice(sample_scenes(HELD_OUT_SEED, held_out=True), args.captions)]
+    found: dict[str, float] = {}
+    # 1. Write: a caption has its number as seed.
+    with peak_memory(found, "write"), capture(session, args.site, stream_to=args.folder):
+        for first in range(0, len(captions), args.batch):
+            some = captions[first : first + args.batch]
+            session.generate(some, seeds=[*range(first, first + len(some))])
+    files = [path.stat().st_size for path in args.folder.rglob("*.safetensors")]
+    found |= {"runs": len(captions), "files": len(files), "gb": round(sum(files) / 1e9, 3)}
+    # 2. Read: every row of each layer once, in a random order.
+    store, seconds = ActivationStore(args.folder), list[float]()
+    with peak_memory(found, "read"):
+        for layer in range(session.model_config.num_layers):
+            begin, rows = time.perf_counter(), 0
+            for x in store.batches(args.site, layer, size=args.size):
+                rows += len(x)
+            seconds.append(time.perf_counter() - begin)
+    found |= {"rows_of_a_layer": rows, "bytes_of_a_batch": x.element_size() * x.shape[1] * args.size}
+    found["read_seconds_of_a_layer"] = round(statistics.median(seconds), 2)
+    for name, value in found.items():
+        print(f"{name:24} {value}")
+    if args.output_path:
+        asked = {name: str(value) for name, value in vars(args).items() if name != "output_path"}
+        save_report(asked | found | {"environment": environment(session.device)}, args.output_path)
+
+
+if __name__ == "__main__":
+    main(run)
