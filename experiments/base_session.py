@@ -129,10 +129,10 @@ def extract(args: argparse.Namespace) -> None:
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
     config = load_config(path, {name: getattr(args, name) for name in RUN_FLAGS})
-    if config.lora_path:
+    if config.loras:
         raise ConfigError(
-            f"{path} names a LoRA, {config.lora_path}, and runs of the base model have none; give a config "
-            "without lora_path"
+            f"{path} names a LoRA, {config.loras[0].path}, and runs of the base model have none; give a "
+            "config without lora_path and lora"
         )
     given = {name: getattr(args, name) for name in SAMPLING_FLAGS if getattr(args, name) is not None}
     if "num_frames" in given:

@@ -403,7 +403,7 @@ class Session:
             "head_dim": sizes.head_dim,
             "model": config.model,
             "weights": "checkpoint" if config.checkpoint_path else "base",
-            "weights_file": " + ".join(Path(path).name for path in (weights, config.lora_path) if path),
+            "weights_file": " + ".join([weights.name, *map(str, config.loras)]),
             **({"gpus": config.gpus} if config.gpus > 1 else {}),
             **provenance(config, made_of["files"], self.dtype, self.device),
             **({"quantised": self.pipeline.quantised} if self.pipeline.quantised else {}),

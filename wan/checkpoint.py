@@ -9,18 +9,20 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, from_values, library_reads, named, one_line, refuse
+from wan.errors import ConfigError, from_values, library_reads, named, one_line
 from wan.files import load_tensors, read_json
 
 if TYPE_CHECKING:
@@ -205,10 +207,11 @@ def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
     native, state = is_native(ckpt_dir), read_weights_file(part_file(ckpt_dir, part))
     if part == "transformer":
         return state if native else to_native_names(state)
+    if part == "text_encoder":
+        state = dequantise(state)  # ComfyUI's umT5 comes in scaled FP8
+        return renamed(state, UMT5_TO_TRANSFORMERS) if native else state
     if not native:
         return state
-    if part == "text_encoder":
-        return renamed(state, UMT5_TO_TRANSFORMERS)
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
     return convert_wan_vae_to_diffusers(state)
@@ -233,6 +236,15 @@ def shards(path: Path) -> list[Path]:
         return [path.with_name(name) for name in sorted({Path(name).name for name in names})]
 
 
+# Step counts and losses beside the weights, as training scripts save them: numbers of numpy, and no more
+SCALAR = np.float64(0).__reduce__()[0]
+NUMPY_NUMBERS = [
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
+    *((SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
+
+
 def read_weights_file(path: str | Path) -> dict[Any, Any]:
     """Read a dict of tensors from a .pt or .pth, a .safetensors, or an index of .safetensors shards.
 
@@ -242,7 +254,8 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
         raise CheckpointError(f"{path} is a GGUF; take the model's .safetensors, such as fp8_e4m3fn_scaled")
     state: dict[Any, Any] = {}
     for file in shards(Path(path)):
-        with library_reads(require_file(file), CheckpointError, "get it again"):
+        numpys = torch.serialization.safe_globals(NUMPY_NUMBERS)
+        with library_reads(require_file(file), CheckpointError, "get it again"), numpys:
             state |= load_file(file) if file.suffix == ".safetensors" else load_tensors(file)
     return state
 
@@ -287,10 +300,12 @@ def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 # --- Checkpoints of the family, whatever their layout
 
-CONTAINERS = ("generator_ema", "generator", "model")  # what training scripts put a state dict into
-WITHOUT_EMA = ("generator", "model", "generator_ema")
+# What training scripts put a state dict into, one within another perhaps: {"ema": {"shadow": {...}}}
+EMA, CONTAINERS = ("generator_ema", "ema"), ("generator", "model", "state_dict", "shadow")
 WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")  # anywhere
-LEAD = re.compile(r"(?:(?:module|model|generator|diffusion_model)\.)*")  # at its beginning
+LEAD = re.compile(
+    r"(?:(?:module|model|generator|diffusion_model|transformer|dit|ema|shadow)\.)*"
+)  # at its beginning
 
 
 @dataclass
@@ -303,7 +318,7 @@ class LoadReport:
     names: str = "native"  # or diffusers'
     loaded: int = 0  # tensors
     quantised: str = ""  # how its weights were stored, where they were dequantised
-    merged: str = ""  # the LoRA
+    merged: str = ""  # LoRAs
     ignored: str = ""
 
     def __str__(self) -> str:
@@ -325,18 +340,34 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     The file holds a state dict, or one of CONTAINERS with one (a warning says so where it is not the one
     that use_ema asks for). Raise CheckpointError for any other file.
     """
-    # 1. The state dict, in the file itself or in one of its entries.
-    report, content = LoadReport(Path(path).name), read_weights_file(path)
-    order = CONTAINERS if use_ema else WITHOUT_EMA
-    state = content
-    if chosen := next((name for name in order if isinstance(content.get(name), dict)), None):
-        state, report.container = content[chosen], chosen
-        if chosen != order[0] and chosen != "model":
-            warnings.warn(f"{path} holds no {order[0]}; its {chosen} is used", stacklevel=3)
-        others = [(name, value) for name, value in content.items() if name != chosen]
-        report.ignored = ", ".join(f"{n} ({len(x)})" if isinstance(x, dict) else str(n) for n, x in others)
-    if not state or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise CheckpointError(f"{path} holds no state dict of tensors, but: {', '.join(map(str, content))}")
+    # 1. The state dict, in the file itself or in one of its entries, which may hold one in turn.
+    report, state, where, aside = (
+        LoadReport(Path(path).name),
+        read_weights_file(path),
+        list[str](),
+        list[str](),
+    )
+    order = (*EMA, *CONTAINERS) if use_ema else (*CONTAINERS, *EMA)
+    while chosen := next((name for name in order if isinstance(state.get(name), dict)), None):
+        others = {str(name): value for name, value in state.items() if name != chosen}
+        aside += [f"{n} ({len(x)})" if isinstance(x, dict) else n for n, x in others.items()]
+        state, where = state[chosen], [*where, chosen]
+    if where:
+        report.container = ".".join(where)
+        if where[0] in {*EMA, "generator"} and (where[0] in EMA) != use_ema:
+            wanted = EMA[0] if use_ema else "generator"
+            warnings.warn(f"{path} holds no {wanted}; its {where[0]} is used", stacklevel=3)
+    # Counters of training beside the weights, numpy's too, are left aside
+    numbers = [name for name, value in state.items() if isinstance(value, Number | str | None)]
+    strange = [name for name, value in state.items() if name not in numbers and not isinstance(value, Tensor)]
+    if strange or len(numbers) == len(state):
+        names = ", ".join(map(str, [*strange, *numbers][:3])) or "nothing"
+        raise CheckpointError(
+            f"{path} holds no state dict of tensors, but: {names}; expected weights by name, perhaps within "
+            f"{', '.join((*EMA, *CONTAINERS))}"
+        )
+    report.ignored = ", ".join([*aside, *map(str, numbers)])
+    state = {name: value for name, value in state.items() if name not in numbers}
 
     # 2. Names without what training wrappers put before or into them.
     found: StateDict = {}
@@ -362,11 +393,16 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (".scale_weight", ".weight_scale")  # of layer.weight
-NOT_WEIGHTS = (".scale_input", ".input_scale", ".comfy_quant")  # of products in FP8, which are not made here
+NOT_WEIGHTS = (
+    ".scale_input",
+    ".input_scale",
+    ".comfy_quant",
+    "scaled_fp8",
+)  # of products in FP8, which are not made here
 
 
-def dequantise(state: StateDict, report: LoadReport) -> StateDict:
-    """Return a state dict with its FP8 weights in bfloat16 times their scales; the report says so.
+def dequantise(state: StateDict, report: LoadReport | None = None) -> StateDict:
+    """Return a state dict with its FP8 weights in bfloat16 times their scales; a report says so.
 
     One weight after the other is read.
     """
@@ -385,7 +421,8 @@ def dequantise(state: StateDict, report: LoadReport) -> StateDict:
             tensor = (tensor.float() * rows).to(torch.bfloat16)
         found[name] = tensor
     parts = ", ".join(f"{count} tensors of {dtype}" for dtype, count in stored.items())
-    report.quantised = f"{parts} dequantised to bfloat16"
+    if report is not None:
+        report.quantised = f"{parts} dequantised to bfloat16"
     return found
 
 
@@ -394,7 +431,7 @@ def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict
     return read_checkpoint(path, use_ema)[0]
 
 
-# --- LoRA (arXiv 2106.09685), merged into weights on loading: W + alpha / rank · B A, in float32
+# --- LoRA (arXiv 2106.09685), merged into weights on loading: W + strength · alpha / rank · B A, in float32
 
 LORA_CONTAINERS = ("generator_lora", "lora")
 PEFT = re.compile(r"^(?:base_model\.model\.|(?:module|model|generator|diffusion_model|transformer)\.)*")
@@ -406,81 +443,135 @@ KOHYA_LAYERS = {
     for name in names
 }
 LORA_KEY = re.compile(r"(.+)\.(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight")
+# Whole changes beside low-rank ones, as LightX2V's distilled LoRAs have them -> the parameter of the layer
+DIFFS = {".diff": ".weight", ".diff_b": ".bias", ".diff_m": ".modulation"}
+OTHER_KINDS = {  # parts of names -> adapters that are no LoRA
+    "DoRA": (".dora_scale", "lora_magnitude_vector"),
+    "LoKr": (".lokr_w", ".lokr_t"),
+    "LoHa": (".hada_w", ".hada_t"),
+}
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Low-rank changes of some linear layers: layer -> A [rank, in], B [out, rank]."""
+    """Changes of some layers: A [rank, in] and B [out, rank] with an alpha each, and whole changes."""
 
     file: str
-    pairs: Mapping[str, tuple[Tensor, Tensor]]
-    rank: int
-    alpha: float
+    pairs: Mapping[str, tuple[Tensor, Tensor]]  # layer -> A, B
+    alphas: Mapping[str, float]  # layer -> alpha
+    diffs: Mapping[str, Tensor] = field(default_factory=dict)  # parameter -> its change
+    strength: float = 1.0
+
+    def changes(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name of each parameter that changes, and its change in float32."""
+        for layer, (down, up) in self.pairs.items():
+            scale = self.strength * self.alphas[layer] / len(down)
+            yield f"{layer}.weight", scale * (up.float() @ down.float())  # [out, in]
+        for name, change in self.diffs.items():
+            yield name, self.strength * change.float()
 
     def __str__(self) -> str:
-        return f"{self.file} merged into {len(self.pairs)} layers (rank {self.rank}, alpha {self.alpha:g})"
+        ranks = sorted({len(down) for down, _ in self.pairs.values()})
+        alphas = sorted({*self.alphas.values()})
+        parts = []
+        for name, numbers in (("rank", ranks), ("alpha", alphas)):
+            ends = dict.fromkeys((*numbers[:1], *numbers[-1:]))
+            parts += [f"{name} {' to '.join(f'{number:g}' for number in ends)}"] * bool(numbers)
+        parts += [f"{len(self.diffs)} whole changes"] * bool(self.diffs)
+        parts += [f"strength {self.strength:g}"] * (self.strength != 1)
+        return f"{self.file} merged into {len(self.pairs)} layers ({', '.join(parts)})"
 
 
-def read_lora(path: str | Path, rank: int | None = None, alpha: float | None = None) -> LoRA:
+def read_lora(
+    path: str | Path, rank: int | None = None, alpha: float | None = None, strength: float = 1.0
+) -> LoRA:
     """Read a LoRA. rank, where given, must be the file's; alpha too, where the file has one.
 
-    Raise CheckpointError for keys that are not of a LoRA, a half without the other, ranks that differ, and an
-    alpha that nobody gives.
+    Raise CheckpointError for keys that are not of a LoRA, a half without the other, another rank, and an
+    alpha that nobody gives. Files in ComfyUI's and kohya's names without an alpha mean that of their rank.
     """
     content = read_weights_file(path)
     inner = next((content[name] for name in LORA_CONTAINERS if isinstance(content.get(name), dict)), content)
-    return lora_of(path, inner, rank, alpha)
+    return lora_of(path, inner, rank, alpha, strength)
 
 
-def lora_of(path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None) -> LoRA:
+def lora_of(
+    path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None, strength: float = 1.0
+) -> LoRA:
     """Make a LoRA of keys that are read already."""
-    # 1. Sort the keys: A and B by layer, and alphas.
+    # 1. Sort the keys: A and B by layer, alphas, and whole changes.
     halves: tuple[StateDict, StateDict] = {}, {}
-    alphas = set() if alpha is None else {float(alpha)}
+    alphas, diffs, strange, in_comfy = dict[str, float](), dict[str, Tensor](), list[str](), False
     for name, value in state.items():
+        if kind := next(
+            (kind for kind, parts in OTHER_KINDS.items() if any(p in str(name) for p in parts)), ""
+        ):
+            raise CheckpointError(
+                f"{path} holds a {kind} ({name}), not a LoRA; merge it into the weights first"
+            )
         bare = PEFT.sub("", WRAPPERS.sub("", str(name)), count=1)
         if match := KOHYA.fullmatch(bare):
             layer = KOHYA_LAYERS.get(match[3], match[3])
             bare = ".".join(filter(None, (match[1], match[2], layer, match[4])))
-        if bare.endswith(".alpha"):
-            alphas.add(float(value))
-        elif match := LORA_KEY.fullmatch(bare):
-            layer = next(iter(to_native_names({f"{match[1]}.": value}))).removesuffix(".")
+        stem, dot, end = bare.rpartition(".")
+        match = LORA_KEY.fullmatch(bare)
+        layer = native_layer(match[1] if match else stem)
+        if match:
             halves[match[2] in ("lora_B", "lora_up")][layer] = value
+            in_comfy |= match[2] in ("lora_down", "lora_up")
+        elif end == "alpha":
+            alphas[layer] = float(value)
+        elif dot + end in DIFFS:
+            diffs[f"{layer}{DIFFS[dot + end]}"] = value
         else:
-            raise CheckpointError(f"{path}: {name} is no half of a LoRA")
-    # 2. Every layer has both, of one rank and one alpha.
+            strange.append(str(name))
+    if strange:
+        raise CheckpointError(
+            f"{path}: {', '.join(strange[:3])} is no half of a LoRA; expected LAYER.lora_A.weight, "
+            f"lora_down, alpha or {', '.join(DIFFS)}; give a LoRA of a Wan transformer"
+        )
+    # 2. Every layer has both halves, and one alpha: its own, the config's, or by convention its rank.
     down, up = halves
     pairs = {layer: (down[layer], up[layer]) for layer in sorted(down.keys() & up.keys())}
+    if not (pairs or diffs) or len(pairs) < len(down.keys() | up.keys()):
+        raise CheckpointError(
+            f"{path} holds no whole LoRA: {len(down)} layers with lora_A, {len(up)} with lora_B; get it again"
+        )
     ranks = {len(a) for a, _ in pairs.values()}
-    said = " and ".join(f"{value:g}" for value in sorted(alphas)) or "none"
-    refuse(
-        (
-            not pairs or len(pairs) < len(down.keys() | up.keys()),
-            f"{path} holds no whole LoRA: {len(down)} layers with lora_A, {len(up)} with lora_B",
-        ),
-        (len(ranks) > 1 or rank not in (None, *ranks), f"{path} has rank {ranks}, and lora_rank is {rank}"),
-        (len(alphas) != 1, f"{path} and lora_alpha say alpha {said}; give one lora_alpha in the config"),
-        error=CheckpointError,
-    )
-    return LoRA(Path(path).name, pairs, *ranks, *alphas)
+    if rank is not None and ranks != {rank}:
+        raise CheckpointError(f"{path} has rank {ranks}, and lora_rank is {rank}; leave lora_rank out")
+    others = {value for value in alphas.values() if alpha not in (None, value)}
+    lacking = [layer for layer in pairs if layer not in alphas]
+    if others or (lacking and alpha is None and not in_comfy):
+        said = (
+            " and ".join(f"{value:g}" for value in sorted({*others, *([alpha] if alpha else [])})) or "none"
+        )
+        raise CheckpointError(f"{path} and lora_alpha say alpha {said}; give one lora_alpha in the config")
+    alphas |= {layer: float(len(pairs[layer][0]) if alpha is None else alpha) for layer in lacking}
+    return LoRA(Path(path).name, pairs, {layer: alphas[layer] for layer in pairs}, diffs, strength)
+
+
+def native_layer(name: str) -> str:
+    """Return the native name of a layer, or of a block, that may have diffusers'."""
+    return next(iter(to_native_names({f"{name}.": torch.empty(0)}))).removesuffix(".")
 
 
 def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
     """Return a state dict with a LoRA merged into its weights, float32 where they are changed.
 
-    Raise CheckpointError for a layer that the state dict does not have, or of another shape, and where it
+    Raise CheckpointError for a parameter that the state dict does not have, or of another shape, and where it
     holds the LoRA already: W·D / D·D over all weights W and changes D estimates how many times D is in W. Its
     standard error is √(Σ mean(W²) D·D) / D·D; where that is large, nothing can be said.
     """
     # along = W·D, size = D·D, noise = Σ mean(W²) D·D, over all layers.
     merged, along, size, noise = dict(state), 0.0, 0.0, 0.0
-    for layer, (down, up) in lora.pairs.items():
-        name, change = f"{layer}.weight", lora.alpha / lora.rank * (up.float() @ down.float())  # [out, in]
+    for name, change in lora.changes():
+        layer = name.removesuffix(".weight")
         if name not in state or state[name].shape != change.shape:
             has = list(state[name].shape) if name in state else "nothing"
             raise CheckpointError(
-                f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {has} there"
+                f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {has} there; give a LoRA "
+                "of this model"
             )
         weight, square = state[name].float(), float(change.square().sum())
         merged[name] = weight + change
@@ -488,7 +579,7 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
         noise += float(weight.square().mean()) * square
     # A LoRA that is in W already makes W·D / D·D about 1; one that is not, about 0.
     if size > 0 and along / size > 0.5 and noise**0.5 / size < 0.1:
-        raise CheckpointError(f"{source} holds {lora.file} already; leave lora_path out")
+        raise CheckpointError(f"{source} holds {lora.file} already; leave it out")
     return merged
 
 
@@ -507,10 +598,10 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(part_file(source, "transformer").name, loaded=len(state))
         state = dequantise(state, report)
-    if config.lora_path:
-        lora = read_lora(config.lora_path, config.lora_rank, config.lora_alpha)
+    for each in config.loras:
+        lora = read_lora(each.path, each.rank, each.alpha, each.strength)
         state = merge_lora(state, lora, Path(source).name)
-        report.merged = str(lora)
+        report.merged = "; ".join(filter(None, [report.merged, str(lora)]))
     return state, report
 
 

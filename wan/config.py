@@ -114,6 +114,23 @@ class BaseSampling:
 
 
 @dataclass(frozen=True)
+class LoRAFile:
+    """A LoRA that is merged into the weights: strength times its changes."""
+
+    path: Place
+    strength: Annotated[float, -MAX_SCALE, MAX_SCALE] = 1.0
+    rank: Annotated[int, 1, MAX_SIZE] | None = None  # what the file must have
+    alpha: Annotated[float, TINY, MAX_SIZE] | None = None  # where the file has none
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora: ")
+
+    def __str__(self) -> str:
+        """Return its name, with the strength where it is not 1: a.safetensors:0.8, as --lora takes it."""
+        return Path(self.path).name + f":{self.strength:g}" * (self.strength != 1)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """All that one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
 
@@ -125,6 +142,7 @@ class RunConfig:
     lora_path: Place | None = None  # merged into the weights on loading
     lora_rank: Annotated[int, 1, MAX_SIZE] | None = None  # what the file must have; alpha is rarely in it
     lora_alpha: Annotated[float, TINY, MAX_SIZE] | None = None
+    lora: list[LoRAFile] | None = None  # further ones, merged in this order
     release: dict[str, Any] | None = None  # who published the weights, and how (docs/models.md)
 
     # --- The video
@@ -209,6 +227,12 @@ class RunConfig:
                 policy.check_recompute(self.recompute_context, self.num_frame_per_block)
 
     @property
+    def loras(self) -> list[LoRAFile]:
+        """The LoRAs of the run in the order of merging: lora_path's, then those of lora."""
+        first = [LoRAFile(self.lora_path, 1.0, self.lora_rank, self.lora_alpha)] if self.lora_path else []
+        return [*first, *(self.lora or [])]
+
+    @property
     def policy(self) -> "CachePolicy":
         """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
         # Most runs keep the whole past, and need none of wan/policies/
@@ -261,7 +285,7 @@ def as_one_block(config: RunConfig) -> RunConfig:
     frames = latent_frames(config.base.num_video_frames)
     one: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames, "local_attn_size": -1}
     one |= {"sink_size": 0, "independent_first_frame": False}
-    one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "cache_policy"))
+    one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "lora", "cache_policy"))
     return replace(config, **one)
 
 

@@ -201,7 +201,7 @@ class Memory:
             }
             found.append(Need("encoding the prompt", "host" if c.t5_cpu else here, encoding))
         # 2. A LoRA leaves every linear layer of the blocks in float32
-        if c.lora_path:
+        if c.loras:
             merged = m.num_layers * (8 * m.dim**2 + 2 * m.dim * m.ffn_dim) * FLOAT
             found.append(Need("merging the LoRA", "host", {"merged layers": merged}))
         # 3. Most frames of one forward: a block, a window of blocks, or clean frames computed again

@@ -55,12 +55,15 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     config = load_config(path, given)
     found = {name: getattr(config, name) for name in PATHS}
     below: dict[str, Any] = {k: str(_below_home(Path(v))) for k, v in found.items() if v is not None}
+    if config.lora:
+        below["lora"] = [replace(each, path=str(_below_home(Path(each.path)))) for each in config.lora]
     return replace(config, **below)
 
 
 def missing_files(config: RunConfig) -> list[str]:
     """List the missing ones of the weights that a config names."""
-    named = [path for path in (config.checkpoint_path, config.lora_path) if path is not None]
+    named = [config.checkpoint_path or "", *(each.path for each in config.loras)]
+    named = [path for path in named if path]
     return [path for path in named if not Path(path).is_file()]
 
 

@@ -49,7 +49,7 @@ OPTIONAL_SETTINGS |= dict.fromkeys(("lora_rank", "lora_alpha"))
 # Settings that change no number of a rollout, or that stand for something else: files for what they hold, a
 # device for its kind. Those of the base model's sampler count in its own runs alone.
 NOT_OF_NUMBERS = (
-    *("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir", "release"),
+    *("ckpt_dir", "checkpoint_path", "lora_path", "lora", "prompt_embeds", "embeds_dir", "release"),
     *("device", "dtype", "offload", "t5_cpu", "interventions", "base"),
     *("layer_indices", "layer_index", "step"),  # what is captured
 )
@@ -152,6 +152,8 @@ def identity(
         "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights),
         "files": files_of(config, weights),
         "edits": [edit.to_dict() for edit in edits],
+        # What is merged in which order and how much; the files are among files
+        "lora": [(Path(each.path).name, each.strength, each.rank, each.alpha) for each in config.loras],
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type if config.noise == "seeded" else device_name(device),  # the card draws it
         "text_device": encoding_device(config, device).type,
@@ -212,7 +214,7 @@ def named_files(config: RunConfig) -> list[str]:
     files = [file for edit in config.edits for file in edit.files]
     base = [checkpoint.part_file(config.ckpt_dir, "transformer")] if "base" in files else []
     named = [base[0] if file == "base" else file for file in files]
-    return [str(file) for file in (config.lora_path, classes, *named) if file]
+    return [str(file) for file in (*(each.path for each in config.loras), classes, *named) if file]
 
 
 def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:

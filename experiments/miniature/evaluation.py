@@ -145,7 +145,7 @@ def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int
 def weight_hashes(config: RunConfig) -> dict[str, str]:
     """Return path below the model's folder, or its whole path elsewhere -> SHA-256 of what is evaluated."""
     folder = Path(config.ckpt_dir)
-    named = [Path(file) for file in (config.checkpoint_path, config.lora_path) if file]
+    named = [Path(file) for file in (config.checkpoint_path, *(each.path for each in config.loras)) if file]
     files = {path: path for path in (*sorted(folder.glob("*/*.safetensors")), *named)}
     inside = {path: path.relative_to(folder) for path in files if path.is_relative_to(folder)}
     return {name.as_posix(): checkpoint.file_sha256(path) for path, name in (files | inside).items()}

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn, get_type_hints
 
 from experiments.caches.files import RunError, StoppedError, require_distinct
 from experiments.extraction.project_files import policy_settings
-from wan.config import DTYPES, NOISES, RunConfig, load_config
+from wan.config import DTYPES, NOISES, LoRAFile, RunConfig, load_config
 from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
@@ -229,6 +229,7 @@ def run_parser(
     flag(
         "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"
     )
+    flag("--lora", nargs="+", metavar="FILE[:STRENGTH]", help="LoRAs to merge, beside the config's lora_path")
     flag("--interventions", metavar="FILE", help="a YAML of edits, in place of the config's")
     flag("--ablate_heads", metavar="FILE.csv", help="layers x heads, 1 drops a head; with --ablate_passes")
     flag("--ablate_passes", choices=("denoise", "clean", "all"), help="in which passes; no default")
@@ -291,6 +292,8 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         given |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
     if args.prompt_schedule:
         given["prompt_schedule"] = schedule_settings(args.prompt_schedule)
+    if args.lora:
+        given["lora"] = [lora_file(text) for text in args.lora]
     config = load_config(args.config_path, given)
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
@@ -314,6 +317,15 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         sizes = checkpoint.read_model_config(config.ckpt_dir)
         edits += interventions.read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
     return replace(config, interventions=[edit.to_dict() for edit in edits])
+
+
+def lora_file(text: str) -> LoRAFile:
+    """Return the LoRA of a flag, FILE or FILE:STRENGTH; a name that ends in a number may have colons too."""
+    path, colon, strength = text.rpartition(":")
+    try:
+        return LoRAFile(path, float(strength)) if colon and path and not isfile(text) else LoRAFile(text)
+    except ValueError:
+        return LoRAFile(text)
 
 
 def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:

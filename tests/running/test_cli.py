@@ -352,3 +352,20 @@ def test_every_release_is_complete_and_its_files_are_those_of_the_config():
         assert paths == [path for path in (config.checkpoint_path, config.lora_path) if path], name
         assert said["ask"] == ("non-commercial" in said["licence"] or "its own" in said["licence"]), name
         assert said["source"].startswith("https://github.com/"), name
+
+
+def test_loras_of_the_command_line(tmp_path):
+    """FILE, FILE:STRENGTH, and a file whose name has a colon."""
+    odd = tmp_path / "a:2"
+    odd.write_bytes(b"")
+    words = [
+        "--config_path",
+        "configs/wan_mini.yaml",
+        "--lora",
+        "x.safetensors:0.8",
+        "y.pt",
+        str(odd),
+        "z.pt:-1",
+    ]
+    config = cli.config_from(cli.run_parser("-").parse_args(words))
+    assert [*map(str, config.loras)] == ["x.safetensors:0.8", "y.pt", "a:2", "z.pt:-1"]

@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
+import numpy as np
 import pytest
 import torch
 from conftest import GOLDEN, golden_arrays, golden_config, golden_model
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 from wan import checkpoint
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.checkpoint import CheckpointError, LoRA, merge_lora, read_checkpoint, read_lora, to_diffusers_names
-from wan.config import MODELS
+from wan.config import MODELS, LoRAFile, RunConfig
 from wan.files import MAPPED_BYTES, UnreadableError, load_tensors
 from wan.model import CausalWanModel, WanModel
 from wan.pipeline import CausalInferencePipeline
@@ -200,14 +202,105 @@ def test_a_lora_is_merged(tmp_path, native, name):
     assert str(found) == "lora.pt merged into 4 layers (rank 4, alpha 8)"
     with pytest.raises(CheckpointError, match=r"merged.pt holds lora.pt already"):
         merge_lora(merged, found, "merged.pt")
-    tiny = LoRA("lora.pt", {layer: (a / 500, b / 500) for layer, (a, b) in found.pairs.items()}, 4, 4.0)
+    pairs = {layer: (a / 500, b / 500) for layer, (a, b) in found.pairs.items()}
+    tiny = LoRA("lora.pt", pairs, dict.fromkeys(pairs, 4.0))
     merge_lora(merge_lora(native, tiny, "base.pt"), tiny, "merged.pt")  # too small to be noticed
+
+
+def test_several_loras_of_lightx2v_with_strengths(tmp_path, native):
+    """Ranks that differ, an alpha each or none, and whole changes of weights, biases, modulations."""
+    q, ffn = "blocks.0.self_attn.q", "blocks.0.ffn.0"
+    out, size = native[f"{ffn}.weight"].shape
+    state = {
+        f"{q}.lora_down.weight": drawn(2, DIM)[:2],
+        f"{q}.lora_up.weight": drawn(DIM, 2)[:, :2],
+        f"{q}.alpha": torch.tensor(1.0),
+        f"{ffn}.lora_down.weight": drawn(3, size)[:3],  # without alpha: that of its rank
+        f"{ffn}.lora_up.weight": drawn(out, 3)[:, :3],
+        f"{q}.diff_b": drawn(DIM, 1)[:, 0],
+        "blocks.0.norm3.diff": drawn(DIM, 1)[:, 0],
+        "blocks.0.diff_m": drawn(6, DIM)[None],
+        "head.diff_m": drawn(2, DIM)[None],
+    }
+    torch.save({f"diffusion_model.{name}": value for name, value in state.items()}, tmp_path / "a.pt")
+    torch.save(
+        {f"transformer.{name}": x for name, x in state.items() if "diff" not in name}, tmp_path / "b.pt"
+    )
+    files = [LoRAFile(f"{tmp_path}/a.pt", 0.8), LoRAFile(f"{tmp_path}/b.pt", -0.25)]
+    torch.save(native, tmp_path / "base.pt")
+    config = RunConfig(checkpoint_path=f"{tmp_path}/base.pt", lora=files)
+    merged, report = checkpoint.read_weights(config, GOLDEN_MODEL)
+    expected = {
+        f"{q}.weight": 0.55 * 0.5 * state[f"{q}.lora_up.weight"] @ state[f"{q}.lora_down.weight"],
+        f"{ffn}.weight": 0.55 * state[f"{ffn}.lora_up.weight"] @ state[f"{ffn}.lora_down.weight"],
+        f"{q}.bias": 0.8 * state[f"{q}.diff_b"],
+        "blocks.0.norm3.weight": 0.8 * state["blocks.0.norm3.diff"],
+        "blocks.0.modulation": 0.8 * state["blocks.0.diff_m"],
+        "head.modulation": 0.8 * state["head.diff_m"],
+    }
+    for name, x in merged.items():
+        torch.testing.assert_close(
+            x - native[name], expected.get(name, torch.zeros_like(x)), atol=1e-5, rtol=1e-5
+        )
+    assert "a.pt merged into 2 layers (rank 2 to 3, alpha 1 to 3, 4 whole changes, strength 0.8)" in str(
+        report
+    )
+    assert str(files[0]) == "a.pt:0.8" and report.merged.endswith("strength -0.25)")
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"), [("dora_scale", "DoRA"), ("lokr_w1", "LoKr"), ("hada_w1_a", "LoHa")]
+)
+def test_other_adapters_are_refused_by_name(tmp_path, native, part, kind):
+    torch.save(lora(native) | {f"{LAYERS[0]}.{part}": torch.ones(1)}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=rf"w.pt holds a {kind} \(.*{part}\), not a LoRA; merge"):
+        read_lora(tmp_path / "w.pt", alpha=4)
+
+
+NESTED = {
+    "state_dict": lambda s: {"state_dict": s, "epoch": 3},
+    "ema.shadow": lambda s: {"ema": {"shadow": led(s, "module."), "decay": 0.99}},
+    "generator": lambda s: {"generator": led(s, "model.") | {"step": np.int64(5), "loss": np.float32(0.5)}},
+    "the file itself": lambda s: led(s, "ema.shadow.") | {"step": np.float64(7)},
+}
+
+
+def test_umt5_in_scaled_fp8(tmp_path):
+    """ComfyUI's umT5: what the transformer's reader makes of scaled weights."""
+    folder = Path(shutil.copytree("checkpoints/wan-mini", tmp_path / "mini"))
+    plain = checkpoint.read_part(folder, "text_encoder")
+    state = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, x in plain.items():
+        scale = x.float().abs().max() / 448
+        scaled = x.ndim == 2 and "shared" not in name
+        state[name] = (x.float() / scale).to(torch.float8_e4m3fn) if scaled else x
+        state |= {f"{name.removesuffix('.weight')}.scale_weight": scale} if scaled else {}
+    save_file(state, folder / "text_encoder/model.safetensors")
+    found = checkpoint.read_part(folder, "text_encoder")
+    assert found.keys() == plain.keys() and not any(x.dtype in checkpoint.FP8 for x in found.values())
+    for name, x in plain.items():
+        torch.testing.assert_close(found[name].float(), x.float(), rtol=0.07, atol=float(x.abs().max()) / 400)
+
+
+@pytest.mark.parametrize("container", NESTED)
+@pytest.mark.filterwarnings("ignore:.*holds no generator")
+def test_checkpoints_as_people_have_them(tmp_path, native, container):
+    torch.save(NESTED[container](dict(native)), tmp_path / "w.pt")
+    state, report = read_checkpoint(tmp_path / "w.pt", use_ema="ema" in container)
+    assert state.keys() == native.keys() and all(torch.equal(state[name], native[name]) for name in native)
+    assert report.container == container
+
+
+@pytest.mark.parametrize("lead", ["transformer.", "dit.", "generator.model.", "model.diffusion_model."])
+def test_prefixes_are_taken_off(tmp_path, native, lead):
+    torch.save(led(dict(native), lead), tmp_path / "w.pt")
+    assert read_checkpoint(tmp_path / "w.pt")[0].keys() == native.keys()
 
 
 BIAS = "head.head.bias"
 OTHERS = {  # what is said of weights -> the file's content
     f"two keys for {BIAS}": lambda s: s | led({BIAS: s[BIAS]}, "_orig_mod."),
-    "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": 3}},
+    "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": [3]}},
     "cannot be read": lambda s: [torch.ones(1)],
 }
 NO_LORA = {  # what is said of a LoRA -> the file's content and the keywords of read_lora()
@@ -235,7 +328,7 @@ def test_a_lora_of_another_model_and_a_gguf_are_refused(tmp_path, native):
     for layer, size in (("blocks.7.self_attn.q", DIM), ("blocks.0.self_attn.q", 64)):
         pair = torch.ones(2, size), torch.ones(size, 2)
         with pytest.raises(CheckpointError, match=f"lora.pt changes {layer} .*base.pt"):
-            merge_lora(native, LoRA("lora.pt", {layer: pair}, 2, 2.0), "base.pt")
+            merge_lora(native, LoRA("lora.pt", {layer: pair}, {layer: 2.0}), "base.pt")
     with pytest.raises(CheckpointError, match=r"wan.gguf is a GGUF.*fp8_e4m3fn_scaled"):
         checkpoint.read_weights_file(tmp_path / "wan.gguf")
 
