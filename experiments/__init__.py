@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from experiments.attribution import SiteGradients, gradients
     from experiments.caches.activations import ActivationStore
     from experiments.captured import Atlas, Captured, Seen, capture, compare, x0_lens
     from experiments.extraction.cache_builders import Run
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
 __all__ += ["Pipe", "Seen"]  # names of before, for one release
-__all__ += ["ActivationStore", "x0_lens"]
+__all__ += ["ActivationStore", "SiteGradients", "gradients", "x0_lens"]
 HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
     "experiments.session": ("Pipe", "Session", "load"),
     "experiments.extraction.cache_builders": ("Run",),
     "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "x0_lens"),
+    "experiments.attribution": ("SiteGradients", "gradients"),
     "wan.interventions": ("Steer", "at", "intervene"),
 }
 

@@ -153,6 +153,18 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
         )
 
 
+def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Activations]:
+    """Return what was kept of one video, a table a site."""
+    found: dict[str, tuple[list[Place], list[Tensor]]] = {}
+    for one in kept:
+        at = one.where
+        places, values = found.setdefault(at.site, ([], []))
+        pass_of = at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch
+        places.append(Place(at.layer, *pass_of))
+        values.append(one.value)
+    return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+
+
 def identity_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return what tells a function of one's own from others, as the record of an edit has it."""
     of_edit = Custom(names=("z",), function=function).to_dict()
@@ -257,25 +269,7 @@ class Captured:
     def tables_of(self, kept: Sequence[Activation], item: int) -> dict[str, Activations]:
         """Return what was kept of one video of a batch, a table a site."""
         assert self.watcher is not None
-        found: dict[str, tuple[list[Place], list[Tensor]]] = {}
-        for one in kept:
-            if one.item == item:
-                at = one.where
-                places, values = found.setdefault(at.site, ([], []))
-                places.append(
-                    Place(
-                        at.layer,
-                        at.block,
-                        at.step,
-                        tuple(at.frames),
-                        at.is_clean_pass,
-                        at.timestep,
-                        at.branch,
-                    )
-                )
-                values.append(one.value)
-        is_reduced = self.watcher.reduce is not None
-        return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+        return tables([one for one in kept if one.item == item], self.watcher.reduce is not None)
 
     @property
     def request(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import pytest
 from conftest import ROOT
 
 # An import goes to the same room or to a lower level. "" has the scripts.
-ROOMS = ["caches", "analysis extraction wings", "session", "figures", "captured", "running", "base_session"]
+ROOMS = ["caches", "analysis extraction wings", "session", "figures", "captured", "attribution"]
+ROOMS += ["running", "base_session"]
 ROOMS += ["miniature", "studies", "", "benchmarks findings"]
 LEVELS = {
     f"experiments.{room}".rstrip("."): n for n, rooms in enumerate(ROOMS) for room in rooms.split() or [""]
@@ -106,7 +107,11 @@ def test_imports_follow_the_table_of_levels():
 
 def is_export(module: str, imported: str) -> bool:
     """Return whether a package only hands on what is asked of it: `from experiments import load`."""
-    return module == "experiments" and imported in ("experiments.session", "experiments.captured")
+    return module == "experiments" and imported in (
+        "experiments.session",
+        "experiments.captured",
+        "experiments.attribution",
+    )
 
 
 def test_no_circle_and_no_long_chain():

@@ -15,7 +15,7 @@ from torch import Tensor
 from wan import backends
 from wan.errors import ConfigError, refuse
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
-from wan.sites import Pass, Site, current_pass, hook_point, observer, wanted, watchers
+from wan.sites import Pass, Site, current_pass, hook_point, is_changed, observer, wanted, watchers
 
 # Of q, k, v [B, H, L, D], under a mask of its own.
 MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -167,9 +167,12 @@ def _attend_watched(call: Call) -> Tensor:
     scores = hook_point(names[0], layer, plain, shard, of_heads)
     softmax = scores.softmax(-1)
     pattern = hook_point(names[1], layer, softmax, shard, of_heads)
-    if torch.equal(scores, plain) and torch.equal(pattern, softmax):
+    if not is_changed(scores, plain) and not is_changed(pattern, softmax):
         return out  # the fused kernel's bits
-    return (pattern.to(v.dtype) @ v).transpose(1, 2)
+    mixed = (pattern.to(v.dtype) @ v).transpose(1, 2)
+    if torch.equal(scores, plain) and torch.equal(pattern, softmax):
+        return out.detach() + (mixed - mixed.detach())  # its bits again, with gradients of the matrix
+    return mixed
 
 
 # --- Plain, masked, and by groups of keys
@@ -234,6 +237,9 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
     """
     if bias.blind_heads:
         raise ConfigError(f"head {bias.blind_heads[0]} would see no key at all")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        logits = logits_of(q, k, send(bias.per_token(), q.device)[:, None])  # kernels' LSE has no gradient
+        return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)
     parts = []
     for tokens, added in bias.runs():
         out, lse = attention_with_lse(q, k[:, :, tokens], v[:, :, tokens])
@@ -242,14 +248,14 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
         return parts[0]
     # As FlashAttention joins blocks of keys (arXiv 2205.14135): a part weighs e^(its lse - lse of all).
     lse = torch.stack([part for _, part in parts]).logsumexp(0)  # [B, H, Lq]
-    merged = torch.zeros_like(parts[0][0], dtype=torch.float32)
+    merged = torch.zeros_like(parts[0][0], dtype=torch.promote_types(q.dtype, torch.float32))
     for out, part in parts:
         merged.addcmul_(out, (part - lse).exp()[..., None])
     return merged.to(q.dtype), lse
 
 
 def logits_of(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
-    """q·k/√D of [B, H, L, D], plus a bias, float32 [B, H, Lq, Lk]."""
+    """q·k/√D of [B, H, L, D], plus a bias: float32 [B, H, Lq, Lk], of float64 that."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    logits = (q.to(wide) @ k.to(wide).mT).float() * max(q.shape[-1], 1) ** -0.5
+    logits = (q.to(wide) @ k.to(wide).mT) * max(q.shape[-1], 1) ** -0.5
     return logits if bias is None else logits + bias

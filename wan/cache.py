@@ -149,17 +149,23 @@ class KVCache(AnyCache):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         own, S = self.policy.own_slots(self), self.tokens_per_frame
-        # 1. Keys and values go into the block's slots; its first frames may have none.
+        # 1. Keys and values go into the block's slots, without gradients: autograd takes no writes in place.
+        #    Its first frames may have none.
         first = k.shape[1] - len(own) * S
-        self.keys[layer][:, self.tokens(own)] = k[:, first:]
-        self.values[layer][:, self.tokens(own)] = v[:, first:]
+        self.keys[layer][:, self.tokens(own)] = k[:, first:].detach()
+        self.values[layer][:, self.tokens(own)] = v[:, first:].detach()
         # 2. Clean passes bring keys without RoPE too, for slots whose keys will move.
         if raw_k is not None:
             rows = self._raw_rows(own)
             rows = range(rows.start, min(rows.stop, self.raw_slots))
-            self.raw_keys[layer][:, self.tokens(rows)] = raw_k[:, first : first + len(rows) * S]
-        # 3. The policy says what the call sees.
-        return self.policy.written(self, layer, q)
+            self.raw_keys[layer][:, self.tokens(rows)] = raw_k[:, first : first + len(rows) * S].detach()
+        # 3. The policy says what the call sees. Under autograd that is a copy: the past as a constant, the
+        #    block's own keys and values, which come last, with their gradients.
+        seen = self.policy.written(self, layer, q.detach())
+        if torch.is_grad_enabled():
+            pairs = zip(seen, (k[:, first:], v[:, first:]), strict=True)
+            seen = tuple(torch.cat([x[:, : x.shape[1] - new.shape[1]], new], 1) for x, new in pairs)
+        return seen
 
     def view(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values of all slots [B, Lk, H, D]."""

@@ -461,6 +461,7 @@ class Capture:
         weighs = any(request.granularity == "frame" and request.mass for request in requests)
         return len(layout.slots) if weighs else 0
 
+    @torch.no_grad()
     def observe(self, call: Call) -> None:
         """Keep what is asked for of a call whose softmax is done."""
         for part in call.parts():
@@ -469,6 +470,7 @@ class Capture:
                     layout = part.layout and part.layout.on_host
                     self._keep(part, values_of(request, part), part.q.shape, part.k.shape, layout)
 
+    @torch.no_grad()
     def observe_groups(self, calls: Sequence[Call]) -> None:
         """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
         for request in self.requests if calls else ():

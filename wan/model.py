@@ -14,7 +14,7 @@ from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
-from wan.sites import Site, hook_point, wanted, watchers
+from wan.sites import Site, hook_point, is_changed, wanted, watchers
 
 Cache = AnyCache | None
 Mask = Tensor | MaskedAttention | None
@@ -71,7 +71,7 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Ten
 
     scale and shift are given per frame, float32 [B, F or 1, dim].
     """
-    if kernels := fused_kernels(x):
+    if kernels := fused_kernels(x, scale, shift):
         return kernels.modulated_norm(x, scale, shift, eps, out)
     # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
     normed = F.layer_norm(x, x.shape[-1:], eps=eps).unflatten(1, (scale.shape[1], -1))
@@ -84,7 +84,7 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> 
 
     It is written into out where that is given.
     """
-    if kernels := fused_kernels(x):
+    if kernels := fused_kernels(x, y, gate):
         return kernels.gated_add(x, y, gate, out)
     x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
     added = torch.addcmul(x_frames, y_frames, gate[:, :, None]).flatten(1, 2).to(x.dtype)
@@ -114,7 +114,7 @@ class FeedForward(nn.Sequential):
         else:
             wide = widen(x)
             changed = hook_point("mlp_pre", self.layer, wide)
-            same = by_kernel and torch.equal(changed, wide)
+            same = by_kernel and not is_changed(changed, wide)
             hidden = self.widened(x) if same else gelu(changed)
         return narrow(hook_point("mlp_post", self.layer, hidden))
 
@@ -182,7 +182,7 @@ class SelfAttention(_Attention):
         plain = norm(projected)
         raw = hook_point(name, layer, plain)
         # 3. Rotate again only what was changed: another kernel would give other bits.
-        if raw is not plain and not torch.equal(raw, plain):
+        if is_changed(raw, plain):
             rotated = rotate(raw, *rope)
         return hook_point(f"{name}_rot", layer, rotated), (raw,) if with_raw else ()
 
@@ -291,17 +291,19 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y (None: x + y), and its norm: norm3's, or with feed that of the FFN's input."""
         # A kernel adds and norms in one pass over memory; a watcher's replacement is normed once more.
-        if kernels := fused_kernels(x):
+        if kernels := fused_kernels(x, y, gate, *(feed or ())):
             norm = self.norm3
             how: tuple = (norm.weight, norm.bias, norm.eps, True)
             if feed is not None:
                 how = (feed.scale, feed.shift, self.eps)
             added, normed = kernels.add_norm(x, y, gate, *how)
             total = hook_point(site, self.layer, added)
-            if total is not added:
-                _, normed = kernels.add_norm(total, torch.zeros_like(total), None, *how)
-            return total, normed
-        total = hook_point(site, self.layer, x + y if gate is None else gated_add(x, y, gate))
+            if total is added:
+                return total, normed
+            if not total.requires_grad:
+                return total, kernels.add_norm(total, torch.zeros_like(total), None, *how)[1]
+        else:
+            total = hook_point(site, self.layer, x + y if gate is None else gated_add(x, y, gate))
         if feed is None:
             return total, self.norm3(total)
         return total, modulated_norm(total, feed.scale, feed.shift, self.eps)

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal
 
+import torch
+
 from wan.errors import ConfigError, did_you_mean
 from wan.keys import HeadShard
 
@@ -215,6 +217,11 @@ def hook_point(
         changed = watcher.on_activation(x, ActivationSite(site, layer, at, shard, of_heads))
         x = x if changed is None else changed
     return x
+
+
+def is_changed(x: Any, before: Any) -> bool:
+    """Return whether a watcher replaced an activation: by other numbers, or by a node of a graph."""
+    return x is not before and (x.requires_grad or not torch.equal(x, before))
 
 
 def is_hidden(layer: int) -> bool:

@@ -34,6 +34,10 @@ GB = 10**9
 FLOAT, HALF = torch.float32.itemsize, torch.float16.itemsize
 FRAMES_HELD, FRAMES_AT_WORK = 24, 30  # of the decoder
 POSITIONS_AT_ONCE = 1024  # of latents, in one call of it
+# What autograd keeps of a layer's token: float32 times dim, numbers times ffn_dim; fewer where it recomputes.
+# Measured on the miniature: 9.7 and 2, or 5.3 beside the inputs of what is computed again.
+PER_TOKEN = {False: (12, 2), True: (9, 0)}
+OF_SCORES = 4  # matrices [H, L, K] in float32: logits, their softmax, and gradients
 SAVE_VIDEO = "--save_video"
 NEED_A_USER = ("--num_frames", "--prompt_embeds", "no ")  # they change what is asked for, or name a file
 BESIDE_TENSORS = 1 << 16  # bytes of a cache: names, numbers, the archive's directory
@@ -141,6 +145,39 @@ def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: "SiteCapture"
             numbers = prod((sizes | {"F": F, "L": F * S})[axis] for axis in SITES[site].split())
             of_blocks.append(numbers * layers * calls * (watcher.dtype or torch.float32).itemsize)
     return max(of_blocks) if streams else sum(of_blocks)
+
+
+def bytes_of_graphs(
+    config: RunConfig,
+    model: ModelConfig,
+    chosen: "SiteCapture",
+    through: str,
+    dtype: torch.dtype,
+    recompute: bool,
+) -> int:
+    """Bytes that autograd keeps of a rollout until its graphs are differentiated.
+
+    Layers count from the first chosen one on, or all where a graph holds several passes.
+    """
+    S, total = model.tokens_per_frame(config.height, config.width), 0
+    first = min(chosen.layers or [0]) if through == "pass" else 0
+    wide, hidden = PER_TOKEN[recompute]
+    per_token = FLOAT * wide * model.dim + dtype.itemsize * hidden * model.ffn_dim
+    is_matrix = {*chosen.sites} & {"scores", "pattern"}
+    watched = len(chosen.layers or range(model.num_layers)) if is_matrix else 0
+    blocks = range(len(config.block_sizes)) if chosen.blocks is None else chosen.blocks
+    if through == "rollout":
+        blocks = range(min(blocks), len(config.block_sizes))
+    for block in blocks:
+        passes = config.passes_of_block(block)
+        if through == "pass":
+            passes = [step for step in passes[:-1] if chosen.steps is None or step in chosen.steps]
+        tokens, seen = config.block_sizes[block] * S, sum(config.block_sizes[: block + 1])
+        keys = min(seen, config.policy.num_frames or seen) * S
+        of_layer = tokens * per_token + 2 * keys * model.dim * dtype.itemsize
+        matrices = OF_SCORES * watched * model.num_heads * tokens * keys * FLOAT
+        total += len(passes) * ((model.num_layers - first) * of_layer + matrices)
+    return total
 
 
 def estimate_bytes(

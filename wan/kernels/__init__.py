@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 
-def fused_kernels(x: Tensor) -> ModuleType | None:
-    """Return the kernels if they apply to x: on CUDA, without gradients."""
-    if not x.is_cuda or (torch.is_grad_enabled() and x.requires_grad):
+def fused_kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """Return the kernels if they apply to x and their other inputs: on CUDA, without gradients."""
+    if not x.is_cuda:
+        return None
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *others)):
         return None
     return import_module("wan.kernels.fused")  # Triton is there only beside CUDA
 

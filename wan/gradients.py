@@ -1,0 +1,264 @@
+"""Gradients at the named sites of a rollout: of its x0, or of anything that is computed from it.
+
+    recorder = Gradients(("z", "resid_post"), layers=[5], blocks=[6], steps=[3])
+    with watched(recorder):
+        pipeline.inference(...)
+    recorder.backward(lambda x0: x0.square().mean())
+    recorder.found[0].where, recorder.found[0].value  # shaped like the activation
+
+A rollout runs under torch.no_grad. The recorder turns autograd on at x_t of a pass and off at its x0, so that
+all other passes stay as they are. Keys and values go into the KV cache without gradients (KVCache.write), and
+each call sees its own with them: earlier blocks are constants, unless a whole rollout is recorded.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from wan.activations import Activation
+from wan.attention import Call
+from wan.errors import ConfigError, short_repr
+from wan.interventions import Edits
+from wan.sites import (
+    ActivationSite,
+    Pass,
+    Watcher,
+    asks_for,
+    check_indices,
+    check_sites,
+    current_pass,
+    during,
+    observed,
+    watched,
+    watchers,
+)
+
+THROUGH = ("pass", "block", "rollout")
+Metric = Callable[..., Tensor]
+
+
+@dataclass(eq=False)
+class Graph:
+    """What autograd recorded together: the activations at sites, and x0."""
+
+    nodes: dict[ActivationSite, Tensor] = field(default_factory=dict)
+    x0: Tensor | None = None  # [B, n, C, h, w] of the pass or block, or [B, F, C, h, w] of the rollout
+
+    @property
+    def seen(self) -> dict[str, list[Tensor]]:
+        """The activations by site, in the order of their calls."""
+        found: dict[str, list[Tensor]] = {}
+        for where, x in self.nodes.items():
+            found.setdefault(where.site, []).append(x)
+        return found
+
+
+@dataclass(eq=False)
+class Gradients(Watcher):
+    """Record passes with autograd, and return gradients at some sites; None selects all.
+
+    through says what a graph holds, and so what x0 is: each chosen denoising "pass" alone, all denoising
+    steps of a "block", or the "rollout" from the first chosen block on, through the KV cache. metric(x0), or
+    metric(x0, seen) with the activations by site, returns a scalar: given here, each graph is freed as soon
+    as it is complete; else they stay until backward(metric).
+    """
+
+    sites: tuple[str, ...]
+    layers: Collection[int] | None = None
+    blocks: Collection[int] | None = None
+    steps: Collection[int] | None = None
+    through: str = "pass"
+    metric: Metric | None = None
+    to: str | None = "cpu"
+    found: list[Activation] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)  # of the metric, one a graph
+    graphs: list[Graph] = field(default_factory=list)  # complete ones that backward() has not freed
+
+    def __post_init__(self) -> None:
+        if self.through not in THROUGH:
+            raise ConfigError(f"through is {short_repr(self.through)}, not one of {', '.join(THROUGH)}")
+        self._plan: Any = None
+        self._open: Graph | None = None
+        self._finished: list[Tensor] = []  # x0 of the rollout's blocks so far
+        self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, frame) -> keys, values
+
+    # --- As a watcher
+    def records(self, at: Pass | None) -> bool:
+        """Return whether autograd is on in a pass."""
+        if at is None or self._plan is None or at.step is None or at.step < 0:
+            return False
+        if self.through == "rollout":
+            return self._first <= at.block and not (at.is_clean_pass and at.block == self._last)
+        in_step = self.through == "block" or self.steps is None or at.step in self.steps
+        return in_step and not at.is_clean_pass and (self.blocks is None or at.block in self.blocks)
+
+    def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
+        return self.records(at) and site in self.sites and asks_for(self, layer, at)  # type: ignore[arg-type]
+
+    def hides(self, layer: int, at: Pass | None) -> bool:
+        return self.records(at)
+
+    def check(self, plan: Any) -> None:
+        check_sites(self.sites, plan)
+        check_indices("layer", self.layers, plan.num_layers)
+        check_indices("block", self.blocks, len(plan.blocks))
+        num_passes = plan.num_passes if self.through == "rollout" else plan.num_steps
+        if self.through != "rollout" and plan.num_steps in (self.steps or ()):
+            raise ConfigError(f"step {plan.num_steps} is the clean pass, which has no x0: choose others")
+        check_indices("step", self.steps, num_passes)
+        # A new rollout begins.
+        self._plan, self._open, self._finished, self._past = plan, None, [], {}
+        self._first = min(self.blocks or [0])
+        self._last = len(plan.blocks) - 1
+        self.found, self.values, self.graphs = [], [], []
+
+    def on_activation(self, x: Any, where: ActivationSite) -> Any:
+        records = self.records(where.at)
+        if where.site == "x_t":
+            # The pipeline's no_grad comes back at x0, or where the rollout leaves it.
+            torch.set_grad_enabled(records)
+            self._open = (self._open or Graph()) if records else self._open
+        if isinstance(x, Call):
+            return self._with_past(x, where) if records and self.through == "rollout" else None
+        if self.wants(where.site, where.layer, where.at):
+            x = self.node(x)
+            assert self._open is not None
+            self._open.nodes[where] = x
+        return self._close(x, where.at, records) if where.site == "x0" else x
+
+    @staticmethod
+    def node(x: Tensor) -> Tensor:
+        """Return x as a node of the graph that nothing else is: where none has begun, its beginning."""
+        return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+
+    def _close(self, x0: Tensor, at: Pass, records: bool) -> Tensor:
+        """End a graph where x0 is its last, and go on with x0 without gradients."""
+        is_last = at.step == self._plan.blocks[at.block].steps[-2]  # the clean pass follows
+        if self.through == "rollout" and is_last:
+            self._finished.append(x0)
+        ends = {"pass": True, "block": is_last, "rollout": is_last and at.block == self._last}
+        if not (records and ends[self.through]):
+            return x0
+        graph, self._open = self._open, None
+        assert graph is not None
+        graph.x0 = torch.cat(self._finished, 1) if self.through == "rollout" else x0
+        torch.set_grad_enabled(False)
+        if self.metric is None:
+            self.graphs.append(graph)
+        else:
+            self._differentiate(graph, self.metric, retain_graph=False)
+        return x0.detach()
+
+    def _with_past(self, call: Call, where: ActivationSite) -> Call | None:
+        """Give a call the keys of earlier blocks as their clean passes made them, with gradients."""
+        if where.site != "self":
+            return None
+        layout, layer, S = call.layout, call.site.layer, call.layout.tokens_per_slot
+        if not layout.is_in_place or call.of_heads is not None:
+            raise ConfigError(
+                "through='rollout' takes keys that stay where they are: cache_policy full or window"
+            )
+        parts = []
+        for n, slot in enumerate(layout.slots):
+            own = tuple(x[:, n * S : (n + 1) * S] for x in (call.k, call.v))
+            is_own = n in layout.own
+            parts.append(own if is_own else self._past.get((layer, slot.frame), own))
+            if is_own and where.is_clean_pass:
+                self._past[layer, slot.frame] = own  # type: ignore[assignment]
+        call.k, call.v = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+        return call
+
+    # --- Gradients
+    def backward(self, metric: Metric, retain_graph: bool = False) -> list[Activation]:
+        """Compute the gradient of metric at the sites of every recorded graph; it stays in found.
+
+        ConfigError where nothing was recorded, or metric is no scalar that depends on x0.
+        """
+        if not self.graphs:
+            remedy = (
+                "generate inside the context first; a second backward needs retain_graph=True at the first"
+            )
+            raise ConfigError(f"no pass is recorded: {remedy}")
+        self.found, self.values = [], []
+        for graph in self.graphs:
+            self._differentiate(graph, metric, retain_graph)
+        self.graphs = self.graphs if retain_graph else []
+        return self.found
+
+    def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
+        takes = len(inspect.signature(metric).parameters)
+        with torch.enable_grad():
+            value = metric(graph.x0) if takes == 1 else metric(graph.x0, graph.seen)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            is_scalar = isinstance(value, Tensor) and value.numel() == 1
+            what = "depends on no x0" if is_scalar else f"is {short_repr(getattr(value, 'shape', value))}"
+            raise ConfigError(f"a gradient is of one number that depends on x0, and what came {what}")
+        nodes = list(graph.nodes.values())
+        with torch.enable_grad():
+            found = torch.autograd.grad(value.sum(), nodes, retain_graph=retain_graph, materialize_grads=True)
+        self.values.append(value.item())
+        moved = [one if self.to is None else one.to(self.to) for one in found]
+        self.found += map(Activation, graph.nodes, moved)
+
+    # --- Less memory, more work
+    @contextmanager
+    def recomputed(self, model: Any) -> Iterator[None]:
+        """Keep queries, keys, values and attention of recorded layers alone; compute the rest again.
+
+        That is about one more forward in the backward pass. Edits that take a run in step cannot be repeated.
+        """
+        changed = [(block.self_attn, "project") for block in model.blocks]
+        changed += [(block, "feed") for block in model.blocks]
+        for module, name in changed:
+            setattr(module, name, partial(self._remembering, getattr(module, name)))
+        try:
+            yield
+        finally:
+            for module, name in changed:
+                delattr(module, name)
+
+    def _remembering(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a part of a layer, which the backward pass calls again in place of remembering it."""
+        at, before = current_pass(), []
+        if not self.records(at):
+            return function(*args)
+        watching = [
+            self if one is self else Edits(one.edits, one.data)
+            for one in watchers()
+            if one is self or one.edits
+        ]  # type: ignore[attr-defined]
+        if problem := next((e for w in watching for e in w.edits if "source" in e.needs), None):
+            raise ConfigError(f"recompute=True cannot repeat an edit that takes another run: {problem}")
+
+        def run(*given: Any) -> Any:
+            if not before:
+                before.append(True)
+                return function(*given)
+            return Context().run(self._again, at, watching, partial(function, *given))
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def _again(self, at: Pass, watching: list[Any], function: Callable[[], Any]) -> Any:
+        """Call a function as it was called in a pass: the same nodes, recorded nowhere."""
+        replay = _Replay(self)
+        with watched(*(replay if one is self else one for one in watching)), during(at), observed():
+            return function()
+
+
+class _Replay(Watcher):
+    """In the backward pass: make the nodes that a recorder made, and keep none."""
+
+    def __init__(self, recorder: Gradients):
+        self.wants = recorder.wants  # type: ignore[method-assign]
+        self.node = recorder.node
+
+    def on_activation(self, x: Any, where: ActivationSite) -> Any:
+        return self.node(x) if self.wants(where.site, where.layer, where.at) else None
