@@ -382,13 +382,7 @@ class Session:
 
     def identity(self, config: RunConfig, edits: Sequence[Any] | None = None, **more: Any) -> dict[str, Any]:
         """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
-        return identity(config, self.weights_sha256 if self.sha256 else None, edits, **more)
-
-    @property
-    def weights_sha256(self) -> str:
-        """SHA-256 of the weights file, which is hashed in the background while models load."""
-        assert self.sha256 is not None, "nothing is loaded"
-        return self.sha256.result()
+        return identity(config, self.sha256.result() if self.sha256 else None, edits, **more)
 
     def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
         """Return the fields that all caches of a rollout share; more is what its numbers depend on, too."""
@@ -407,7 +401,7 @@ class Session:
             **({"gpus": config.gpus} if config.gpus > 1 else {}),
             **provenance(config, made_of["files"], self.dtype, self.device),
             **({"quantised": self.pipeline.quantised} if self.pipeline.quantised else {}),
-            "weights_sha256": self.weights_sha256,
+            "weights_sha256": made_of["weights_sha256"],
             "fingerprint": fingerprint(made_of),
             **({"interventions": record_of(edits)} if edits else {}),
         }
@@ -432,7 +426,7 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is loaded."""
         given = {name: getattr(self, name) for name in ("config", "model_config", "device", "dtype")}
-        return given | {"sha256": self.weights_sha256 if self.sha256 else None}
+        return given | {"sha256": self.sha256.result() if self.sha256 else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The other process has its own files, device and memory: it loads what it needs itself.
@@ -620,7 +614,7 @@ def load_pipeline(
         wings().share_heads(model, config)
         replay_layers(model, config, after=1)
     pipeline = pipeline_of(model, config)
-    pipeline.weights, pipeline.quantised = str(report), report.quantised
+    pipeline.weights, pipeline.quantised = report, report.quantised
     return pipeline
 
 

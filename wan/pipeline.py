@@ -86,11 +86,12 @@ class CausalInferencePipeline:
         may look at (wan/policies/). Without one it is the window that the model's local_attn_size and
         sink_size describe, or the whole past. first_block_steps are block 0's in place of
         denoising_step_list. With recompute_context n the keys of the last n frames are computed again before
-        each block; all other frames leave, the sink included (window's global_sink stays). weights says in
-        words what the model was loaded from, quantised how it was stored there, cache_bytes what keys and
+        each block; all other frames leave, the sink included (window's global_sink stays). weights is the
+        report of what the model was loaded from, quantised how it was stored there, cache_bytes what keys and
         values take after the newest block.
         """
-        self.weights, self.quantised, self.cache_bytes = "", "", 0
+        self.weights: Any = ""
+        self.quantised, self.cache_bytes = "", 0
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         steps, self.first_steps, self.later_steps = steps_of_blocks(denoising_step_list, first_block_steps)

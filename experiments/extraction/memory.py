@@ -283,15 +283,21 @@ class Memory:
             found.append(Need("decoding the video", here, held | vae))
         return [need for need in found if need.total]
 
-    def free(self) -> dict[str, int]:
-        """Bytes that can still be had of each memory, within what this process may take of the GPU."""
+    def free(self, root: Path = Path("/sys/fs/cgroup")) -> dict[str, int]:
+        """Bytes that can still be had of each memory: what is available, or less where there is a limit."""
+        # 1. The host's, within the limit of a control group
+        host = psutil.virtual_memory().available
+        with suppress(OSError, ValueError, KeyError):  # no control group of this version, or no limit
+            limit, used, stat = ((root / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+            files = dict(line.split() for line in stat.splitlines())
+            host = min(host, int(limit) - int(used) + int(files["inactive_file"]))  # file pages can be freed
         if self.device.type != "cuda":
-            return {"host": free_host_bytes()}
+            return {"host": host}
+        # 2. The GPU's, within what this process may take of it
         free, total = torch.cuda.mem_get_info(self.device)
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)  # takes no bare "cuda"
-        on_gpu = min(free, allowed - torch.cuda.memory_reserved(self.device))
-        return {"host": free_host_bytes(), "GPU": on_gpu}
+        return {"host": host, "GPU": min(free, allowed - torch.cuda.memory_reserved(self.device))}
 
     def fits(self, free: dict[str, int]) -> bool:
         return all(need.total <= free[need.where] for need in self.needs())
@@ -359,16 +365,6 @@ def check_memory(memory: Memory, quiet: bool = False) -> None:
 def amount(nbytes: int) -> str:
     """Bytes in words: 9.2 GB, 12 MB."""
     return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.0f} MB"
-
-
-def free_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process can take: what is available, or less under a control group's limit."""
-    free = psutil.virtual_memory().available
-    with suppress(OSError, ValueError, KeyError):  # no control group of this version, or no limit
-        limit, used, stat = ((root / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-        files = dict(line.split() for line in stat.splitlines())
-        free = min(free, int(limit) - int(used) + int(files["inactive_file"]))  # file pages can be taken back
-    return free
 
 
 # --- The one check of what is asked for

@@ -103,7 +103,7 @@ def test_a_hint_names_what_makes_it_fit(tmp_path, monkeypatch):
 
 
 def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(memory, "free_host_bytes", lambda: 10**6)
+    monkeypatch.setattr(Memory, "free", lambda self: {"host": 10**6})
     for name in ("encode_prompts", "load_pipeline"):
         monkeypatch.setattr(f"experiments.session.{name}", lambda *args: pytest.fail("something was loaded"))
     flags = ["--config_path", "configs/wan_mini.yaml", "--output_path", tmp_path / "a.pt", "--device", "cpu"]
@@ -114,9 +114,10 @@ def test_a_script_stops_before_it_loads(tmp_path, monkeypatch, capfd):
 def test_a_control_group_limits_what_is_free(tmp_path):
     for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 300\ninactive_file 250\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert memory.free_host_bytes(tmp_path) == 550
+    run = replace(on_gpu(tmp_path), device=torch.device("cpu"))
+    assert run.free(tmp_path) == {"host": 550}
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_host_bytes(tmp_path) > 10**8 and memory.free_host_bytes(tmp_path / "none") > 10**8
+    assert run.free(tmp_path)["host"] > 10**8 and run.free(tmp_path / "none")["host"] > 10**8
 
 
 MODEL = ModelConfig(dim=24, ffn_dim=8, num_heads=2, num_layers=2, freq_dim=8, text_dim=8, text_len=3)

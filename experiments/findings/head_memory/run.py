@@ -219,7 +219,7 @@ def measured_budgets(args: argparse.Namespace, shapes: Mapping[str, Any]) -> dic
         for ckpt_dir in args.ckpt_dir:
             config = miniature_config(args, ckpt_dir)
             session = load(config).prepare((), found["captions"], watch)
-            weights = session.weights_sha256
+            weights = session.identity(config)["weights_sha256"]
             known = ranked if weights == shapes["weights_sha256"] else []
             made_by = config, session, args.folder / weights[:12], workers_of(args.judges)
             study = HeadMemory(scenes, *made_by, sizes=sizes, known=known)
