@@ -8,9 +8,9 @@ Scripts go the same way: session.generate(requests=..., observer=...), whose Run
 turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -73,16 +73,6 @@ PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens witho
 # Who captures the videos of a session (captured.py), by the session's id. It has `requests` for attention,
 # and roll_out(session, configs, make), whose make(watching) gives the runs, made while watching is open.
 CAPTURES: ContextVar[Mapping[int, Any]] = ContextVar("captures", default={})  # noqa: B039 - never changed
-
-
-@contextmanager
-def rolling() -> Iterator[None]:
-    """Say that a video is being made."""
-    token = ROLLING.set(True)
-    try:
-        yield
-    finally:
-        ROLLING.reset(token)
 
 
 def require_no_run() -> None:
@@ -292,8 +282,11 @@ class Session:
             self.require_loaded(each)
 
         def make(watching: AbstractContextManager[None]) -> list[Run]:
-            with rolling():
+            token = ROLLING.set(True)
+            try:
                 return self._roll_out(configs, requests, observer, watching)
+            finally:
+                ROLLING.reset(token)
 
         runs = captures.roll_out(self, configs, make) if captures else make(nullcontext())
         return runs if is_batch else runs[0]

@@ -34,21 +34,6 @@ ROW_BYTES = 16
 
 
 # --- What there is
-def check(device: torch.device) -> None:
-    """Raise ConfigError now for what the first call would refuse, also on devices without a choice."""
-    wanted()
-    if device.type == "cuda":
-        has_fa4(device)
-
-
-def wanted() -> str:
-    """Return one of CHOICES, as the environment says. ConfigError for anything else."""
-    choice = os.environ.get(VARIABLE) or CHOICES[0]
-    if choice not in CHOICES:
-        raise ConfigError(f"{VARIABLE} is {short_repr(choice)}, not one of {', '.join(CHOICES)}; unset it")
-    return choice
-
-
 def installed_version(package: str) -> str | None:
     """Return None where it is not installed; looking imports nothing."""
     try:
@@ -59,9 +44,15 @@ def installed_version(package: str) -> str | None:
 
 @cache
 def has_fa4(device: torch.device) -> bool:
-    """Return whether a CUDA device uses FlashAttention-4; ConfigError where it was asked for but cannot."""
-    choice = wanted()
-    if choice == "cudnn":
+    """Return whether a device uses FlashAttention-4.
+
+    ConfigError where it was asked for but cannot, and on any device where the environment names none of
+    CHOICES.
+    """
+    choice = os.environ.get(VARIABLE) or CHOICES[0]
+    if choice not in CHOICES:
+        raise ConfigError(f"{VARIABLE} is {short_repr(choice)}, not one of {', '.join(CHOICES)}; unset it")
+    if choice == "cudnn" or device.type != "cuda":
         return False
     lacks = None
     if installed_version(FA4) is None:

@@ -61,8 +61,8 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.noise import seeded_noise
 from wan.vae import VAE, Preview
+from wan.wings.seeded_noise import seeded_noise
 
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

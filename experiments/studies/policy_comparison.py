@@ -48,9 +48,9 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.noise import seeded_noise
 from wan.policies import read_policy
 from wan.vae import VAE
+from wan.wings.seeded_noise import seeded_noise
 
 ANSWERS = ("visible", "color", "shape", "background", "right")  # of the tracker, for each second
 DIGITS = 5  # that are kept of a number

@@ -276,7 +276,7 @@ def test_it_is_refused_where_it_cannot_be(machine):
     for found, capability, said in ((None, (9, 0), "is not installed; run: pip"), ("4.0", (8, 6), "has 8")):
         machine(found, capability, "fa4")
         with pytest.raises(ConfigError, match=said):
-            backends.check(GPU)
+            backends.has_fa4(GPU)
 
 
 # --- FlashAttention-4's kernel as launched here, with sums at key frames

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from wan.blocks import block_ranges
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError
-from wan.noise import CardGenerator, SeededNoise, TensorNoise, released_noise
+from wan.noise import CardGenerator, TensorNoise, released_noise
 from wan.wings.rolling_forcing import RollingForcingPipeline
+from wan.wings.seeded_noise import SeededNoise
 
 SHAPE, FRAMES, STEPS = (16, 2, 10), 9, 4
 EMBEDS = drawn(1, 4, TINY["text_dim"])
@@ -33,7 +34,8 @@ def at_once(seed: int) -> torch.Tensor:
 def test_blocks_have_the_bits_of_one_drawing_in_any_order(asked, skipped_at_once, start):
     expected = [at_once(seed) for seed in (7, 8)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("wan.noise.SKIPPED_AT_ONCE", skipped_at_once)  # advancing may take several turns
+        # Advancing may take several turns
+        patch.setattr("wan.wings.seeded_noise.SKIPPED_AT_ONCE", skipped_at_once)
         drawn = SeededNoise([7, 8], FRAMES, SHAPE, STEPS, start=start)
         for step, first, count in asked:
             stop = min(first + count, FRAMES)
