@@ -68,7 +68,7 @@ class VAE(nn.Module):
         The original release has no config of its VAE: sizes are diffusers' defaults, the real model's, but
         for those that are given.
         """
-        AutoencoderKLWan = _diffusers_vae().AutoencoderKLWan
+        AutoencoderKLWan = diffusers_vae().AutoencoderKLWan
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
             path = part_file(ckpt_dir, "vae")
             with torch.device("meta"):
@@ -156,11 +156,11 @@ class StreamedDecoder:
 
 def patched(vae: "AutoencoderKLWan", video: Tensor, undo: bool = False) -> Tensor:
     """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's), or back."""
-    size, module = vae.config.patch_size, _diffusers_vae()
+    size, module = vae.config.patch_size, diffusers_vae()
     return video if size is None else (module.unpatchify if undo else module.patchify)(video, size)
 
 
-def _diffusers_vae() -> ModuleType:
+def diffusers_vae() -> ModuleType:
     """Return diffusers' module of this VAE, which takes a second to import: only where a video is decoded."""
     from diffusers.models.autoencoders import autoencoder_kl_wan
 

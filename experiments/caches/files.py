@@ -18,7 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -42,6 +43,20 @@ class RunError(UserError, RuntimeError):
 
 class StoppedError(UserError):
     """A run that was asked to stop, and has saved what it could; the message says how to go on."""
+
+
+def interrupt(frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt, from a handler of signals; end the process at once where a module is imported.
+
+    An exception within an import may pass through C++, which ends in terminate(), or through a callback that
+    ignores it: the process would go on. Nothing is lost, for a run imports before it generates.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, b"error: stopped\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 @contextmanager

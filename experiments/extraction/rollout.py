@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.caches.files import CacheError, RunError, StoppedError
+from experiments.caches.files import CacheError, RunError, StoppedError, interrupt
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
@@ -154,7 +154,7 @@ def stopping_when_asked(observer: Progress, unit: str = "block") -> Iterator[Non
 
     def asked(number: int, frame: FrameType | None) -> None:
         if not observer.generating or (number != signal.SIGHUP and asked_before - {signal.SIGHUP}):
-            raise KeyboardInterrupt
+            interrupt(frame)
         asked_before.add(number)
         observer.stopping = True
         if os.environ.get("RANK", "0") in ("", "0"):  # the first of several ranks

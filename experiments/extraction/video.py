@@ -25,7 +25,7 @@ from experiments.caches.files import (
 from experiments.extraction.provenance import choose_device, choose_dtype, decoding_threads, video_tag
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
-from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder
+from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder, diffusers_vae
 
 FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
 FRAGMENTED += ["-sc_threshold", "0"]  # a piece is one fragment, also where its scene is cut
@@ -176,6 +176,9 @@ class LiveVideo:
     ):
         """Begin to read the VAE, or a preview's decoder. CacheError where no mp4 can be written."""
         require_ffmpeg()
+        if not preview:
+            # Here, not in the decoder's thread: Ctrl-C in the middle of an import there left its lock held
+            diffusers_vae()
         self.config, self.path = config, Path(path)
         self.growing = self.path.with_suffix(".growing.mp4")
         self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)

@@ -3,17 +3,20 @@
 import argparse
 import hashlib
 import re
+import signal
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from os.path import isfile
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
-from experiments.caches.files import RunError, StoppedError, require_distinct
+from experiments.caches.files import RunError, StoppedError, interrupt, require_distinct
 from experiments.extraction.project_files import policy_settings
 from wan.config import DTYPES, NOISES, LoRAFile, RunConfig, load_config
 from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
@@ -35,7 +38,8 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
     warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
     try:
-        run(argv)
+        with stopped_by_signals():
+            run(argv)
     except (KeyboardInterrupt, Exception) as error:
         message, code = explained(error)
         group = sys.modules.get("wan.wings.parallel")
@@ -45,6 +49,25 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
                 traceback.print_exc()
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(code) from None
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Stop for SIGTERM as for Ctrl-C. A rollout has handlers of its own (rollout.observed)."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        interrupt(frame)
+
+    if threading.current_thread() is not threading.main_thread():  # where no signals arrive
+        yield
+        return
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def explained(error: BaseException) -> tuple[str, int]:

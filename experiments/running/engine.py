@@ -10,6 +10,7 @@ FOLDER/failed, and the others go on.
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -264,7 +266,8 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
         yield client
 
 
-def _local_cluster(count: int, device: str, gpus: int) -> Any:
+@contextmanager
+def _local_cluster(count: int, device: str, gpus: int) -> Iterator[Any]:
     """Start a scheduler here with `count` workers, each with `gpus` GPUs of its own."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     there = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
@@ -280,10 +283,60 @@ def _local_cluster(count: int, device: str, gpus: int) -> Any:
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "dashboard": False}
         workers[n] = {"cls": dask().distributed.Nanny, "options": options}
     own = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}  # who may connect runs code
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # another port is taken where that one is in use
-        scheduler = {"cls": dask().distributed.Scheduler, "options": own}
-        return dask().distributed.SpecCluster(workers=workers, scheduler=scheduler)
+    scheduler = {"cls": dask().distributed.Scheduler, "options": own}
+    # Workers inherit the signals of the thread that starts them, Dask's loop
+    loop = dask().distributed.utils.LoopRunner()
+    with without_ctrl_c():
+        loop.start()
+    try:
+        with warnings.catch_warnings(), ending_at_once():
+            warnings.simplefilter("ignore")  # another port is taken where that one is in use
+            cluster = dask().distributed.SpecCluster(workers=workers, scheduler=scheduler, loop=loop.loop)
+        with cluster:
+            yield cluster
+    finally:
+        loop.stop()
+
+
+@contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Start threads that get no Ctrl-C, nor do the processes that they start; this thread gets it later.
+
+    A terminal sends it to every process of the command: a worker that still imports torch would print a
+    traceback.
+    """
+    # Python's resource tracker, when it starts, lets its thread have SIGINT again; it warns of what a process
+    # that ended at once left, and removes it
+    earlier = os.environ.get("PYTHONWARNINGS", "")
+    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"
+    resource_tracker.ensure_running()
+    os.environ["PYTHONWARNINGS"] = earlier
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end this process and its workers while they start, and nothing is made yet.
+
+    An exception would leave Dask's cluster half started: it prints a traceback for each worker.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        os.write(2, b"error: stopped\n")
+        os._exit(130)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _slurm_cluster(path: str) -> Any:

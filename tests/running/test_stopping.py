@@ -1,0 +1,114 @@
+"""Ctrl-C and SIGTERM at any moment: one line, 130, whole files; no import that hangs in a thread."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from conftest import ROOT
+from test_engine import STOPPED
+
+from experiments.caches import load_cache
+from experiments.caches.files import mp4_tag
+from experiments.running import cli
+
+IMPORTS = """
+import sys, threading
+late = []
+
+def audit(event, args):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        late.append(args[0])
+
+sys.addaudithook(audit)
+from experiments import run_extraction_figure4
+run_extraction_figure4.run(sys.argv[1:])
+print(sorted({name.partition(".")[0] for name in late}))
+"""
+
+
+def started(command, **options):
+    """A process group of its own, as a terminal starts one, whose stdout and stderr are read."""
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    options |= {"env": os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}, "start_new_session": True}
+    return subprocess.Popen([sys.executable, *map(str, command)], **options)
+
+
+def flags(folder):
+    given = "--config_path configs/wan_mini.yaml --num_frames 6 --quiet --output_path"
+    return [*given.split(), folder / "a.pt", "--save_video", folder / "a.mp4"]
+
+
+@pytest.mark.beside
+def test_no_module_is_first_imported_off_the_main_thread(tmp_path):
+    """Ctrl-C while the VAE's thread stood in `import diffusers` hung for ever."""
+    said, errors = started(["-c", IMPORTS, *flags(tmp_path)]).communicate(timeout=240)
+    assert said.splitlines()[-1] == "[]", said + errors
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize("number", range(5))
+def test_a_video_that_is_stopped_at_any_moment(number, tmp_path):
+    chance = random.Random(number)
+    by = chance.choice([signal.SIGINT, signal.SIGTERM])
+    running = started(["experiments/run_extraction_figure4.py", *flags(tmp_path)])
+    time.sleep(chance.uniform(1.0, 6.0))
+    os.killpg(running.pid, by)
+    asked, busy = time.monotonic(), max(1.0, os.getloadavg()[0] / os.cpu_count())
+    said = running.communicate(timeout=120)[1]
+    if running.returncode != 0:  # it had ended
+        assert running.returncode == 130 and said.count("error: ") == 1, said
+        assert said.splitlines()[-1].startswith("error: stopped") and "Traceback" not in said
+        assert time.monotonic() - asked < 5 * busy
+    files = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")}
+    assert files <= {"a.pt", "a.mp4"}
+    assert "a.pt" not in files or load_cache(tmp_path / "a.pt", mmap=False)["format"] == "figure4"
+    assert "a.mp4" not in files or mp4_tag(tmp_path / "a.mp4")
+
+
+@pytest.mark.beside
+def test_workers_that_are_still_starting_end_quietly(tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    running = started([tmp_path / "stopped.py", tmp_path])
+    workers = []
+    while not workers and running.poll() is None:
+        time.sleep(0.05)
+        workers = psutil.Process(running.pid).children()
+        workers = [p for p in workers if "--multiprocessing-fork" in p.cmdline()]
+    time.sleep(0.5)  # it imports
+    os.killpg(running.pid, signal.SIGINT)
+    said = "".join(running.communicate(timeout=120))
+    assert running.returncode == 130 and "Traceback" not in said and said.count("error: ") == 1, said
+
+
+def test_a_signal_within_an_import_ends_the_process_at_once(tmp_path):
+    """KeyboardInterrupt would go through the C++ that imports, as torch's does."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    script = "from experiments.running.cli import main\n"
+    script += "def run(argv):\n    print(flush=True)\n    import slow\nmain(run)"
+    for by in (signal.SIGINT, signal.SIGTERM):
+        running = started(["-c", f"import sys; sys.path.append({str(tmp_path)!r})\n{script}"])
+        running.stdout.readline()
+        time.sleep(0.3)
+        os.killpg(running.pid, by)
+        assert running.communicate(timeout=60)[1] == "error: stopped\n" and running.returncode == 130
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_script_with_one_line(by, capsys):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def run(argv):
+        os.kill(os.getpid(), by)
+        time.sleep(10)
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main(run, [])
+    assert ended.value.code == 130 and capsys.readouterr().err == "error: stopped\n"
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert threading.current_thread() is threading.main_thread()
