@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from experiments.attribution import SiteGradients, gradients
     from experiments.caches.activations import ActivationStore
-    from experiments.captured import Atlas, Captured, Seen, capture, compare, x0_lens
+    from experiments.captured import Atlas, Captured, Seen, capture, compare, intervene, x0_lens
     from experiments.extraction.cache_builders import Run
     from experiments.session import Pipe, Session, load
-    from wan.interventions import Steer, at, intervene
+    from wan.interventions import Steer, at
 
 __all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
 __all__ += ["Pipe", "Seen"]  # names of before, for one release
@@ -26,9 +26,9 @@ HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
     "experiments.session": ("Pipe", "Session", "load"),
     "experiments.extraction.cache_builders": ("Run",),
-    "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "x0_lens"),
+    "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "intervene", "x0_lens"),
     "experiments.attribution": ("SiteGradients", "gradients"),
-    "wan.interventions": ("Steer", "at", "intervene"),
+    "wan.interventions": ("Steer", "at"),
 }
 
 

@@ -26,14 +26,22 @@ from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import memory
 from experiments.extraction.cache_builders import Run, atlas_cache, atlas_requests
+from experiments.extraction.diffusers_runs import (
+    PipelineRun,
+    pipeline_atlas,
+    pipeline_requests,
+    pipeline_runs,
+)
 from experiments.extraction.video import decode, write_mp4
 from experiments.session import CAPTURES, Session, load
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
+from wan.diffusers_capture import watching
 from wan.errors import ConfigError, short_repr
-from wan.interventions import Custom
+from wan.interventions import Custom, Edits
+from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
 from wan.sites import (
@@ -57,6 +65,7 @@ UNITS = {
     "frame_mass": "softmax summed over a key frame's tokens, mean over the query frame's; rows sum to 1",
     "key_curve": "q·k/√D of every key token, mean over the last block's queries",
     "cross_mass": "softmax of cross-attention on every prompt token, mean over a frame's queries",
+    "condition_mass": "softmax on every text or image token beside the frames, mean over a frame's queries",
     "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
     "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
 }
@@ -75,9 +84,9 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
 
 @contextmanager
 def capture(
-    session: Session, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
+    session: Any, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
 ) -> Iterator["Captured"]:
-    """Capture what a session's videos have at some sites (wan.sites.SITES).
+    """Capture what a session's videos have at some sites (wan.sites.SITES), or those of diffusers' pipelines.
 
     chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
     where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
@@ -91,6 +100,10 @@ def capture(
     for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
         chosen[name] = as_numbers(name, chosen[name])
     captured = Captured([], None, stream_to)
+    if not isinstance(session, Session):
+        with _captured_pipeline(session, captured, sites, chosen):
+            yield captured
+        return
     if sites:
         if isinstance(chosen.get("dtype"), str):
             chosen["dtype"] = getattr(torch, chosen["dtype"])
@@ -111,6 +124,38 @@ def capture(
         yield captured
     finally:
         CAPTURES.reset(token)
+
+
+@contextmanager
+def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chosen: dict) -> Iterator[None]:
+    """Capture a diffusers pipeline, or its transformer; captured has its runs once the context has ended."""
+    if captured.folder is not None:
+        raise ConfigError(
+            "stream_to= is for sessions; choose layers, steps or frames of a pipeline, or reduce="
+        )
+    layout = chosen.pop("layout", None)
+    if sites:
+        captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
+    else:
+        captured.requests = pipeline_requests(**chosen)
+    with pipeline_runs(x, captured.requests, captured.watcher, layout) as runs:
+        yield
+    for run in runs:
+        run.activations.update(captured.tables_of(run.kept, 0) if run.kept else {})
+        captured.runs.append(run)
+
+
+@contextmanager
+def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edits]:
+    """Edit while the context lasts, as wan.interventions.intervene does.
+
+    A diffusers pipeline, or its transformer, may come first: intervene(pipe, Knockout(frames=0, ...)). Its
+    frames are named by number; layout: see wan.diffusers_capture.watching.
+    """
+    theirs = bool(edits) and (isinstance(edits[0], torch.nn.Module) or hasattr(edits[0], "transformer"))
+    rest = edits[1:] if theirs or (edits and isinstance(edits[0], Session)) else edits
+    with watching(edits[0], layout) if theirs else nullcontext(), edited(*rest, data=data) as active:
+        yield active
 
 
 def attention_requests(
@@ -305,13 +350,20 @@ class Captured:
         about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
         return save_activations(path, self.tables, about)
 
-    def atlas(self, run: Run | None = None) -> "Atlas":
-        """Return a run's attention (None: the last one's), as experiments/run_extraction_all.py writes it."""
-        return Atlas(atlas_cache(run or self._last()))
+    def atlas(self, run: Run | None = None, branch: str | None = None) -> "Atlas":
+        """Return a run's attention (None: the last one's), as experiments/run_extraction_all.py writes it.
+
+        branch, cond or uncond, is of a pipeline with guidance; None: cond.
+        """
+        run = run or self._last()
+        return Atlas(pipeline_atlas(run, branch) if isinstance(run, PipelineRun) else atlas_cache(run))
 
     def _last(self) -> Run:
         if not self.runs:
-            raise RunError("nothing was generated while capturing; call session.generate(...) inside")
+            raise RunError(
+                "nothing was generated while capturing; call session.generate(...) inside. Runs of a "
+                "pipeline are there once the context has ended"
+            )
         return self.runs[-1]
 
     def __repr__(self) -> str:

@@ -322,6 +322,9 @@ class AtlasCache(Sampling, Cache):
     pass_is_clean: Annotated[list[bool] | None, "bool [P]"] = None  # t == 0 where absent
     frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
+    condition_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, conditions]"] = (
+        None  # on text beside frames
+    )
     attended: Annotated[Tensor | None, "mask [N, P, H, F, F]"] = None  # False: an intervention left it out
     key_curve: Annotated[Tensor | None, "f16/f32 [N, P, H, L] | f16/f32 [N, P, H, keys]"] = None
     cross_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, tokens]"] = None
@@ -645,7 +648,10 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
     for mass in [name for name in ("map_mass", "slot_mass", "frame_mass") if name in there][:1]:
         rows, unit = there[mass] if mass in small else torch.empty(0, 1), S if mass == "map_mass" else 1
         rows = rows.float()
-        off = (rows.nansum(-1) / unit - 1)[~rows.isnan().all(-1)].abs()
+        total = rows.nansum(-1) / unit
+        if "condition_mass" in there and mass in small:  # of text that frames attend to in the same softmax
+            total = total + there["condition_mass"].float().sum(-1)
+        off = (total - 1)[~rows.isnan().all(-1)].abs()
         fine = (off <= MASS_TOLERANCE).all() and not (rows < 0).any()
         require(fine, mass, f"must have rows that sum to {unit}")
     if isinstance(values, MapsCache):

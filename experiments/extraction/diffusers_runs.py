@@ -1,0 +1,197 @@
+"""Runs of diffusers' pipelines: what was captured while they ran, and the atlas that comes of it.
+
+with pipeline_runs(pipe, [CaptureRequest(granularity="frame")]) as runs:
+    pipe("a red circle moving right")
+pipeline_atlas(runs[0])         # once the context has ended
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.caches.files import RunError
+from experiments.caches.formats import READ_BY
+from experiments.extraction.cache_builders import Run, of_branch, stack
+from experiments.extraction.provenance import device_name, record_of, versions
+from wan.activations import Activation, SiteCapture
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
+from wan.config import RunConfig
+from wan.diffusers_capture import transformers_of, watching
+from wan.errors import ConfigError
+from wan.sites import active_edits, check_indices, watched
+
+
+@dataclass(frozen=True, repr=False)
+class PipelineRun(Run):
+    """One video of somebody's pipeline: what was captured of it. The pipeline returned the video itself."""
+
+    kept: list[Activation] = field(default_factory=list)
+
+    def decoded(self, vae: Any = None) -> Tensor:
+        raise RunError("the video is what the pipeline returned; a captured run of a pipeline has none")
+
+    def save(self, path: str | Path) -> None:
+        self.decoded()
+
+    def __repr__(self) -> str:
+        return (
+            f"PipelineRun: {self.common['model']}, {self.config.prompt!r}, {len(self.records)} captured calls"
+        )
+
+
+@contextmanager
+def pipeline_runs(
+    x: Any, requests: Sequence[CaptureRequest], watcher: SiteCapture | None = None, layout: Any = None
+) -> Iterator[list[PipelineRun]]:
+    """Capture the videos of a pipeline, or a transformer: calls that requests ask for, or activations.
+
+    Yields a list that is filled when the context ends, with a run for each item of a batch. A video begins
+    where the pipeline encodes a prompt. layout: see wan.diffusers_capture.watching.
+    """
+    runs: list[PipelineRun] = []
+    with ExitStack() as stack:
+        models = stack.enter_context(watching(x, layout))
+        for model in models.values():
+            for request in requests:
+                check_indices("layer", request.layers, getattr(model.config, "num_layers", None))
+        starts: list[list[Any]] = [[0, 0, None]]  # first call, first activation, prompt
+        calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(*requests)) if requests else []
+        kept = watcher.kept if watcher else []
+        if watcher:
+            stack.enter_context(watched(watcher))
+        if encode := getattr(x, "encode_prompt", None):
+
+            def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+                """Note what is encoded; a second encoding before any call belongs to the same video."""
+                given = inspect.signature(encode).bind(*args, **kwargs).arguments
+                if starts[-1][:2] != [len(calls), len(kept)]:
+                    starts.append([len(calls), len(kept), None])
+                starts[-1][2] = starts[-1][2] or given.get("prompt")
+                return encode(*args, **kwargs)
+
+            x.encode_prompt = encode_prompt
+            stack.callback(delattr, x, "encode_prompt")
+        edits = active_edits()
+        yield runs
+    if watcher:
+        watcher.flush()
+    for number, (first, seen, prompt) in enumerate(starts):
+        after = starts[number + 1] if number + 1 < len(starts) else [len(calls), len(kept)]
+        runs += _runs_of(x, calls[first : after[0]], kept[seen : after[1]], prompt, edits)
+
+
+def _runs_of(
+    x: Any, calls: list[CapturedCall], kept: list[Activation], prompt: Any, edits: Sequence[Any]
+) -> list[PipelineRun]:
+    """Make a run for each item of the batch of one video's calls; none where nothing was captured."""
+    if not calls and not kept:
+        return []
+    model = next(iter(transformers_of(x).values()))
+    prompts = [prompt] if not isinstance(prompt, list | tuple) else list(prompt)
+    count = calls[0].q_shape[0] if calls else 1
+    at = calls[0].at if calls else kept[0].where.at
+    frames = len(at.query_frames) if at else 1
+    layout = next((call.layout for call in calls if call.layout), None)
+    tokens = layout.tokens_per_slot if layout else 1
+    heads, head_dim = (calls[0].q_shape[2:]) if calls else (1, 1)
+    found = []
+    for item in range(count):
+        text = prompts[item * len(prompts) // count] or ""
+        sizes = {"num_frames": frames, "num_frame_per_block": frames}
+        config = RunConfig(model=name_of(x), prompt=text, **sizes)
+        common: dict[str, Any] = {
+            **{"schema_version": 1, "read_by": READ_BY, "prompt": text, "seed": None},
+            **{"num_frames": frames, "num_frame_per_block": frames, "block_sizes": [frames]},
+            **{"frame_seq_length": tokens, "num_heads": heads, "head_dim": head_dim},
+            **{"model": name_of(x), "weights": "unknown", "weights_file": None, "weights_sha256": None},
+            "fingerprint": None,  # nobody knows all that its numbers depend on
+            **{"versions": versions(), "device": device_name(model.device)},
+            **{"dtype": str(model.dtype).removeprefix("torch.")},
+            **({"interventions": record_of(edits)} if edits else {}),
+        }
+        own = calls if count == 1 else [call.of_item(item) for call in calls]
+        layers = max(call.site.layer for call in calls) + 1 if calls else 0
+        made = (own, torch.empty(0), [], words_of(x, text), common)
+        found.append(PipelineRun(config, layers, *made, kept=kept if item == 0 else []))
+    return found
+
+
+def name_of(x: Any) -> str:
+    """Return the repository or folder that a pipeline was read from, or its class."""
+    origin = getattr(x.config, "_name_or_path", None) or getattr(x.config, "name_or_path", None)
+    return Path(origin).name if origin and Path(origin).is_dir() else origin or type(x).__name__
+
+
+def words_of(x: Any, prompt: str) -> list[str]:
+    """Return the text of each token of a prompt; none where the pipeline has no tokenizer."""
+    tokenizer = getattr(x, "tokenizer", None)
+    return tokenizer.convert_ids_to_tokens(tokenizer(prompt).input_ids) if tokenizer and prompt else []
+
+
+def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
+    """Return a run's attention by frame, of one branch of guidance; None: cond, or the only one.
+
+    RunError where nobody told the steps of several forwards: an atlas names its passes.
+    """
+    # 1. The branch.
+    branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
+    chosen = branch or ("cond" if "cond" in branches else branches[0] if branches else None)
+    if chosen not in branches:
+        raise RunError(f"branch {chosen} was not captured; {', '.join(map(str, branches)) or 'no call'} was")
+    mine = of_branch(run, chosen)  # type: ignore[arg-type]
+    calls = [call for call in mine.records if "frame_logits" in call.values]
+    if not calls:
+        raise RunError('an atlas needs frames: capture granularity="frame", of self-attention')
+    # 2. Its steps, each of one forward.
+    timesteps = {call.at.step: call.at.timestep for call in calls if call.at}
+    steps, layers = sorted(timesteps, key=lambda step: step or 0), sorted({call.site.layer for call in calls})
+    if len(calls) != len(steps) * len(layers):
+        raise RunError(
+            f"{len(calls)} calls are not one of each of {len(layers)} layers and {len(steps)} steps: capture "
+            "the pipeline, which tells its steps, or announce them, "
+            "ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=..., step=...))"
+        )
+    atlas: dict[str, Any] = {
+        "format": "atlas",
+        "is_logits": True,
+        "layers": layers,
+        "pass_timesteps": [float(timesteps[step]) for step in steps],
+        "pass_is_clean": [False] * len(steps),
+        **({"branch": chosen} if chosen else {}),
+        **({} if steps == [None] else {"pass_steps": steps}),
+    }
+    # 3. What was kept of each call, [layers, passes, H, F, ...].
+    of_call = {(call.site.layer, call.at.step): call.values for call in calls if call.at}
+    for name in ("frame_logits", "frame_mass", "condition_mass", "attended", "frame_logits_by_band"):
+        there = [name in values for values in of_call.values()]
+        if all(there):
+            atlas[name] = stack(lambda *at, name=name: of_call[at][name][0], layers, steps)
+    if "cross_mass" in mine.quantities and (words := len(run.prompt_tokens)):
+        rows = stack(lambda *at: mine.captured("cross_mass", *at)[0].values["cross_mass"][0], layers, steps)
+        atlas |= {"cross_mass": rows[..., :words], "cross_tokens": run.prompt_tokens}
+    return run.common | atlas
+
+
+def pipeline_requests(
+    granularity: Any = "frame",
+    layers: list[int] | None = None,
+    steps: list[int] | None = None,
+    mass: bool = True,
+    cross: bool = False,
+    rope_bands: bool = False,
+    **more: Any,
+) -> list[CaptureRequest]:
+    """Ask for attention of a pipeline, as capture(session, ...) does; cross is of text and image tokens."""
+    if "blocks" in more:
+        raise ConfigError("a pipeline makes all frames at once: leave blocks out")
+    kinds: Any = ("self", "cross", "cross_image") if cross else ("self",)
+    request = CaptureRequest(
+        layers, kinds, None, steps, granularity, mass=mass, rope_bands=rope_bands, **more
+    )
+    return [request]

@@ -1,0 +1,94 @@
+"""Pipelines of diffusers behind the doors of a session: capture, intervene, and the atlas of a run."""
+
+import pytest
+import torch
+from helpers.checkpoints import sample, small_wan_pipeline
+from helpers.video_transformers import made
+
+from experiments import Atlas, capture, intervene
+from experiments.caches.files import RunError
+from wan.capture import ATTENTION_WEIGHT_CAPTURE
+from wan.errors import ConfigError
+from wan.interventions import Knockout, at
+from wan.sites import Pass
+
+pipeline = pytest.fixture(scope="module")(small_wan_pipeline)
+
+
+def test_an_atlas_of_a_pipeline_names_model_prompt_and_steps(pipeline, tmp_path):
+    with capture(pipeline, layers=[1], cross=True) as seen:
+        plain = sample(pipeline)
+        pipeline("a square", height=64, width=64, num_frames=9, num_inference_steps=2, max_sequence_length=16,
+                 guidance_scale=1.0, output_type="latent")  # fmt: skip
+    assert torch.equal(plain, sample(pipeline))
+    first, second = seen.runs
+    path = seen.atlas(first).save(tmp_path / "theirs.pt")
+    atlas = Atlas.open(path)
+    assert (atlas["model"], atlas["prompt"], atlas["branch"]) == ("WanPipeline", "a circle", "cond")
+    assert atlas["layers"] == [1] and atlas["pass_steps"] == [0, 1, 2]
+    assert atlas["cross_tokens"] == ["▁a", "▁circle", "</s>"] and atlas["cross_mass"].shape == (1, 3, 3, 3, 3)
+    calls = [c for c in first.records if (c["kind"], c["step"], c["branch"]) == ("self", 2, "uncond")]
+    uncond = seen.atlas(first, branch="uncond")
+    assert torch.equal(uncond["frame_mass"][0, 2], calls[0].values["frame_mass"][0])
+    assert uncond["pass_timesteps"][2] == calls[0]["timestep"]
+    assert seen.atlas()["prompt"] == "a square" == second.config.prompt
+    with pytest.raises(RunError, match="branch uncond was not captured; cond was"):
+        seen.atlas(branch="uncond")
+    with pytest.raises(RunError, match="the video is what the pipeline returned"):
+        first.decoded()
+    assert "encode_prompt" not in vars(pipeline)
+
+
+def test_items_of_a_batch_are_runs(pipeline):
+    with capture(pipeline, layers=[0], steps=[1]) as seen:
+        pipeline(["a circle", "a square"], height=64, width=64, num_frames=5, num_inference_steps=2,
+                 max_sequence_length=16, output_type="latent")  # fmt: skip
+    assert [run.config.prompt for run in seen.runs] == ["a circle", "a square"]
+    one, other = (seen.atlas(run) for run in seen.runs)
+    assert one["pass_steps"] == [1] and not torch.equal(one["frame_mass"], other["frame_mass"])
+
+
+@pytest.mark.parametrize("name", ["skyreels", "hunyuan15"])
+def test_one_forward_of_a_transformer_makes_an_atlas_and_several_need_their_steps(name, tmp_path):
+    model, given = made(name)
+    with capture(model) as seen, torch.no_grad():
+        model(**given)
+    atlas = Atlas.open(seen.atlas().save(tmp_path / "theirs.pt"))
+    total = atlas["frame_mass"].sum(-1)
+    if name == "hunyuan15":  # frames attend to text in the same softmax
+        assert (total < 1).all()
+        total = total + atlas["condition_mass"].sum(-1)
+    torch.testing.assert_close(total, torch.ones_like(total))
+    assert name != "skyreels" or torch.equal(atlas["attended"][0, 0, 0].int(), torch.tensor(
+        [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.int32))  # fmt: skip
+    with capture(model) as seen, torch.no_grad():
+        for _ in range(2):
+            model(**given)
+    with pytest.raises(RunError, match=r"4 calls are not one of each of 2 layers and 1 steps: capture the"):
+        seen.atlas()
+    frames = tuple(range(len(atlas["frame_mass"][0, 0, 0])))
+    with capture(model) as seen, torch.no_grad():
+        for step in (0, 1):
+            with ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=frames, step=step)):
+                model(**given)
+    assert seen.atlas()["pass_steps"] == [0, 1]
+
+
+def test_activations_and_edits_of_a_pipeline(pipeline):
+    with capture(pipeline, "resid_post", "z", layers=[1], steps=[0]) as seen:
+        plain = sample(pipeline)
+    assert seen["resid_post"].stack().shape == (1, 1, 1, 2, 1, 48, 48)  # both branches
+    assert [place.branch for place in seen["z"].places] == ["cond", "uncond"]
+    with intervene(pipeline, Knockout(frames="first", steps=[1], branch="cond", passes="all")) as active:
+        edited = sample(pipeline)
+    assert active.changed == [2] and not torch.equal(plain, edited)
+    with intervene(pipeline.transformer, at("z", layers=[0]), lambda z, where: 0 * z) as active:
+        assert not torch.equal(plain, sample(pipeline))
+    assert active.changed == [6]
+    for chosen, message in (
+        ({"layers": [2]}, "layer 2 is not in 0..1"),
+        ({"blocks": [0]}, "leave blocks out"),
+        ({"stream_to": "folder"}, "stream_to= is for sessions"),
+    ):
+        with pytest.raises(ValueError, match=message), capture(pipeline, **chosen):
+            pass
