@@ -8,7 +8,6 @@ from helpers.video_transformers import made
 from experiments import Atlas, capture, intervene
 from experiments.caches.files import RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.errors import ConfigError
 from wan.interventions import Knockout, at
 from wan.sites import Pass
 
