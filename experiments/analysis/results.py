@@ -177,19 +177,25 @@ ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads
 ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
 
 
-def knockouts_of(report: Mapping[str, Any]) -> tuple:
-    """Return counts, orders, random draws, ends, title and ceilings, for figures.knockout_curves."""
-    found = report["knockouts"]
-    curves = {name: np.array(rows) for name, rows in found["curves"].items()}
-    orders = {label: curves[name] for name, label in ORDERS.items()}
-    ends = np.array(found["ends"]["base"]), np.array(found["ends"]["all"])
-    about = f"{found['captions without colour']} captions without its colour × {found['seeds']} seeds"
-    title = f"Which heads bring a hidden shape back: {report['model']}, {about}"
-    return found["counts"], orders, curves["random"], ends, title, found["ceilings"]
-
-
 ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
 CEILINGS = "rendered", "VAE"
+CONDITIONS = {"base": "none", "matched": "eight others", "no past": "all 96", "known": "the eight"}
+
+
+def presence_panels(report: Mapping[str, Any]) -> tuple:
+    """Return panels, counts and subtitle, for figures.knockout_shares, of heads that do not see the past."""
+    found = report["presence"]["conditions"]
+    titles = {"comes_back": "A shape comes back", "right given back": "Of those, in its colour and shape"}
+    panels = {
+        title: {
+            label: (*found[claim][name], found[claim]["each"][name]) for claim, label in CONDITIONS.items()
+        }
+        for name, title in titles.items()
+    }
+    captions, trainings = len(report["captions"]), len(report["miniatures"])
+    counts = {label: found[claim]["returns"] for claim, label in CONDITIONS.items()}
+    about = f"{report['model']}, {captions} captions that do not name the colour × {trainings} trainings"
+    return panels, counts, about
 
 
 def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:

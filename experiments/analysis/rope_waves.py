@@ -88,12 +88,17 @@ def wave_columns(distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     return np.concatenate([np.cos(angles), np.sin(angles)], 1)
 
 
-def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> Waves:
-    """Fit a constant and waves to curves [..., n] at distances [n] by least squares."""
-    columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
-    flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
-    found = (flat @ np.linalg.pinv(columns).T).reshape(*np.shape(curves)[:-1], -1)
+def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray, ridge=0.0) -> Waves:
+    """Fit a constant and waves to curves [..., n] at distances [n] by least squares.
+
+    ridge penalises the squared waves, not the constant: beyond the fitted frames slow waves need it.
+    """
     B = len(frequencies)
+    columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
+    penalty = np.sqrt(ridge) * np.eye(2 * B + 1)[1:]  # rows that ask the waves to be 0
+    flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
+    inverse = np.linalg.pinv(np.concatenate([columns, penalty]))[:, : len(distances)]
+    found = (flat @ inverse.T).reshape(*np.shape(curves)[:-1], -1)
     return Waves(np.asarray(frequencies), found[..., 0], found[..., 1 : B + 1], found[..., B + 1 :])
 
 
@@ -103,13 +108,20 @@ def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
     return 1 - rest / varying(curves - curves.mean(-1, keepdims=True), curves, RESOLUTION)
 
 
-def held_out_r_squared(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Return R² of frames that were held out: every third frame in turn, pooled over the three folds."""
+def held_out_r_squared(
+    curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray, size: int = 3, ridge=0.0
+) -> np.ndarray:
+    """Return R² of frames that were held out, pooled over three folds [...].
+
+    A fold holds out every third run of `size` neighbouring frames. With 1 a line through the neighbours does
+    well, and with a third of all frames the waves are continued beyond what they were fitted to.
+    """
     curves, predicted = np.asarray(curves, np.float64), np.empty_like(curves, dtype=np.float64)
-    # A line through neighbours would predict a block of held-out frames badly: take every third
+    folds = np.arange(len(distances)) // size % 3
     for fold in range(3):
-        out = np.arange(len(distances)) % 3 == fold
-        predicted[..., out] = fit_waves(curves[..., ~out], distances[~out], frequencies).at(distances[out])
+        out = folds == fold
+        found = fit_waves(curves[..., ~out], distances[~out], frequencies, ridge)
+        predicted[..., out] = found.at(distances[out])
     return r_squared(curves, predicted)
 
 

@@ -128,23 +128,28 @@ def _resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], dra
         return scipy.stats.bootstrap(several, statistic, **options).bootstrap_distribution  # NaN may be in it
 
 
-def nested_bootstrap(groups: Sequence[np.ndarray]) -> Interval:
-    """Return the mean of groups' means and its interval: draws of groups, and of the values of each.
+def crossed_bootstrap(values: np.ndarray) -> Interval:
+    """Return the mean of values [groups, n] and its interval, from resampling groups and columns alike.
 
-    The values [n] of a group are numbers of prompts; of one group it is bootstrap(). NaN as there.
+    Groups are crossed with the columns: trainings that were judged on the same prompts. NaN as in bootstrap().
     """
-    if not groups or not is_known(*groups):
+    values = np.asarray(values, np.float64)
+    if not is_known(values):
         return Interval(np.nan, np.nan, np.nan)
-    if len(groups) == 1:
-        return bootstrap(groups[0])
-    generator, count = np.random.default_rng(0), len(groups)
-    # Groups first: their number is what limits the interval
-    drawn = np.stack(  # [groups, draws, groups]: another draw of values for each time that a group is drawn
-        [x[generator.integers(len(x), size=(DRAWS, count, len(x)))].mean(-1) for x in groups]
-    )
-    chosen = generator.integers(count, size=(DRAWS, count))
-    means = drawn[chosen, np.arange(DRAWS)[:, None], np.arange(count)].mean(1)
-    return percentiles(float(np.mean([x.mean() for x in groups])), means)
+    if len(values) == 1:
+        return bootstrap(values[0])
+    generator, (groups, columns) = np.random.default_rng(0), values.shape
+    # [DRAWS, groups, columns]: every drawn group has the same drawn columns
+    chosen = generator.integers(groups, size=(DRAWS, groups, 1))
+    drawn = values[chosen, generator.integers(columns, size=(DRAWS, 1, columns))]
+    return percentiles(float(values.mean()), drawn.mean((1, 2)))
+
+
+def t_interval(values: Sequence[float]) -> Interval:
+    """Return the mean of a few independent values and Student's 95 % interval."""
+    mean = float(np.mean(values))
+    half = float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))
+    return Interval(mean, mean - half, mean + half)
 
 
 def head_correlation(

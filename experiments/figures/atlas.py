@@ -291,34 +291,30 @@ def effect_against(
 
 
 @styled
-def knockout_curves(
-    counts: Sequence[int],
-    orders: Mapping[str, np.ndarray],
-    random: np.ndarray,
-    ends: tuple[np.ndarray, np.ndarray],
-    subtitle: str,
-    ceilings: Mapping[str, float],
-    what="Share back in colour and shape",
+def knockout_shares(
+    panels: Mapping[str, Mapping[str, Sequence[Any]]], counts: Mapping[str, int], subtitle: str
 ) -> Figure:
-    """Draw a line an order [counts, 3] over the heads knocked out; random [counts, 5]; ends: none and all.
+    """Draw a panel an outcome, a row a condition: the share with its interval, and a small dot a training.
 
-    ceilings: what the same judge says of videos that no model made.
+    panels: title -> condition -> (share, low, high, shares of trainings, None where there is none). counts:
+    videos that the last panel's shares are of.
     """
-    figure, (axis,) = st.panels(1, 1, (7.0, 3.0))
-    x = np.arange(len(counts) + 2)
-    band: dict[str, Any] = {"color": "0.88", "linewidth": 0, "label": "range of random orders"}
-    axis.fill_between(x[1:-1], random[:, 3], random[:, 4], **band)
-    lines = {"random order, mean": random, **orders}
-    for n, ((name, values), color) in enumerate(zip(lines.items(), ORDER_COLORS, strict=False)):
-        rows = np.concatenate([ends[0][None, :3], values[:, :3], ends[1][None, :3]])
-        # Orders stand side by side, but for the ends, which all share
-        shifted = x + 0.06 * (n - (len(lines) - 1) / 2) * ((x > 0) & (x < x[-1]))
-        _intervals(axis, shifted, rows, name, n, color=color)
-    _draw_ceilings(axis, "h", ceilings)
-    axis.set_xticks(x, ["none", *map(str, counts), "all"])
-    axis.set(ylabel=what, ylim=(-0.02, 1.02))
-    legend, x_label = st.handles(axis), "Heads that do not see the past"
-    st.label_figure(figure, [axis], f"{what}, by heads without a past", subtitle, legend=legend, x=x_label)
+    figure, axes = st.panels(len(panels), len(panels), (3.2, 1.7), sharey=True)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+        for row, (share, low, high, each) in enumerate(rows.values()):
+            known = [value for value in each if value is not None]
+            axis.plot(known, [row + 0.26] * len(known), "o", color="0.55", markersize=3)
+            axis.errorbar(share, row, xerr=[[share - low], [high - share]], fmt="o", color=BLUE, markersize=6)
+        axis.set(title=title, xlim=(-0.03, 1.03), ylim=(len(rows) - 0.4, -0.5))
+        axis.set_yticks(range(len(rows)), list(rows))
+    ends = axes[-1].secondary_yaxis("right")
+    ends.set_yticks(range(len(counts)), [f"of {count}" for count in counts.values()])
+    ends.tick_params(length=0)
+    note = (
+        "blue: all trainings, 95 % interval; grey: each training; right: videos in which a shape comes back"
+    )
+    title = "Which heads bring a hidden shape back"
+    st.label_figure(figure, axes, title, subtitle, "Heads without a past", x="Share of videos", note=note)
     return figure
 
 

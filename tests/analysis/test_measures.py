@@ -241,7 +241,9 @@ def test_a_fit_finds_the_waves_that_a_curve_is_made_of(seed, n):
     angles = waves.frequencies[:, None] * distances + waves.phase[0][:, None]
     curve = waves.constant[0] + waves.amplitude[0] @ np.cos(angles)
     np.testing.assert_allclose(waves.at(distances)[0], curve)
-    assert (rope_waves.held_out_r_squared(waves.at(distances), distances, waves.frequencies) > 0.999).all()
+    for size in (1, 3):
+        held_out = rope_waves.held_out_r_squared(waves.at(distances), distances, waves.frequencies, size)
+        assert (held_out > 0.999).all()
     n = np.arange(1.0, 70)
     curves = waves.at(n)
     nulls = [fit_waves(curves, n, w).at(n) for w in jittered(waves.frequencies)]
@@ -277,6 +279,13 @@ def test_the_papers_head_comes_and_goes_with_the_block_of_queries():
     last = parts["L1H1, queries 18–20"]
     np.testing.assert_allclose(last.measured, view.frame_matrices()[1, 1, 18:, :18].mean(0), atol=1e-5)
     assert abs(last.waves.sum() + last.s - last.measured.sum()) < 1e-6
+
+
+def test_a_ridge_shrinks_the_waves_and_leaves_the_constant():
+    waves, n = some_waves(1), np.arange(1.0, 61)
+    strong = fit_waves(waves.at(n), n, waves.frequencies, ridge=1e9)
+    assert np.abs(strong.amplitude).max() < 1e-6
+    np.testing.assert_allclose(strong.constant, waves.at(n).mean(-1), atol=1e-6)
 
 
 def test_frame_0_is_ranked_among_the_context_of_every_block():

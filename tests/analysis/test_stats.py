@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-import scipy
+import scipy.stats
 from hypothesis import given, settings, strategies
 
 from experiments.analysis import drift, first_frame, measures, rope_waves, stats, sweeps
@@ -48,7 +48,7 @@ MISSING = strategies.lists(strategies.floats(-9, 9), min_size=2, max_size=9).fla
 def test_missing_is_never_a_number(case):
     some, place, missing = case
     values = np.insert(some, place, missing)
-    intervals = [stats.bootstrap(values), stats.nested_bootstrap([values, np.ones(3)]), stats.bootstrap([])]
+    intervals = [stats.bootstrap(values), stats.crossed_bootstrap(np.stack([values, values])), stats.bootstrap([])]
     assert np.isnan([stats.sign_flip_p(values), stats.pearson(values, np.arange(len(values)))]).all()
     assert np.isnan(intervals).all()
     adjusted = stats.holm([0.01, np.nan, 0.2])  # of two comparisons
@@ -132,6 +132,21 @@ FROZEN = moving(0.0)
 def of_grey(levels) -> np.ndarray:
     """A video whose frames are each of one grey level."""
     return np.tile(np.array(levels, np.uint8)[:, None, None, None], (1, 8, 8, 3))
+
+
+def test_trainings_are_crossed_with_captions():
+    captions = np.random.default_rng(1).normal(size=40)
+    same = np.tile(captions, (5, 1))  # trainings that agree in every caption are one training
+    crossed, one = stats.crossed_bootstrap(same), stats.bootstrap(captions)
+    assert crossed == pytest.approx(one, abs=0.03)
+    assert stats.crossed_bootstrap(same[:1]) == one
+    apart = np.repeat(np.arange(5.0), 40).reshape(5, 40)  # and captions that agree, one caption
+    assert stats.crossed_bootstrap(apart)[1:] == pytest.approx(stats.bootstrap(np.arange(5.0))[1:], abs=0.1)
+
+
+def test_students_interval_of_five_trainings():
+    low, high = scipy.stats.ttest_1samp([1, 2, 3, 4, 6.0], 0).confidence_interval()
+    assert stats.t_interval([1, 2, 3, 4, 6.0]) == pytest.approx((3.2, low, high))
 
 
 def test_a_frozen_video_is_perfect_by_all_but_motion_and_repetition():

@@ -64,6 +64,8 @@ def drawings() -> dict[str, Figure]:
         rule: {"all": {3: shares[0], 6: shares[1]}, "one": {3: [0.5], 6: [0.7]}, "other": {3: [0.2]}}
         for rule in ("uniform", "mass on the older past", "Pyramid Forcing", "effect")
     }
+    condition = {"none": (0.9, 0.8, 1.0, [0.8, 0.9]), "the eight": (0.1, 0.0, 0.2, [0.1, None])}
+    knockouts = {"A shape comes back": condition, "Of those, right": condition}
     routes = {"all routes of it": shares[0], "one": shares[1]}, {"rendered": 0.9, "VAE": 0.8}
     runs = {name: [[(i, i, 1 / (i + 1)) for i in range(20)]] * 2 for name in ("VAE", "base")}
     films = {"causal": [np.full((81, 32, 32, 3), 0.5)] * 2}
@@ -79,6 +81,7 @@ def drawings() -> dict[str, Figure]:
         "labels": figures.label_maps(kinds, range(N), subtitle=ABOUT),
         "slots": figures.slot_map(slots, slots, F, "deep_sink", ABOUT),
         "shares": figures.share_bars(*routes, "Routes", "Share", {"best single": [0.5, 0.6]}),
+        "knockouts": figures.knockout_shares(knockouts, {"none": 182, "the eight": 12}, ABOUT),
         "budgets": figures.budget_curves(budgets, {"rendered": 0.9}, "Budgets"),
         "contrasts": figures.contrasts_by_frame({"eagle": np.sort(profiles[0, :, :6])}, "Contrasts", block=3),
         "drift": figures.drift_over_time({"Right": over, "Hue": over}, ["frozen", "vae"], ABOUT),

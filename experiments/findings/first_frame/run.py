@@ -7,7 +7,7 @@ figures, among them the README's Figure 4 and frame 0 by block.
 """
 
 from collections.abc import Mapping
-from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import experiments.analysis.rope_waves as rw
 from experiments.analysis import measures, published
 from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
 from experiments.analysis.panels import choose_heads
-from experiments.analysis.stats import pearson, rounded, spearman
+from experiments.analysis.stats import partial_spearman, pearson, rounded, spearman
 from experiments.caches import load_cache
 from experiments.caches.files import save_report
 from experiments.caches.view import Profiles, open_profiles
@@ -32,6 +32,9 @@ WITH_MATRIX = (("eagle", 21), ("castle", 21), ("eagle", 72))  # castle's 72 fram
 LATER_LINE = slice(12, 36)  # another reference for contrasts: level and trend are not identified
 SINK = 2.0  # logits above the other context frames: what earlier work calls a sink
 STEADY_FROM, STEADY_TO = 9, 18  # first query frames of the blocks at which frame 0 must be the highest
+STEADY_S = 0.5  # logits: weights of frame 0 are e^0.5 = 1.6 times those at the same distance
+HELD_OUT = {"every third frame": (1, 0.0), "blocks of 3 frames": (3, 0.0), "whole thirds, ridge 1": (23, 1.0)}
+JITTERS = 60  # null frequencies of each held-out score
 DRAWS = 1000  # of the bootstrap over heads within layers
 FREQUENCIES = rw.temporal_frequencies(HEAD_DIM)[: rw.NUM_BANDS]
 PAPER_HEADS = {label: (layer, head) for layer, head, label in published.FIGURE4_HEADS}
@@ -41,13 +44,7 @@ Views = Mapping[tuple[str, int], Profiles]  # by prompt and latent frames
 
 def run(argv=None):
     args = finding_parser(__doc__, "first_frame").parse_args(argv)
-    views = {
-        (prompt, length): open_profiles(
-            load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt")
-        )
-        for prompt in PROMPTS
-        for length in LENGTHS
-    }
+    views = {key: open_profiles(cache_of(*key)) for key in product(PROMPTS, LENGTHS)}
     made = {"environment": environment(choose_device(args.device))}
     save_report(made | report_of(views), args.output_path)
     print(args.output_path)
@@ -55,10 +52,16 @@ def run(argv=None):
         print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
+def cache_of(prompt: str, length: int) -> dict[str, Any]:
+    """Load a published atlas."""
+    return load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt")
+
+
 def report_of(views: Views) -> dict[str, Any]:
     """Return all numbers of the article: waves, frame 0 by block, and the first-frame effect s."""
     curves = {key: rw.last_block_context(view.profiles(), view.block_sizes) for key, view in views.items()}
-    blocks, steady = first_frame_by_block(views)
+    errors = {key: cache_of(*key)["frame_logits_error"] for key in WITH_MATRIX}
+    blocks, steady = first_frame_by_block(views, {key: np.asarray(x) for key, x in errors.items()})
     return {
         "frequencies": rounded(FREQUENCIES, 4),
         "curves of 72 frames": {p: of_curves(*curves[p, 72], *curves[p, 21]) for p in PROMPTS},
@@ -88,19 +91,44 @@ def of_curves(
         return round(float(np.median(rw.r_squared(curves, fitted))), 3)
 
     waves = rw.fit_waves(curves, distances, FREQUENCIES)
-    held_out = partial(rw.held_out_r_squared, curves, distances)
-    # The null: frequencies that are no model's, which fit as many numbers to the same frames.
-    null = [np.median(held_out(draw)) for draw in rw.jittered(FREQUENCIES)]
     bases = {str(b): rw.temporal_frequencies(HEAD_DIM, b)[: rw.NUM_BANDS] for b in (5000, 7500, 10000, 15000)}
+    at = [
+        int(np.abs(distances - d).argmin()) for d in short_distances
+    ]  # the same distances in the long curve
     return {
         "context frames": len(distances),
         "r2 median": interval(rw.r_squared(curves, waves.at(distances))),
-        "held-out r2 median": interval(held_out(FREQUENCIES)),
-        "jittered held-out r2: median, best of 20": rounded([np.median(null), max(null)]),
+        "held out": {
+            name: held_out(curves, distances, size, ridge) for name, (size, ridge) in HELD_OUT.items()
+        },
         "one band, 1 rad a frame": median_r2(FREQUENCIES[:1]),
         "scale of all frequencies": {str(s): median_r2(FREQUENCIES * s) for s in (0.95, 1.05)},
         "base": {base: median_r2(frequencies) for base, frequencies in bases.items()},
         "r with 21 frames, median": interval(pearson(waves.at(short_distances), short_curves)),
+        "r of the raw curve with 21 frames": interval(pearson(curves[..., at], short_curves)),
+    }
+
+
+def held_out(curves: np.ndarray, distances: np.ndarray, size: int, ridge: float) -> dict[str, Any]:
+    """Return median R² of held-out frames for RoPE's frequencies, with one more band, and for two nulls.
+
+    Fourier's waves have the context's length as their period: as many numbers, and no model. Jittered
+    frequencies are RoPE's, each times e^u.
+    """
+
+    def score(frequencies: np.ndarray, statistic=np.median) -> Any:
+        return statistic(rw.held_out_r_squared(curves, distances, frequencies, size, ridge))
+
+    own = score(FREQUENCIES, interval)
+    more = rw.temporal_frequencies(HEAD_DIM)[: rw.NUM_BANDS + 1]
+    fourier = 2 * np.pi * np.arange(1, rw.NUM_BANDS + 1) / len(distances)
+    null = np.array([score(draw) for draw in rw.jittered(FREQUENCIES, JITTERS)])
+    return {
+        "RoPE": own,
+        "seven bands": round(float(score(more)), 3),
+        "Fourier": round(float(score(fourier)), 3),
+        "jittered: median, best": rounded([np.median(null), null.max()]),
+        f"of {JITTERS} jittered as good": int((null >= own[0]).sum()),
     }
 
 
@@ -111,7 +139,12 @@ def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]
     found: dict[str, Any] = {}
     for name in ("81f", "120f"):
         size = np.abs(means[f"q_mean_{name}"])[..., : len(rw.temporal_frequencies(HEAD_DIM))]
-        rows, ranks = [], []
+        rows, ranks, partial = [], [], []
+        # Strong heads are strong in every band: ρ is also given all bands together and the queries' norm.
+        given = [
+            np.sqrt((amplitude**2).sum(-1)).ravel(),
+            np.linalg.norm(means[f"q_mean_{name}"], axis=-1).ravel(),
+        ]
         for b in range(rw.NUM_BANDS):
             pair = np.stack([amplitude[..., b], size[..., b]], -1)
             rows.append(interval(pair, lambda x: spearman(*x.reshape(-1, 2).T)))
@@ -119,22 +152,31 @@ def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]
                 spearman(amplitude[..., b].ravel(), other) for other in size.reshape(-1, size.shape[-1]).T
             ]
             ranks.append(1 + int((np.array(every) > every[b]).sum()))
-        found[name] = {"rho by band": rows, "rank of the own band among the temporal ones": ranks}
+            partial.append(partial_spearman(amplitude[..., b].ravel(), size[..., b].ravel(), given))
+        found[name] = {
+            "rho by band": rows,
+            "given all amplitudes and the queries' norm": rounded(partial),
+            "rank of the own band among the temporal ones": ranks,
+        }
     return found
 
 
 # --- Frame 0 by block of queries
-def first_frame_by_block(views: Views) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return frame 0's excess and rank at every block, and how many heads prefer it at all of them."""
-    found, steady, sure = {}, [], []
-    for prompt, length in (key for key in views if key in WITH_MATRIX):
-        view = views[prompt, length]
+def first_frame_by_block(views: Views, errors: Mapping[tuple[str, int], np.ndarray]) -> tuple[dict, dict]:
+    """Return frame 0's excess and rank at every block, and which heads prefer it at all of them.
+
+    errors: of single logits that were read from colours, by layer.
+    """
+    found, ranked = {}, {}
+    for key in WITH_MATRIX:
+        view = views[key]
         matrix, sizes = matrices(view), view.block_sizes
         fit = rw.fit_matrix(matrix, sizes, FREQUENCIES)
         queries, excess, rank = rw.first_by_block(matrix, sizes)  # [layers, H, blocks] each
         starts, high = [block.start for block in queries], excess > SINK
         parts = rw.split_first(matrix, sizes, fit)._asdict().items()
-        found[f"{prompt}, {length} frames"] = {
+        ranked[key] = matrix, fit, starts, rank
+        found["{}, {} frames".format(*key)] = {
             "r2 within rows median": interval(fit.r_squared_within_rows),
             "s": {"mean": interval(fit.s, np.mean), "median": interval(fit.s)},
             "first query frame": starts,
@@ -149,14 +191,61 @@ def first_frame_by_block(views: Views) -> tuple[dict[str, Any], dict[str, int]]:
                 for label, head in PAPER_HEADS.items()
             },
         }
-        if length == 21:  # frame 0 is the highest context frame at every block from 9-11 to 18-20
-            wanted = [i for i, start in enumerate(starts) if STEADY_FROM <= start <= STEADY_TO]
-            steady.append((rank[..., wanted] == 1).all(-1))
-            sure.append(fit.s >= 0.5)
-    both = np.logical_and(*steady)
-    heads = dict(zip(PROMPTS, steady, strict=True)) | {"both": both}
-    heads["both, and s at least 0.5 for both prompts"] = both & np.logical_and(*sure)
-    return found, {name: int(which.sum()) for name, which in heads.items()}
+    return found, steady_heads(ranked, errors)
+
+
+def margins(matrix: np.ndarray, frame: int = 0) -> np.ndarray:
+    """Return a frame's lead over the highest other context frame, the least of the blocks 9-11 to 18-20."""
+    leads = []
+    for first in range(max(STEADY_FROM, 3 * (frame // 3 + 1)), STEADY_TO + 1, 3):
+        row = matrix[..., first : first + 3, :first].mean(-2)
+        leads.append(row[..., frame] - np.delete(row, frame, -1).max(-1))
+    return np.min(leads, 0)
+
+
+def steady_heads(ranked: Mapping[tuple[str, int], tuple], errors: Mapping) -> dict[str, Any]:
+    """Count heads whose highest context frame is frame 0 at every block from 9-11 to 18-20, and controls.
+
+    Controls: what the fit makes of waves alone and of waves and s; and any other frame in the place of 0.
+    """
+    lead = {p: margins(ranked[p, 21][0]) for p in PROMPTS}
+    steady = {p: lead[p] >= 0 for p in PROMPTS}
+    both, strictly = (
+        np.logical_and(*(f(lead[p], 0) for p in PROMPTS)) for f in (np.greater_equal, np.greater)
+    )
+    close = np.logical_or(*(lead[p] <= 2 * errors[p, 21][:, None] for p in PROMPTS))
+    s = np.minimum(*(ranked[p, 21][1].s for p in PROMPTS))
+    _, long_fit, starts, long_rank = ranked["eagle", 72]
+    first = {start: long_rank[..., i] == 1 for i, start in enumerate(starts) if start >= STEADY_FROM}
+    fitted = {}
+    for p in PROMPTS:
+        matrix, fit, _, _ = ranked[p, 21]
+        frames = np.arange(matrix.shape[-1])
+        distances = (frames[:, None] - frames).astype(float)
+        waves = fit.waves.at(distances.ravel()).reshape(matrix.shape)
+        with_s = waves.copy()
+        with_s[..., 0] += fit.s[..., None]
+        fitted[p] = {
+            "waves": int((margins(waves) >= 0).sum()),
+            "waves and s": int((margins(with_s) >= 0).sum()),
+            "measured": int(steady[p].sum()),
+        }
+    others = [
+        np.logical_and(*(margins(ranked[p, 21][0], k) >= 0 for p in PROMPTS)).sum() for k in range(1, 9)
+    ]
+    return {
+        "by prompt": fitted,
+        "both": int(both.sum()),
+        "both, strictly": int(strictly.sum()),
+        "strictly, within twice the error of colours": int((strictly & close).sum()),
+        "both, and s at least 0.5 for both prompts": int((both & (s >= STEADY_S)).sum()),
+        "both, and s at least 0.5 at 72 frames": int((both & (long_fit.s >= STEADY_S)).sum()),
+        "of both, frame 0 is first at a block of 72 frames": {
+            str(start): int((both & at).sum()) for start, at in first.items() if start <= 33
+        },
+        "first at every block of 72 frames from 9-11 on": int(np.logical_and.reduce([*first.values()]).sum()),
+        "another frame, 1 to 8, is always highest for both prompts": [int(count) for count in others],
+    }
 
 
 # --- The first-frame effect s and its placebos

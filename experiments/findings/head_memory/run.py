@@ -19,23 +19,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.stats
 from matplotlib.figure import Figure
 
-from experiments.analysis.results import ALL, BACK, CEILINGS, EACH, ORDERS, budget_panels, knockouts_of
+from experiments.analysis.results import (
+    ALL,
+    BACK,
+    CEILINGS,
+    CONDITIONS,
+    EACH,
+    ORDERS,
+    budget_panels,
+    presence_panels,
+)
 from experiments.analysis.stats import (
     DRAWS,
     bootstrap,
+    crossed_bootstrap,
     head_correlation,
-    nested_bootstrap,
     partial_spearman,
+    pearson,
     rounded,
     spearman,
+    t_interval,
 )
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.extraction.rollout import Progress, stopping_when_asked
-from experiments.figures.atlas import budget_curves, effect_against, knockout_curves
+from experiments.figures.atlas import budget_curves, effect_against, knockout_shares
 from experiments.figures.style import save_svg
 from experiments.findings.head_memory.trials import (
     HALVES,
@@ -69,9 +81,10 @@ FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
 SHOWN = 12  # heads of the ranking in the report
 FIRST_PASS = ", first pass"
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
+MEANS = "comes_back", "shape"  # a mean over captions is kept; shape, of CONDITIONS: what is seen is right
 DRAWN = 6, 3  # window and sink of the other heads in the figure
 
-Values = dict[str, np.ndarray]  # by claim, a number for each caption, NaN where it was not judged
+Values = dict[str, np.ndarray]  # by claim, a number for each caption
 
 
 def run(argv=None):
@@ -93,6 +106,7 @@ def run(argv=None):
         report["budgets"] = measured_budgets(args, report["shapes"])
     report["shapes"]["knockouts"] |= curves_of(report["shapes"]["knockouts"])
     report["budgets"]["shares"] = shares_of(report["budgets"])
+    report["budgets"]["presence"] = presence_of(report["budgets"])
     save_report(report, args.output_path)
     print(args.output_path)
     for name, figure in figures_of(report).items():
@@ -233,6 +247,7 @@ def about(study: HeadMemory) -> dict[str, Any]:
     """Return what was found in one miniature: known heads, agreement of scores, each caption's answers."""
     found: dict[str, Any] = {"weights_sha256": study.session.weights_sha256}
     folds, answers = range(len(study.folds)), study.ceilings()
+    means: dict[str, dict[str, float]] = defaultdict(dict)
     found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
     found["chosen"] = agreement_of_halves(study)
     for claim, trials in by_claim(one for _, stage in study.stages() for one in stage).items():
@@ -240,12 +255,20 @@ def about(study: HeadMemory) -> dict[str, Any]:
             continue
         # Folds of a claim are disjoint; draws of one claim cover the captions again.
         rows = np.concatenate([one.rows for one in trials])
-        came_back = np.concatenate([study.read(one)[BACK] for one in trials])
-        answers[claim] = (np.bincount(rows, came_back) / np.bincount(rows)).tolist()  # a mean over draws
+
+        def mean_of(question: str, rows: np.ndarray = rows, trials: Sequence = trials) -> np.ndarray:
+            """Return the mean over draws of every caption."""
+            said = np.concatenate([study.read(one)[question] for one in trials])
+            return np.bincount(rows, said) / np.bincount(rows)
+
+        answers[claim] = mean_of(BACK).tolist()
+        for question in MEANS if claim in CONDITIONS else MEANS[:1]:
+            means[question][claim] = round(float(mean_of(question).mean()), 3)
     found["answers"] = {
         claim: "".join(map(str, map(round, values))) if {*values} <= {0, 1} else rounded(values, 2)
         for claim, values in answers.items()
     }
+    found["means"] = {question: dict(sorted(of.items())) for question, of in means.items()}
     return found
 
 
@@ -275,8 +298,7 @@ def claims_of(answers: Mapping[str, str | Sequence[float]]) -> dict[str, Values]
     """Return, by claim, its answers and their differences to the claims that it is compared with."""
     found: dict[str, Values] = {}
     for claim, values in answers.items():
-        numbers = [np.nan if x == "-" else float(x) for x in values]  # a digit a caption, or a mean of draws
-        found[claim] = {BACK: np.array(numbers)}
+        found[claim] = {BACK: np.array([float(x) for x in values])}  # a digit a caption, or a mean of draws
     for claim, shares in found.items():
         others = ["known"] if claim in ("matched", "no past") else ["base"]
         if " with " in claim:  # "rule, budget, window with sink n"
@@ -286,7 +308,7 @@ def claims_of(answers: Mapping[str, str | Sequence[float]]) -> dict[str, Values]
             rivals = [found.get(f"{one}, {budget}, {narrow}") for one in RULES if one not in MEASURED]
             if rule in MEASURED and (judged := [one[BACK] for one in rivals if one]):
                 # The best attention measure of this training, not of all.
-                shares["less attention"] = shares[BACK] - max(judged, key=np.nanmean)
+                shares["less attention"] = shares[BACK] - max(judged, key=np.mean)
         for other in others:
             if other in found and claim not in (other, "base", *CEILINGS):
                 shares[f"less {other}"] = shares[BACK] - found[other][BACK]
@@ -294,18 +316,61 @@ def claims_of(answers: Mapping[str, str | Sequence[float]]) -> dict[str, Values]
 
 
 def shares_of(budgets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return claim -> number -> the mean, its interval and the count of captions; means of each miniature."""
-    claims = [claims_of(one["answers"]) for one in budgets["miniatures"].values()]
+    """Return claim -> number -> the mean, its interval and the count of captions; means of each miniature.
+
+    Trainings are crossed with captions, and so is the bootstrap. t: Student's interval over trainings alone.
+    """
+    miniatures = budgets["miniatures"].values()
+    claims = [claims_of(one["answers"]) for one in miniatures]
     found: dict[str, Any] = defaultdict(dict)
     names = dict.fromkeys((claim, name) for one in claims for claim, of in one.items() for name in of)
     for claim, name in names:
-        values = [one.get(claim, {}).get(name, np.zeros(0)) for one in claims]
-        each = [some[~np.isnan(some)] for some in values]
-        judged = [some for some in each if len(some)]
-        means = [round(float(some.mean()), 3) if len(some) else None for some in each]
-        row = [*rounded(nested_bootstrap(judged)), sum(map(len, judged))]
-        found[claim][name] = {ALL: row, EACH: means}
+        rows = np.stack([one[claim][name] for one in claims if name in one.get(claim, {})])
+        row = [*rounded(crossed_bootstrap(rows)), rows.size]
+        found[claim][name] = {ALL: row, EACH: rounded(rows.mean(1))}
+        if len(rows) > 1:
+            found[claim][name]["t"] = rounded(t_interval(rows.mean(1))[1:])
+    for claim, of in found.items():
+        for question in MEANS:
+            each = [one["means"][question][claim] for one in miniatures if claim in one["means"][question]]
+            if len(each) > 1:
+                of[question] = {ALL: rounded(t_interval(each)), EACH: each}
     return found
+
+
+def presence_of(budgets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what comes back and how much of it is right, and the primary contrast.
+
+    returns counts the videos in which a shape comes back; Wilson's interval takes them as independent.
+    """
+    shares, captions = budgets["shares"], len(budgets["captions"])
+    found: dict[str, Any] = {"conditions": {}}
+    for claim in CONDITIONS:
+        back, right = np.array(shares[claim]["comes_back"][EACH]), np.array(shares[claim][BACK][EACH])
+        returns, good = round(float(back.sum()) * captions), round(float(right.sum()) * captions)
+        wilson = scipy.stats.binomtest(good, returns).proportion_ci(method="wilson")
+        found["conditions"][claim] = {
+            "comes_back": shares[claim]["comes_back"][ALL],
+            "right given back": rounded([good / returns, wilson.low, wilson.high]),
+            "returns": returns,
+            "each": {
+                "comes_back": back.tolist(),
+                "right given back": [
+                    round(float(r / b), 3) if b else None for r, b in zip(right, back, strict=True)
+                ],
+            },
+        }
+    known, others = (np.array(shares[claim]["comes_back"][EACH]) for claim in ("known", "matched"))
+    both = np.array(
+        [[of[BACK][ALL][0], of["comes_back"][ALL][0]] for of in shares.values() if "comes_back" in of]
+    )
+    return found | {
+        "primary: comes_back, eight others less the eight": {
+            "t": rounded(t_interval(others - known)),
+            EACH: rounded(others - known),
+        },
+        "r of right and comes_back over conditions": [round(float(pearson(*both.T)), 3), len(both)],
+    }
 
 
 # --- Curves: how much comes back when more and more heads lose their past
@@ -352,6 +417,9 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
     ends = {name: curve(answers(name)[None])[0] for name in ("base", "all")}
     paired = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
     of_named = {name: curve(answers(name, named)[None])[0] for name in ends}
+    everyone = np.ones_like(named)
+    back = {"base": found["base"]["comes_back"][0], "all": found["all"]["comes_back"][0]}
+    back["effect: 8"] = found["other_answers"]["effect"]["comes_back"][found["counts"].index(8)]
     return {
         "captions without colour": int((~named).sum()),
         "ends": ends,
@@ -360,6 +428,14 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
         "heads_for_half": {
             name: heads_for_half(each.tolist(), found["counts"], ends["base"][0], ends["all"][0])
             for name, each in means.items()
+        },
+        "all captions": {
+            name: {
+                "right": round(float(answers(name, everyone).mean()), 3),
+                "comes_back": share,
+                "returns": round(share * found["captions"] * found["seeds"]),
+            }
+            for name, share in back.items()
         },
         "colour named": {"ends": of_named, "effect": curve(by_count("effect", named))},
     }
@@ -416,7 +492,7 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
     runs = f"{shapes['model']}, {first['prompts']} captions × {shapes['knockouts']['seeds']} seeds"
     about = f"knock out the first frame: {runs}{FIRST_PASS}"
     return {
-        "hidden_shapes": knockout_curves(*knockouts_of(shapes)),
+        "hidden_shapes": knockout_shares(*presence_panels(report["budgets"])),
         "first_frame_removed": effect_against(
             np.array(first["heads"]["effect"]), shown, notes, subtitle=about
         ),
