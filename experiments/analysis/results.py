@@ -140,16 +140,23 @@ class LongRollouts:
         return rows
 
 
-def read_strips(path: str | Path) -> tuple[dict[str, np.ndarray], list[int], str]:
-    """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle."""
-    report = read_report(path, "long_rollouts")
-    pictures = {name: io.BytesIO(base64.b64decode(row)) for name, row in report["rows"].items()}
-    # [side, n · side, 3] uint8, a PNG of 32 colours
-    rows = {name: np.asarray(Image.open(file).convert("RGB")) for name, file in pictures.items()}
+def read_strips(path: str | Path, results: str | Path) -> tuple[dict[str, np.ndarray], list[int], str]:
+    """Read frames side by side by policy, uint8 [side, n · side, 3], their seconds, and a subtitle.
+
+    A row's name has the policy's mean over all videos of the results, and the share of this video.
+    """
+    report, found = read_report(path, "long_rollouts"), LongRollouts.open(results)
+    rows = {}
+    for label, row in report["rows"].items():
+        name = f"{found.labels[label]}\n{found.interval(label).estimate:.0%}, here {row['right']:.0%}"
+        picture = Image.open(io.BytesIO(base64.b64decode(row["png"])))
+        # [side, n · side, 3] uint8, a PNG of 32 colours
+        rows[name] = np.asarray(picture.convert("RGB"))
     about = (
-        f"{report['rule']}\n{report['model']}, weights {report['weights_sha256'][:9]}, seed {report['seed']}"
+        f"{report['prompt']}, seed {report['seed']}\n{report['model']}; %: seconds 5 to 60 with colour and "
     )
-    return rows, report["seconds"], about
+    about += f"shape right, mean over {found.findings['prompts']} prompts × {found.findings['seeds']} seeds"
+    return rows, report["seconds"], about + ", and this video"
 
 
 def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict[int, float], str]:

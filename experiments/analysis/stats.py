@@ -131,7 +131,7 @@ def _resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], dra
 def crossed_bootstrap(values: np.ndarray) -> Interval:
     """Return the mean of values [groups, n] and its interval, from resampling groups and columns alike.
 
-    Groups are crossed with the columns: trainings that were judged on the same prompts. NaN as in bootstrap().
+    They are crossed with the columns: trainings judged on the same prompts. NaN as in bootstrap().
     """
     values = np.asarray(values, np.float64)
     if not is_known(values):

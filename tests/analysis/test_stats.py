@@ -48,7 +48,11 @@ MISSING = strategies.lists(strategies.floats(-9, 9), min_size=2, max_size=9).fla
 def test_missing_is_never_a_number(case):
     some, place, missing = case
     values = np.insert(some, place, missing)
-    intervals = [stats.bootstrap(values), stats.crossed_bootstrap(np.stack([values, values])), stats.bootstrap([])]
+    intervals = [
+        stats.bootstrap(values),
+        stats.crossed_bootstrap(np.stack([values, values])),
+        stats.bootstrap([]),
+    ]
     assert np.isnan([stats.sign_flip_p(values), stats.pearson(values, np.arange(len(values)))]).all()
     assert np.isnan(intervals).all()
     adjusted = stats.holm([0.01, np.nan, 0.2])  # of two comparisons

@@ -336,9 +336,9 @@ def findings():
 def test_long_rollouts(tmp_path, findings):
     content = io.BytesIO()
     Image.fromarray(np.zeros((8, 16, 3), np.uint8)).save(content, "PNG")
-    rows = dict.fromkeys(("full", "deep sink"), base64.b64encode(content.getvalue()).decode())
-    strips = {"rule": "the median videos", "seed": 3, "weights_sha256": "fedcba987654"}
-    strips |= {"model": "wan-mini", "seconds": [0, 5], "rows": rows}
+    row = {"right": 0.25, "png": base64.b64encode(content.getvalue()).decode()}
+    strips = {"prompt": "a circle moving down behind a wall", "seed": 3}
+    strips |= {"model": "wan-mini", "seconds": [0, 5], "rows": {"full": row, "frozen": row}}
     row = {"policy": "full", "effect": [0.6, 0.5, 0.7], "largest_placebo": 0.2}
     by_length = {"prompts": 4, "weights_sha256": "0123456789ab"}
     by_length["rows"] = [row | {"num_frames": length} for length in (21, 240)]
@@ -352,7 +352,8 @@ def test_long_rollouts(tmp_path, findings):
     names = ("strips", "right", "heads", "over_time", "motion", "sink_maps", "cost", "effect_by_length")
     assert drawn.keys() == {"rope.svg", *(f"{name}.svg" for name in names)}
     assert "weights 012345678, 4 prompts" in drawn["effect_by_length.svg"]
-    assert "5 s" in drawn["strips.svg"] and "weights fedcba987, seed 3" in drawn["strips.svg"]
+    shown = ("5 s", "here 25%", "a circle moving down behind a wall, seed 3")
+    assert all(text in drawn["strips.svg"] for text in shown)
     windows, sinks, values = results.LongRollouts(findings).sink_map("window")
     assert windows == [9, 12] and sinks == [0, 3]
     assert np.isnan(values[1, 0]) and values[0, 1] > values[0, 0]

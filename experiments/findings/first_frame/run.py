@@ -2,8 +2,8 @@
 
     python experiments/findings/first_frame/run.py
 
-All numbers come from cache/published/, on a CPU in a minute. Writes results.json beside this file and four
-figures, among them the README's Figure 4 and frame 0 by block.
+All numbers come from cache/published/, on a CPU in a minute. Writes results.json beside this file and two
+figures: the README's Figure 4 and frame 0 by block.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import save_report
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.provenance import choose_device, environment
-from experiments.figures import atlas, heads
+from experiments.figures import heads
 from experiments.figures.style import save_svg
 from experiments.findings.report import finding_parser
 from experiments.running.cli import main
@@ -302,30 +302,19 @@ def summary(values: np.ndarray) -> dict[str, Any]:
 
 # --- Figures
 def figures_of(views: Views) -> dict[str, Figure]:
-    """Draw the paper's heads over its curves, frame 0 by block, curves in parts, and key-frame contrasts."""
+    """Draw the paper's heads over its curves, and frame 0 by block."""
     # 1. The README's Figure 4: the paper's two heads over its digitised curves.
     view = views["eagle", 21]
     curves, _ = published.curves_for(view, published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL)
     panels = published.add_reference(choose_heads(view, published.FIGURE4_HEADS)[0], view, curves)
     figure4 = heads.head_curves(panels, view.caption)
-    # 2. The same heads at every block of 72 frames, and their curves as waves, s and rest.
+    # 2. The same heads at every block of 72 frames.
     long = views["eagle", 72]
-    by_block, in_parts = rw.panels_of_view(long, choose_heads(long, published.FIGURE4_HEADS)[0])
+    by_block, _ = rw.panels_of_view(long, choose_heads(long, published.FIGURE4_HEADS)[0])
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
-    # 3. Contrasts of the first key frames, of every atlas that has a matrix.
-    lines = {}
-    for prompt, length in WITH_MATRIX:
-        found, _ = first_frame(views[prompt, length])
-        assert found is not None
-        lines[f"{prompt}, {length} frames"] = mean_interval(found.contrasts)
-    num_heads = len(long.layers) * long.num_heads
-    about_lines = f"{long.model}, Self-Forcing, {long.pass_label}; mean over {num_heads} heads"
-    about_lines += "; grey: every other block"
     return {
         "figure4_published": figure4,
         "first_frame_by_block": heads.first_by_block(by_block, "Frame 0 by block of queries", about),
-        "curves_in_parts": heads.curves_in_parts(in_parts, "Context curves in parts", about),
-        "key_frames_published": atlas.contrasts_by_frame(lines, about_lines, block=3),
     }
 
 

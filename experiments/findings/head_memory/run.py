@@ -29,7 +29,6 @@ from experiments.analysis.results import (
     CONDITIONS,
     EACH,
     ORDERS,
-    budget_panels,
     presence_panels,
 )
 from experiments.analysis.stats import (
@@ -47,7 +46,7 @@ from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.extraction.rollout import Progress, stopping_when_asked
-from experiments.figures.atlas import budget_curves, effect_against, knockout_shares
+from experiments.figures.atlas import effect_against, knockout_shares
 from experiments.figures.style import save_svg
 from experiments.findings.head_memory.trials import (
     HALVES,
@@ -82,7 +81,6 @@ SHOWN = 12  # heads of the ranking in the report
 FIRST_PASS = ", first pass"
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
 MEANS = "comes_back", "shape"  # a mean over captions is kept; shape, of CONDITIONS: what is seen is right
-DRAWN = 6, 3  # window and sink of the other heads in the figure
 
 Values = dict[str, np.ndarray]  # by claim, a number for each caption
 
@@ -481,7 +479,7 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
 
 # --- Figures
 def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw what comes back by heads without a past, frame 0 removed against attention, and budgets."""
+    """Draw what comes back by heads without a past, and frame 0 removed against attention."""
     shapes, first = report["shapes"], report["shapes"]["first_frame"]
     heads = first["heads"].items()
     shown = {n.removesuffix(FIRST_PASS): np.array(x) for n, x in heads if n.endswith(FIRST_PASS)}
@@ -496,7 +494,6 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
         "first_frame_removed": effect_against(
             np.array(first["heads"]["effect"]), shown, notes, subtitle=about
         ),
-        "head_budgets": budget_curves(*budget_panels(report["budgets"], *DRAWN)),
     }
 
 

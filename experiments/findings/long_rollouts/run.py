@@ -1,12 +1,20 @@
 """Summarise long rollouts under cache policies, with intervals over prompts (docs/long_rollouts.md).
 
-    python experiments/findings/long_rollouts/run.py                       # draw the figures again
+    python experiments/findings/long_rollouts/run.py                       # draw the figure again
     python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --videos 18
     python experiments/findings/long_rollouts/run.py outputs/policies/comparison.json
     python experiments/findings/long_rollouts/run.py --first_frame --output_path effect_by_length.json
 
-Results need the comparison.json of compare_policies.py, hours of a GPU. Where its mp4s of each policy's
-median video are kept, strips.json beside the results is made of them, a PNG of few colours a policy.
+Results need the comparison.json of compare_policies.py, hours of a GPU. Where its mp4s are kept, strips.json
+beside the results is made of those of the first caption with a wall, a PNG of few colours a policy. These
+need minutes of a CPU:
+
+    python experiments/compare_policies.py --policies full window,window=9 window,window=9,sink=3 \\
+        window,window=21 window,window=21,sink=3 participative,window=21,sink=10,budget=16,recent=4 \\
+        --controls frozen vae --held_out 3 --seeds 0 --videos 3 --device cpu --output_dir outputs/strips
+    python experiments/findings/long_rollouts/run.py outputs/strips/comparison.json \\
+        --output_path outputs/strips/results.json
+
 --first_frame rolls the miniature out instead and measures the first-frame effect by length: mean logits of
 pass 0, fitted to the first frames of each length; placebos are the same fit for frames 1 to 14.
 
@@ -30,12 +38,12 @@ from PIL import Image
 
 from experiments.analysis.drift import FPS
 from experiments.analysis.first_frame import first_frame_effect, placebo_effects
-from experiments.analysis.results import CONTROLS, PRIMARY, TITLES, LongRollouts, read_strips
+from experiments.analysis.results import CONTROLS, PRIMARY, read_strips
 from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
 from experiments.caches.files import require_ffmpeg, save_report
 from experiments.captured import capture
 from experiments.extraction.provenance import choose_device, environment
-from experiments.figures.long_rollouts import long_strips, policy_dots
+from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
 from experiments.findings.report import finding_parser
 from experiments.running.cli import count, main
@@ -68,26 +76,24 @@ QUESTIONS = {  # differences between the policies of each pair
     "a sink of four blocks against one, window 21, left where it was": [(WINDOWS[21, 12], WINDOWS[21, 3])],
     "a sink of one block against none, window 9": [(WINDOWS[9, 3], WINDOWS[9, 0])],
     "a sink of one block against none, window 21": [(WINDOWS[21, 3], WINDOWS[21, 0])],
-    "the sink's RoPE moved along against left, all windows and sinks": [
-        (DEEP[size], WINDOWS[size]) for size in GRID
-    ],
+    # Of every size: an average over them hides that the sign changes.
+    **{
+        f"the sink's RoPE moved along against left, {size[0]}/{size[1]}": [(DEEP[size], WINDOWS[size])]
+        for size in GRID
+        if size[1]
+    },
     "participative compression against the same deep sink": [(PARTICIPATIVE, DEEP_SINK)],
 }
 
-SECONDS = (0, 2, 5, 10, 15, 20, 30, 40, 50, 59)  # of the strips
-ROWS = {  # label -> what the figure calls it
-    "full": "full",
-    "window,window=9": "window 9, no sink",
-    "window,window=9,sink=3": "window 9, sink 3",
-    "deep_sink,window=21,sink=10": "deep sink 21/10",
-    "participative,window=21,sink=10,budget=16,recent=4": "participative 21/10",
-    "vae": "rendered, through the VAE",
-}
-UNRANKED = ("deep sink 21/10",)  # the README does not rank it
+SECONDS = (0, 2, 5, 10, 20, 30, 45, 59)  # of the strips
+ROWS = (  # of the strips
+    *("full", "window,window=9", "window,window=9,sink=3", "window,window=21", "window,window=21,sink=3"),
+    *(PARTICIPATIVE, "frozen", "vae"),
+)
+WALL = "wall"  # the kind of scene that strips show: the first such caption
 COLOURS, SIDE = 32, 64  # of a strip: colours, pixels of a frame's side
 POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")  # of effects by length
 PLACEBOS = range(1, 15)
-KINDS = ("landmark", "wall", "crossing")  # of scenes, drawn apart for head-wise policies
 
 Video = Mapping[str, Any]
 Values = Mapping[str, np.ndarray]  # of a policy: measure -> [prompts]
@@ -114,19 +120,32 @@ def run(argv=None):
 
 
 def draw(args: argparse.Namespace) -> None:
-    """Draw the README's strips, and the head-wise policies by kind of scene, from the results."""
-    strips, seconds, about = read_strips(HERE / "strips.json")
-    ranked = {name: row for name, row in strips.items() if not name.startswith(UNRANKED)}
-    found, heads = (LongRollouts.open(HERE / name) for name in ("results.json", "results_heads.json"))
-    panels = heads.by_kind(*KINDS)
-    for kind, values in found.by_kind(*KINDS).items():
-        panels[kind] |= {name: values[name] for name in found.controls}
-    figures = {
-        "long_rollouts": long_strips(ranked, seconds, about),
-        "long_rollouts_heads": policy_dots(panels, found.controls, TITLES[PRIMARY], heads.subtitle),
+    """Compute what the map of sinks says, and draw the strips."""
+    results = read_json(HERE / "results.json")
+    save_report(results | {"sinks": sinks_of(results["sink_map"])}, args.output_path)
+    strips, seconds, about = read_strips(HERE / "strips.json", HERE / "results.json")
+    figure = long_strips(strips, seconds, about)
+    print(save_svg(figure, args.figures / "long_rollouts.svg"))
+
+
+def sinks_of(sink_map: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return differences of means between policies of the map, without intervals: these need its videos.
+
+    moved less left: a sink whose RoPE moves with the window less one that stays, (window, sink) -> points.
+    one block less none: a window with a sink of 3 frames less the window alone, window -> points.
+    """
+    left, moved = (
+        {(row["window"], row["sink"]): row[PRIMARY][0] for row in sink_map[policy]}
+        for policy in ("window", "deep_sink")
+    )
+    windows = sorted({window for window, _ in left})
+    return {
+        "moved less left": {
+            f"{window}/{sink}": round(moved[window, sink] - left[window, sink], 3)
+            for window, sink in sorted(moved)
+        },
+        "one block less none": {str(one): round(left[one, 3] - left[one, 0], 3) for one in windows},
     }
-    for name, figure in figures.items():
-        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 # --- Policies, with intervals over prompts
@@ -292,41 +311,34 @@ def _p_value(gains: np.ndarray) -> float | None:
 
 
 # --- Frames of long videos side by side, a row a policy, small enough to be kept beside the results
-def median_video(comparison: Mapping[str, Any], label: str) -> tuple[int, float]:
-    """Return the number of the prompt of a policy's median video, of the first seed, and its share right.
-
-    Of two in the middle it is the lower one, of equals the first prompt's.
-    """
-    first: dict[str, float] = {}
-    for video in (video for video in comparison["videos"] if video["label"] == label):
-        first.setdefault(video["prompt"], float(np.mean(video["tracker"][PRIMARY][FROM:TO])))
-    prompt = sorted(comparison["prompts"], key=first.__getitem__)[(len(first) - 1) // 2]
-    return comparison["prompts"].index(prompt), first[prompt]
-
-
 def make_strips(comparison: Mapping[str, Any], folder: Path, output: Path) -> None:
-    """Write the strips of each policy's median video, where its mp4s lie in a folder."""
+    """Write strips of the first caption with a wall, first seed, where its mp4s lie in a folder."""
+    kinds = comparison["kinds"]
+    number = kinds.index(WALL) if WALL in kinds else None
     made = {video["label"] for video in comparison["videos"]}
-    medians = {label: median_video(comparison, label) for label in ROWS if label in made}
-    videos = {label: folder / f"{label}_{number}.mp4" for label, (number, _) in medians.items()}
-    if not videos or not all(path.is_file() for path in videos.values()):
-        print(f"{folder} lacks median videos (compare with --videos 18): {output.name} is as before")
+    files = {label: folder / f"{label}_{number}.mp4" for label in ROWS if label in made}
+    if number is None or not all(path.is_file() for path in files.values()):
+        print(f"{folder} lacks videos of a caption with a wall (--videos): {output.name} is as before")
         return
     require_ffmpeg()
-    rows, prompts = {}, {}
-    for label, (number, right) in medians.items():
-        video = iio.imread(videos[label])  # uint8 [T, H, W, 3]
+    prompt, seed = comparison["prompts"][number], comparison["videos"][0]["seed"]
+    right = {
+        video["label"]: float(np.mean(video["tracker"][PRIMARY][FROM:TO]))
+        for video in comparison["videos"]
+        if (video["prompt"], video["seed"]) == (prompt, seed)
+    }
+    rows = {}
+    for label, path in files.items():
+        video = iio.imread(path)  # uint8 [T, H, W, 3]
         scale = video.shape[1] // SIDE
         frames = [video[min(second * FPS, len(video) - 1), ::scale, ::scale] for second in SECONDS]
         content = io.BytesIO()
         Image.fromarray(np.concatenate(frames, 1)).quantize(COLOURS).save(content, "PNG", optimize=True)
-        name = f"{ROWS[label]}: {right:.0%} ({comparison['kinds'][number]})"
-        rows[name] = base64.b64encode(content.getvalue()).decode()
-        prompts[name] = comparison["prompts"][number]
-    about = {name: comparison[name] for name in ("model", "weights_sha256", "made")}
-    about |= {"seed": comparison["videos"][0]["seed"], "prompts": prompts}
-    about["rule"] = f"each policy's median video; %: seconds {FROM} to {TO} with colour and shape right"
-    save_report(about | {"seconds": list(SECONDS), "side": SIDE, "rows": rows}, output)
+        picture = base64.b64encode(content.getvalue()).decode()
+        rows[label] = {"right": round(right[label], 3), "png": picture}
+    about = {name: comparison.get(name) for name in ("model", "weights_sha256", "made")}
+    about |= {"prompt": prompt, "seed": seed, "seconds": list(SECONDS), "side": SIDE}
+    save_report(about | {"rows": rows}, output)
 
 
 # --- The first-frame effect by length
