@@ -87,8 +87,9 @@ class BaseSession(Session):
             watching,
         ):
             edits = active_edits()  # also those of one's own intervene() around this
+            files = self.files_now(config, edits)
             latents, calls, done = sample(self.pipeline, (prompt, negative), noise, requests, observer)
-        common = self.common(config, edits) | {  # how it was sampled
+        common = self.common(config, edits, files=files) | {  # how it was sampled
             "orig_num_frames": base.num_video_frames,
             "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
             "guidance_scale": base.guidance_scale,

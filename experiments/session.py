@@ -8,9 +8,9 @@ Scripts go the same way: session.generate(requests=..., observer=...), whose Run
 turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -39,6 +39,7 @@ from experiments.extraction.provenance import (
     files_of,
     fingerprint,
     identity,
+    model_files,
     provenance,
     record_of,
     threads_for,
@@ -54,7 +55,7 @@ from wan.errors import ConfigError, did_you_mean, require_text, short_repr
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
-from wan.sites import active_edits
+from wan.sites import active_edits, watchers
 from wan.text_encoder import TextEncoder
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
@@ -137,6 +138,7 @@ class Session:
         self.dtype = choose_dtype(config.dtype, self.device)
         self.preview: Any = None  # a small decoder for run.show()
         self.sha256: Future[str] | None = None  # of the weights file: hashed while models load
+        self.files: list[dict[str, Any]] | None = None  # of the model, as they were when they were read
         self.pipeline: Any = None
         self.texts: Any = None  # prompt -> states [1, text_len, text_dim], tokens
         self._loaded = config  # a copy of that of the loading
@@ -204,6 +206,8 @@ class Session:
             how = (encodes, self.bidirectional, replays, decodes)
             check_memory(Memory(config, sizes, requests, self.dtype, self.device, *how), quiet)
             files_of(config, weights)
+            self._loaded = deepcopy(config)
+            self.require_files()
             # 2. Hash the weights in the background; encode the first prompts before the model is there, as
             #    the encoder needs as much memory again.
             self.sha256 = sha256 = Future()
@@ -215,12 +219,12 @@ class Session:
                     sha256.set_exception(error)
 
             Thread(target=hash_weights, daemon=True).start()  # the process may end without it
-            self._loaded = deepcopy(config)
             self.texts = PromptTexts(self, self._loaded, prompts)
             self.texts[prompts[0]]
             # 3. Load the model.
             with out_of_memory("loading the model"):
                 pipeline = self._load_pipeline(config)
+            self.require_files()
             if replays and config.gpus == 1:  # several replay anyway
                 replay_layers(pipeline.model, config, after=FORWARDS)
             if not quiet and not self.bidirectional:
@@ -288,7 +292,8 @@ class Session:
             finally:
                 ROLLING.reset(token)
 
-        runs = captures.roll_out(self, configs, make) if captures else make(nullcontext())
+        with edits_as_they_are():
+            runs = captures.roll_out(self, configs, make) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
 
     def _roll_out(
@@ -316,6 +321,7 @@ class Session:
         schedule = self.switches(config, len(configs))
         with threads_for(noise, sizes), self.edited(config, len(configs)), watching:
             edits = active_edits()  # also those of one's own intervene() around this
+            files = self.files_now(config, edits)
             latents, records = roll_out(
                 self.pipeline, TensorNoise(noise, renoise), torch.cat(states), schedule, requests, observer
             )
@@ -331,7 +337,7 @@ class Session:
         for item, each in enumerate(configs):
             own = records if len(configs) == 1 else [call.of_item(item) for call in records]
             made = latents[item : item + 1], self.pipeline.pass_timesteps, tokens[item]
-            common = self.common(each, edits) | more
+            common = self.common(each, edits, files=files) | more
             found.append(Run(each, sizes.num_layers, own, *made, common, stopped, self.preview))
         return found
 
@@ -373,9 +379,29 @@ class Session:
                     "load it again with the other settings"
                 )
 
-    def identity(self, config: RunConfig, edits: Sequence[Any] | None = None, **more: Any) -> dict[str, Any]:
+    def require_files(self) -> None:
+        """Describe the model's files, once. ConfigError where they are others than at the first time."""
+        config = self._loaded
+        there = model_files(config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path))
+        self.files = self.files or there
+        if other := next((each for each in there if each not in self.files), None):
+            raise ConfigError(f"{other['name']} was replaced after it was read: load the model again")
+
+    def files_now(self, config: RunConfig, edits: Sequence[Any] | None = None) -> list[dict[str, Any]] | None:
+        """Describe the files of a rollout: the model's as they were read, those of edits as they are."""
+        weights = Path(config.checkpoint_path or "")
+        return None if self.files is None else files_of(config, weights, edits, self.files)
+
+    def identity(
+        self,
+        config: RunConfig,
+        edits: Sequence[Any] | None = None,
+        files: Sequence[dict[str, Any]] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
         """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
-        return identity(config, self.sha256.result() if self.sha256 else None, edits, **more)
+        files = self.files_now(config, edits) if files is None else files
+        return identity(config, self.sha256.result() if self.sha256 else None, edits, files, **more)
 
     def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
         """Return the fields that all caches of a rollout share; more is what its numbers depend on, too."""
@@ -408,7 +434,7 @@ class Session:
 
     def with_weights(self, config: RunConfig) -> Self:
         """Return the same with the weights, and the settings of the rollout, of another config."""
-        return self.replaced(pipeline=self._load_pipeline(config), config=config)
+        return self.replaced(pipeline=self._load_pipeline(config), config=config, files=None, sha256=None)
 
     def here(self, cached: Callable[..., Self]) -> Self:
         """Return itself, or in another process the one that is cached there (engine.cached)."""
@@ -419,7 +445,7 @@ class Session:
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is loaded."""
         given = {name: getattr(self, name) for name in ("config", "model_config", "device", "dtype")}
-        return given | {"sha256": self.sha256.result() if self.sha256 else None}
+        return given | {"sha256": self.sha256.result() if self.sha256 else None, "files": self.files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The other process has its own files, device and memory: it loads what it needs itself.
@@ -440,6 +466,19 @@ class Session:
 
 
 Pipe = Session  # its name of before, for one release
+
+
+@contextmanager
+def edits_as_they_are() -> Iterator[None]:
+    """Tell functions of one's own by what they refer to now, which a rollout may change."""
+    before = [(one, one.edits) for one in watchers() if one.edits]
+    for one, edits in before:
+        one.edits = tuple(edit.fixed() for edit in edits)
+    try:
+        yield
+    finally:
+        for one, edits in before:
+            one.edits = edits
 
 
 # --- Prompts to embeddings, once: remembered by prompt and encoder, or given in a file in place of umT5
@@ -466,6 +505,7 @@ class PromptTexts:
         with out_of_memory("encoding the prompt"):
             if moves:
                 model.to("cpu")
+            session.require_files()
             try:
                 self.known = encode_prompts(self.config, some, session.model_config, session.dtype, device)
             finally:

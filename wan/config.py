@@ -238,11 +238,18 @@ class RunConfig:
         # Most runs keep the whole past, and need none of wan/policies/
         if self.cache_policy is None and self.local_attn_size == -1:
             return _cache().Full()
-        from wan.policies import of_window, read_policy
-
         if self.cache_policy is None:
-            return of_window(self.local_attn_size, self.sink_size)
-        return read_policy(self.cache_policy)
+            return _policies().of_window(self.local_attn_size, self.sink_size)
+        return _policies().read_policy(self.cache_policy)
+
+    @property
+    def policy_classes(self) -> "list[type[CachePolicy]]":
+        """The classes of cache_policy, and of its policies for classes of heads; no file of it is read."""
+        found, settings = list[Any](), [self.cache_policy] if self.cache_policy else []
+        for each in settings:
+            settings += (each.get("policies") or {}).values()
+            found.append(_policies().POLICIES[each["name"]])
+        return found
 
     @property
     def edits(self) -> "list[Edit]":
@@ -271,6 +278,13 @@ class RunConfig:
         """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
+
+
+def _policies() -> ModuleType:
+    """Return wan.policies, which most runs need not."""
+    from wan import policies
+
+    return policies
 
 
 def _cache() -> ModuleType:

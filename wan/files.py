@@ -1,6 +1,7 @@
 """Text, YAML, JSON and tensors from files that may be damaged or hostile: read, or refused in one line."""
 
 import copy
+import hashlib
 import io
 import json
 import os
@@ -28,6 +29,7 @@ Share = Annotated[float, 0, 1]
 
 CONFIG_BYTES = 1 << 18  # of a YAML file
 TEXT_BYTES = 1 << 26  # of any other text: prompts, curves, JSON (a large tokenizer has 20 MB)
+END_BYTES = 22  # of the record that ends an archive (APPNOTE.TXT of PKWARE, 4.3.16), without a comment
 MAPPED_BYTES = 1 << 26  # a smaller file is copied: it may be overwritten while it is in use
 
 
@@ -67,6 +69,14 @@ def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit
     return content
 
 
+def checksum(*parts: Any) -> bytes:
+    """Return the SHA-256 of bytes and buffers: what files of our own hold beside their content."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     """Read tensors in plain containers from what torch.save wrote. Nothing is executed.
 
@@ -80,7 +90,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
             # 1. An archive: every record has the checksum that it says.
-            zipped, size = is_zipfile(path), path.stat().st_size
+            zipped, size = is_archive(path), path.stat().st_size
             if zipped:
                 with ZipFile(path) as archive, TemporaryDirectory() as folder:
                     records = archive.infolist()
@@ -117,6 +127,21 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         raise UnreadableError(reason_of(error)) from error
+
+
+def is_archive(path: Path) -> bool:
+    """Return True for a file that is one archive from its first to its last byte.
+
+    UnreadableError where something is missing or was added: zipfile and torch would read two archives.
+    """
+    with path.open("rb") as file:
+        start = file.read(4)
+        file.seek(max(0, path.stat().st_size - END_BYTES))
+        end = file.read()
+    known = is_zipfile(path), start == b"PK\x03\x04", end[:4] == b"PK\x05\x06" and end[-2:] == b"\0\0"
+    if any(known[:2]) and not all(known):
+        raise UnreadableError("it is no whole archive: its end is missing, or something was added")
+    return known[0]
 
 
 def _compare_checksums(path: Path, first: int, step: int) -> None:

@@ -14,8 +14,6 @@ with its own apply(), and check() where it needs one. Letters: B batch, L tokens
 S tokens per frame, F frames, H heads, D head dim.
 """
 
-import hashlib
-import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -36,6 +34,7 @@ from wan.attention import Call
 from wan.config import RunConfig
 from wan.errors import ConfigError, check_fields, from_values, library_reads, named, short_repr
 from wan.files import MAX_SIZE, read_text, read_yaml
+from wan.identity import code_of, code_of_class
 from wan.keys import (
     EMPTY,
     MIXED,
@@ -246,10 +245,18 @@ class Edit(ABC):
                 found[each.name] = value[0] if is_many and len(value) == 1 else [*value] if is_many else value
         return found
 
+    def fixed(self) -> "Edit":
+        """Return the edit as it is now, whatever a function of it refers to later."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON, which edit_from_dict reads."""
         values = {name: x.to_dict() if isinstance(x, Source) else x for name, x in self.given().items()}
         return {"edit": type(self).__name__.lower(), **values}
+
+    def identity_values(self) -> dict[str, Any]:
+        """Return what tells the edit from others: its values, and the code of a class of one's own."""
+        return self.to_dict() | code_of_class(type(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in self.given().items())})"
@@ -633,9 +640,10 @@ class Custom(Edit):
     returns has the shape and dtype of x, and no NaN.
     """
 
-    names: tuple[str, ...]
+    names: Annotated[tuple[str, ...], 1, len(SITES)]
     function: Any = None
     passes: Passes = "all"
+    identity: dict[str, str] = field(default_factory=dict, compare=False)  # of the function, once it is fixed
     heads: Indices | None = field(default=None, init=False)  # the function has all of them
 
     def conflict(self) -> str:
@@ -670,22 +678,20 @@ class Custom(Edit):
         """The function, or the class of an object."""
         return self.function if hasattr(self.function, "__qualname__") else type(self.function)
 
-    def to_dict(self) -> dict[str, Any]:
-        # Two functions of one name are told apart by their source, or by their bytecode.
-        try:
-            source = inspect.getsource(self._code).encode()
-        except (OSError, TypeError):  # typed into an interpreter
-            code = getattr(self._code, "__code__", None)
-            source = code.co_code + repr(code.co_consts).encode() if code else b""
+    def fixed(self) -> "Custom":
+        return self if self.identity else replace(self, identity=code_of(self.function))
+
+    def _place(self) -> dict[str, Any]:
         chosen = ("layers", "blocks", "steps", "branch")
         values = {name: x for name, x in self.given().items() if name in chosen}
         name = f"{self._code.__module__}.{self._code.__qualname__}"
-        values |= {"edit": "custom", "sites": list(self.sites), "passes": self.passes, "function": name}
-        return values | {"source_sha256": hashlib.sha256(source).hexdigest()[:16]}
+        return values | {"sites": list(self.sites), "passes": self.passes, "function": name}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"edit": "custom"} | self._place() | (self.identity or code_of(self.function))
 
     def __repr__(self) -> str:
-        values = {key: x for key, x in self.to_dict().items() if key not in ("edit", "source_sha256")}
-        return f"Custom({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+        return f"Custom({', '.join(f'{key}={value!r}' for key, value in self._place().items())})"
 
 
 def at(*sites: str, **where: Any) -> Custom:

@@ -83,6 +83,8 @@ class VAE(nn.Module):
                 channels_last(vae)
             return cls(vae).to(device)
 
+    files: list[dict[str, Any]] | None = None  # that it was read from, where its videos say so
+
     @cached_property
     def decoder(self) -> "Decoder":
         """The weights that decode, as they are when this is first asked for."""

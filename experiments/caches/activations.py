@@ -18,7 +18,6 @@ is_complete was interrupted; the shards that its manifest names are whole.
 ActivationStore(FOLDER) reads single layers, and shuffled rows of all runs, from it.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -38,6 +37,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from experiments.caches.files import CacheError, replacing, save_report
 from wan.errors import did_you_mean, reason_of, short_repr
+from wan.files import checksum
 from wan.sites import OF_FORWARD, SITES
 
 FORMAT = "activations"
@@ -128,11 +128,10 @@ class Activations(Sequence[Tensor]):
 # --- A file
 def content_sha256(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 of a file's content: what its metadata says, and its tensors by name."""
-    digest = hashlib.sha256(json.dumps([metadata["about"], metadata["sites"]]).encode())
-    for name, x in tensors:
-        digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        digest.update(x.reshape(-1).view(torch.uint8).numpy())  # a tensor without axes has no view as bytes
-    return digest.hexdigest()
+    parts = [json.dumps([metadata["about"], metadata["sites"]]).encode()]
+    for name, x in tensors:  # a tensor without axes has no view as bytes
+        parts += f"{name} {x.dtype} {list(x.shape)}".encode(), x.reshape(-1).view(torch.uint8).numpy()
+    return checksum(*parts).hex()
 
 
 def save_activations(path: str | Path, tables: Mapping[str, Activations], about: Mapping[str, Any]) -> Path:

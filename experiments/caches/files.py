@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FPS = 16  # of Wan's videos
 PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
+ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be equal to
 
 
 class CacheError(UserError, ValueError):
@@ -181,6 +182,8 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
     """Raise CacheError where a file's fingerprint differs from the run's."""
     if found != wanted:
         said = f"fingerprint {short_repr(found)}" if found else "no fingerprint, or not the whole file"
+        if str(found).startswith(ONLY) or wanted.startswith(ONLY):
+            said = f"{said} (code of one's own holds what has no identity, so that no run equals another)"
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
 
 

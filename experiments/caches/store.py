@@ -147,14 +147,23 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
     # Layers of different runs, or a file copied under another name, would be drawn as one rollout
     views = [open_profiles(cache) for cache in caches.values()]
     layers = [layer for view in views for layer in view.layers]
-    rollouts = {
-        (view.source, view.num_frames, view.num_heads, view.pass_label, view.edits): path
-        for path, view in zip(paths, views, strict=True)
-    }
-    if len(rollouts) > 1 or len(set(layers)) < len(layers):
-        said = [f"{path.name}: {short_repr(rollout, 400)}" for rollout, path in rollouts.items()][:2]
+    rollouts = [
+        {
+            **{"source": view.source, "frames": view.num_frames, "heads": view.num_heads},
+            **{"pass": view.pass_label, "edits": view.edits, "settings": view.settings},
+            "fingerprint": cache.get("fingerprint"),  # of all that numbers depend on; older files have none
+        }
+        for cache, view in zip(caches.values(), views, strict=True)
+    ]
+    other = next((n for n, rollout in enumerate(rollouts) if rollout != rollouts[0]), None)
+    if other is not None or len(set(layers)) < len(layers):
+        what = f"a layer twice: {layers}"
+        if other is not None:
+            one, two = rollouts[0], rollouts[other]
+            differs = next(name for name in one if one[name] != two[name])
+            both = [f"{paths[n].name} has {short_repr(r[differs], 200)}" for n, r in ((0, one), (other, two))]
+            what = f"files of several, by their {differs}: {', '.join(both)}"
         raise CacheError(
-            f"{folder} must hold one rollout, each layer once, and holds the layers {layers} of "
-            f"{len(rollouts)} rollouts; move some of the files out ({'; '.join(said)})"
+            f"{folder} must hold one rollout, each layer once, and holds {what}; move some of the files out"
         )
     return caches

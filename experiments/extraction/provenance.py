@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 import wan
-from experiments.caches.files import PARTIAL, require_distinct
+from experiments.caches.files import ONLY, PARTIAL, require_distinct
 from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE, encoder_files
 from wan.config import DTYPES, Device, ModelConfig, RunConfig
 from wan.errors import ConfigError, fitted, short_repr
+from wan.identity import UNHASHABLE, code_of_class
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -128,30 +129,44 @@ def code_version() -> str:
 
 
 def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
-    """Return 32 hex digits that change with any of the values, such as identity's, and of those in more."""
-    said = json.dumps({**values, **more}, sort_keys=True, default=str)
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+    """Return 32 hex digits that change with any of the values, such as identity's, and of those in more.
+
+    Where no other run can be known to be equal, for code that holds what has no identity, ONLY leads them.
+    """
+    found = {**values, **more}
+    said = hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
+    parts = [*found.get("edits", ()), *found.get("own_policies", {}).values()]
+    is_only = any(isinstance(part, Mapping) and UNHASHABLE in part for part in parts)
+    return f"{ONLY}{said[: 32 - len(ONLY)]}" if is_only else said[:32]
 
 
 def identity(
-    config: RunConfig, weights_sha256: str | None = None, edits: Sequence[Any] | None = None, **more: Any
+    config: RunConfig,
+    weights_sha256: str | None = None,
+    edits: Sequence[Any] | None = None,
+    files: Sequence[dict[str, Any]] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """Return all that the numbers of a run depend on, as plain values by name.
 
-    weights_sha256 of the weights file and edits are the config's where they are not given; more is what else
-    a study's numbers depend on. Raises ConfigError for missing files.
+    weights_sha256 of the weights file, edits, and files as they were when they were read (files_of) are the
+    config's, and the disk's, where they are not given; more is what else a study's numbers depend on. Raises
+    ConfigError for missing files.
     """
     # A device counts by its kind: cuda:0 and cuda:1 of one host give the same bits
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     edits = config.edits if edits is None else edits
+    # code_version is of wan alone: policies of one's own count by their code
+    kinds = config.policy_classes if config.cache_policy else []
+    own = {kind.name: code for kind in kinds if (code := code_of_class(kind))}
     found = {
         **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
         "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
         "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights),
-        "files": files_of(config, weights),
-        "edits": [edit.to_dict() for edit in edits],
+        "files": [*(files_of(config, weights, edits) if files is None else files)],
+        "edits": [edit.identity_values() for edit in edits],
         # What is merged in which order and how much; the files are among files
         "lora": [(Path(each.path).name, each.strength, each.rank, each.alpha) for each in config.loras],
         "dtype": str(dtype).removeprefix("torch."),
@@ -160,6 +175,7 @@ def identity(
         "attention": kernel_name(device, dtype),
         "torch": str(torch.__version__),
         "code": code_version(),
+        **({"own_policies": own} if own else {}),
         **more,
     }
     return json.loads(json.dumps(found, default=str))
@@ -167,20 +183,23 @@ def identity(
 
 def record_of(edits: Sequence[Any]) -> dict[str, Any]:
     """Return what caches keep of edits: their plain values, their reprs, and a hash that tells them apart."""
-    values = [edit.to_dict() for edit in edits]
+    values = [edit.identity_values() for edit in edits]
     words = "; ".join(map(str, edits))
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return {"edits": values, "words": words, "hash": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def video_tag(run: str, config: RunConfig, decoder: str = "auto") -> str:
+def video_tag(
+    run: str, config: RunConfig, decoder: str = "auto", files: Sequence[dict[str, Any]] | None = None
+) -> str:
     """Return what an mp4 carries: the fingerprint of its run, and one of the VAE's files and its decoder.
 
-    decoder is a dtype of the VAE, or a Preview's identity.
+    decoder is a dtype of the VAE, or a Preview's identity; files are the VAE's as they were when it was read.
     """
     is_dtype = decoder in DTYPES
     made_by = str(choose_dtype(decoder, choose_device(config.device))) if is_dtype else decoder
-    return f"{run} {fingerprint({'vae': vae_files(config) if is_dtype else [], 'by': made_by})}"
+    files = (vae_files(config) if files is None else files) if is_dtype else []
+    return f"{run} {fingerprint({'vae': files, 'by': made_by})}"
 
 
 # --- What caches say
@@ -200,21 +219,37 @@ def provenance(
     }
 
 
-def files_of(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
-    """Describe the files of a run: weights, umT5 or its embeddings, named_files. ConfigError: missing."""
-    for edit in config.edits:
+def files_of(
+    config: RunConfig,
+    weights_file: Path,
+    edits: Sequence[Any] | None = None,
+    of_model: Sequence[dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Describe the files of a run: its model's, and those that its edits take. ConfigError: missing.
+
+    of_model are the model's as they were when it was loaded; edits read theirs anew for every rollout.
+    """
+    edits = config.edits if edits is None else edits
+    for edit in edits:
         edit.check_source(config)
-    text_files = [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
-    return checkpoint.describe_files([weights_file, *named_files(config), *text_files])
+    found = [*(model_files(config, weights_file) if of_model is None else of_model)]
+    found += [each for each in checkpoint.describe_files(edit_files(config, edits)) if each not in found]
+    return sorted(found, key=lambda each: each["name"])
 
 
-def named_files(config: RunConfig) -> list[str]:
-    """List what a config names beside its model: the LoRA, its policy's head classes, what its edits take."""
+def model_files(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
+    """Describe what is read once, with the model: weights, umT5 or its embeddings, LoRA, head classes."""
     classes = (config.cache_policy or {}).get("file")
-    files = [file for edit in config.edits for file in edit.files]
+    named = [file for file in (*(each.path for each in config.loras), classes) if file]
+    named += [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
+    return checkpoint.describe_files([weights_file, *named])
+
+
+def edit_files(config: RunConfig, edits: Sequence[Any]) -> list[str]:
+    """List what edits read: files of means, and weights of their sources."""
+    files = [file for edit in edits for file in edit.files]
     base = [checkpoint.part_file(config.ckpt_dir, "transformer")] if "base" in files else []
-    named = [base[0] if file == "base" else file for file in files]
-    return [str(file) for file in (*(each.path for each in config.loras), classes, *named) if file]
+    return [str(base[0] if file == "base" else file) for file in files]
 
 
 def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable[str | Path]) -> None:
@@ -222,7 +257,12 @@ def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable
     # A stopped run may write beside its output, and a whole cache there must not be an input either
     written = [str(path) for path in outputs]
     written += [str(Path(path).with_suffix(PARTIAL)) for path in written if path.endswith(".pt")]
-    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds, *named_files(config)]
+    read = [config.ckpt_dir, config.checkpoint_path, config.prompt_embeds]
+    read += [
+        *(each.path for each in config.loras),
+        (config.cache_policy or {}).get("file"),
+        *edit_files(config, config.edits),
+    ]
     flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
     require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])
 

@@ -22,7 +22,13 @@ from experiments.caches.files import (
     require_same,
     tag_in,
 )
-from experiments.extraction.provenance import choose_device, choose_dtype, decoding_threads, video_tag
+from experiments.extraction.provenance import (
+    choose_device,
+    choose_dtype,
+    decoding_threads,
+    vae_files,
+    video_tag,
+)
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.config import RunConfig
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder, diffusers_vae
@@ -38,7 +44,10 @@ def load_vae(config: RunConfig, dtype: str = "float32", preview: str | None = No
     device = choose_device(config.device)
     if preview:
         return Preview.from_file(preview, choose_dtype(dtype, device), device)
-    return VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
+    files = vae_files(config)
+    vae = VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
+    vae.files = files  # as they were: the tags of its videos say so
+    return vae
 
 
 def check_video(config: RunConfig) -> None:
@@ -65,8 +74,13 @@ def save_video(
 
     The mp4 carries the fingerprint of its run, and of the decoder.
     """
-    tag = video_tag(fingerprint, config, dtype_of(vae))
+    tag = tag_of(fingerprint, config, vae)
     write_mp4(decode(latents, vae), path, tag=tag, about=vae.made_by)
+
+
+def tag_of(run: str, config: RunConfig, vae: VAE | Preview) -> str:
+    """Return what an mp4 of a run carries that this decoder makes."""
+    return video_tag(run, config, dtype_of(vae), None if isinstance(vae, Preview) else vae.files)
 
 
 def dtype_of(vae: VAE | Preview) -> str:
@@ -238,7 +252,7 @@ class LiveVideo:
             vars(self).pop("decoder", None)  # its memory
             save_video(latents, self.path, vae, self.config, fingerprint)
             return
-        self.video.tag = video_tag(fingerprint, self.config, dtype_of(vae))
+        self.video.tag = tag_of(fingerprint, self.config, vae)
         self.video.finish()
         with replacing(self.path) as file:
             file.write(self.growing.read_bytes())

@@ -27,6 +27,7 @@ from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import MapsCache
+from experiments.caches.legacy import UNRECORDED
 from experiments.caches.store import open_layers, remedy
 from experiments.caches.view import (
     Profiles,
@@ -108,7 +109,10 @@ def other_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]
     passes = open_passes_of(Path(path))
     there = one_of(passes[0]).layers
     passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in there])
+    # Differences are of the same heads: other weights of the model may be compared, another model may not
     sizes = ("layers", "num_heads", "num_frames", "num_averages")
+    known = UNRECORDED["model"] not in (one_of(passes[0]).model, view.model)
+    sizes = ("model", *sizes) if known else sizes
     require_alike(one_of(passes[0]), view, sizes, f"{path} cannot be compared with the page's cache")
     return fit(passes, max_bytes) | {"name": Path(path).stem}
 

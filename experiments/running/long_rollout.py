@@ -13,6 +13,7 @@ import struct
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -37,7 +38,6 @@ from experiments.extraction.provenance import (
     decoding_threads,
     fingerprint,
     threads_for,
-    video_tag,
 )
 from experiments.extraction.rollout import (
     Progress,
@@ -50,10 +50,10 @@ from experiments.extraction.rollout import (
 )
 from experiments.extraction.video import (
     GrowingVideo,
-    dtype_of,
     frames_at_once,
     load_vae,
     stream_of,
+    tag_of,
     to_pixels,
 )
 from experiments.session import Session, load
@@ -61,9 +61,11 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.files import checksum
 from wan.vae import VAE, Preview
 from wan.wings.seeded_noise import seeded_noise
 
+SUM_BYTES = 32  # of a checksum
 LOOKS_BACK = 48  # latent frames, at least as many as the decoder's convolutions see
 SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -80,45 +82,55 @@ class LongVideo:
 
 # --- Latents on disk: a .safetensors that is filled from its beginning
 class LatentFile:
-    """Latents [F, C, h, w] of one video; frames are those that are there."""
+    """Latents [F, C, h, w] of one video, each with its checksum; frames are those that are there, whole.
+
+    damaged frames are there, too, and not as they were written.
+    """
 
     def __init__(self, path: str | Path, shape: tuple[int, int, int, int], dtype: torch.dtype, made_of: str):
         """Open a file, or begin one. made_of names the run. Raises CacheError for any other file."""
         self.path, self.shape, self.dtype, self.made_of = Path(path), shape, dtype, made_of
         self.frame_bytes = shape[1] * shape[2] * shape[3] * dtype.itemsize
-        offsets = [0, shape[0] * self.frame_bytes]
-        entry = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
-        head = json.dumps({"__metadata__": {"made_of": made_of}, "latents": entry}).encode()
-        # The header says how long the file will be; frames are appended behind it as they come
-        # (https://github.com/huggingface/safetensors#format)
+        sums, end = shape[0] * SUM_BYTES, shape[0] * (SUM_BYTES + self.frame_bytes)
+        of_sums = {"dtype": "U8", "shape": [shape[0], SUM_BYTES], "data_offsets": [0, sums]}
+        entry = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [sums, end]}
+        entries = {"__metadata__": {"made_of": made_of}, "checksums": of_sums, "latents": entry}
+        # The header says how long the file will be; frames are appended behind it, and behind the checksums,
+        # as they come (https://github.com/huggingface/safetensors#format)
+        head = json.dumps(entries).encode()
         head += b" " * (-len(head) % 8)
         head = struct.pack("<Q", len(head)) + head
-        self.start = len(head)
+        self.sums, self.start = len(head), len(head) + sums
         if not self.path.exists() or not self.path.stat().st_size:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_bytes(head)
+            self.path.write_bytes(head + bytes(sums))
         with open(self.path, "rb") as file:
-            if file.read(self.start) != head:
+            if file.read(len(head)) != head or self.path.stat().st_size < self.start:
                 raise CacheError(
                     f"{self.path} belongs to another run, or is no file of latents; choose another "
                     "--output_path, or --overwrite to make it again"
                 )
-
-    @property
-    def frames(self) -> int:
-        """Number of whole frames in the file."""
-        return (self.path.stat().st_size - self.start) // self.frame_bytes
+            # Frames from the first one on that is not as it was written are made again
+            written = file.read(sums)
+            there = (self.path.stat().st_size - self.start) // self.frame_bytes
+            known = (written[n * SUM_BYTES :][:SUM_BYTES] for n in range(there))
+            whole = takewhile(lambda one: checksum(file.read(self.frame_bytes)) == one, known)
+            self.frames = sum(1 for _ in whole)
+        self.damaged = there - self.frames
 
     def append(self, first: int, latents: Tensor) -> None:
         """Write frames [n, C, h, w] from frame first on, and wait until the disk has them."""
-        content = latents.to("cpu", self.dtype).contiguous().view(torch.uint8).numpy().tobytes()
+        frames = latents.to("cpu", self.dtype).contiguous().flatten(1).view(torch.uint8).numpy()
         with open(self.path, "r+b") as file:
             # What a kill left half written is cut off first
             file.truncate(self.start + first * self.frame_bytes)
             file.seek(0, os.SEEK_END)
-            file.write(content)
+            file.write(frames.tobytes())
+            file.seek(self.sums + first * SUM_BYTES)
+            file.write(b"".join(map(checksum, frames)))
             file.flush()
             os.fsync(file.fileno())
+        self.frames, self.damaged = first + len(frames), 0
 
     def read(self, frames: range) -> Tensor:
         """Read frames [n, C, h, w] that are there."""
@@ -187,7 +199,7 @@ def make_long_video(
     blocks = block_ranges(config.block_sizes)
     # 1. What an earlier call has done: attention, video and latents, each whole up to some block
     missing = capture.missing(place.attention, len(blocks), latents.made_of)
-    video = GrowingVideo(place.path, video_tag(latents.made_of, config, dtype_of(vae)), vae.made_by)
+    video = GrowingVideo(place.path, tag_of(latents.made_of, config, vae), vae.made_by)
     writer, finished = VideoWriter(video, vae, latents, blocks, session.device), video.is_finished
     if finished and latents.frames < config.num_frames:
         raise CacheError(f"{place.path} is finished and its latents are not; --overwrite makes both again")
@@ -289,6 +301,8 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
         if place.path.exists() and not place.latents.exists():
             raise CacheError(f"{place.path} is there without its latents; --overwrite makes it again")
         latents = LatentFile(place.latents, shape, session.dtype, fingerprint(session.identity(config)))
+        if latents.damaged:
+            watch.print(f"{place.latents}: frames from {latents.frames} on are damaged, and made again")
         # 3. The video
         start, before = time.monotonic(), latents.frames
         with session.edited(config):

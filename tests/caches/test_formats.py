@@ -203,8 +203,10 @@ def test_a_folder_of_layers_is_of_one_rollout(tmp_path):
         save_cache(tmp_path / name, synthetic_caches.layer(N=layer))
     assert [path.name for path in open_layers(tmp_path)] == ["layer9.pt", "layer10.pt"]
     for wrong, message in (
-        (synthetic_caches.layer(N=9), r"each layer once, and holds the layers \[9, 10, 9\] of 1 rollouts"),
-        (synthetic_caches.layer(N=3) | {"seed": 7}, "of 2 rollouts; .*layer11.pt: .*seed 7"),
+        (synthetic_caches.layer(N=9), r"each layer once, and holds a layer twice: \[9, 10, 9\]"),
+        (synthetic_caches.layer(N=3) | {"seed": 7}, "by their source: layer9.pt .*layer11.pt has .*seed 7"),
+        (synthetic_caches.layer(N=3) | {"fingerprint": "b"}, "by their fingerprint: .*layer11.pt has 'b'"),
+        (synthetic_caches.layer(N=3) | {"config": {"timestep_shift": 4.0}}, "by their settings"),
     ):
         save_cache(tmp_path / "layer11.pt", wrong)
         with pytest.raises(CacheError, match=message):

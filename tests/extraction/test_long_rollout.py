@@ -1,5 +1,6 @@
 """Long videos: stopped anywhere they go on with the same bits; files that grow; what is captured."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import pytest
 import torch
 import yaml
 from diffusers import AutoencoderKLWan
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from experiments import run_rollout
@@ -232,6 +235,25 @@ def test_a_file_of_latents_is_whole_at_every_block(tmp_path):
     assert torch.equal(load_file(path)["latents"], latents)
     assert path.read_bytes()[0] % 8 == 0  # the header's length: numbers begin aligned
     assert torch.equal(file.read(range(2, 5)), latents[2:5])
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 6 * 16 * 2 * 3 * 4 * 8 - 1), st.integers(3, 6))
+def test_frames_that_are_not_as_they_were_written_are_made_again(bit, count):
+    latents = torch.randn(6, 16, 2, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.safetensors"
+        file = LatentFile(path, (6, 16, 2, 3), torch.float32, "mine")
+        file.append(0, latents[:count])
+        content = bytearray(path.read_bytes())
+        place = bit // 8 % (count * file.frame_bytes)
+        content[file.start + place] ^= 1 << bit % 8
+        path.write_bytes(content)
+        again = LatentFile(path, (6, 16, 2, 3), torch.float32, "mine")
+        assert again.frames == place // file.frame_bytes and again.damaged == count - again.frames
+        again.append(again.frames, latents[again.frames :])
+        assert torch.equal(load_file(path)["latents"], latents) and not again.damaged
+        assert LatentFile(path, (6, 16, 2, 3), torch.float32, "mine").frames == 6
 
 
 def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):

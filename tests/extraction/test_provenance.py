@@ -1,12 +1,14 @@
 """One identity: everything that numbers depend on changes it, nothing else does, and studies go by it."""
 
 import shutil
+import threading
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from experiments import session as sessions
 from experiments.caches.files import CacheError, require_same
@@ -15,9 +17,10 @@ from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, ident
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs
 from experiments.studies.policy_comparison import Comparison, with_session
+from wan import checkpoint
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
-from wan.interventions import Ablate, Bias, Knockout, Patch, Source
+from wan.interventions import Ablate, Bias, Knockout, Patch, Source, at, intervene
 
 OTHERS = {"prompt": "a cyan square moving up", "seed": 7, "num_frames": 6, "timestep_shift": 4.0}
 OTHERS |= {"cache_policy": {"name": "deep_sink"}, "prompt_schedule": [{"frame": 3, "prompt": "a dog"}]}
@@ -134,6 +137,7 @@ def session_of(config, weights="0"):
     sha256, asked = Future(), []
     sha256.set_result(weights)
     found = SimpleNamespace(sha256=sha256, asked=asked, device=torch.device("cpu"), model_config=SIZES)
+    found.files_now = lambda *given: None
     found.identity = lambda *given, **more: sessions.Session.identity(found, *given, **more)
     found.rollout = lambda one: asked.append((one.prompt, one.seed)) or torch.zeros(1)
     return found
@@ -195,3 +199,68 @@ def test_means_of_another_run_under_this_ones_name_are_refused(tmp_path):
         edits._read_means(tmp_path / "other.pt", sizes)
     with pytest.raises(CacheError, match=r"means.pt belongs to another run .*; remove it"):
         edits._read_means(path, sizes, "cd")
+
+
+# --- Files are described once, when they are read
+def test_a_file_that_is_replaced_afterwards_changes_no_run(tiny, tmp_path):
+    model = tiny.session.model
+    states = [{name: factor * x for name, x in model.state_dict().items()} for factor in (1.0, 1.5)]
+    width = tiny.session.model_config.text_dim
+
+    def write(kind: str, which: int) -> None:
+        if kind == "prompt_embeds":
+            torch.save({"prompt": "a", "prompt_embeds": torch.full((1, 4, width), 1.0 + which)}, paths[kind])
+        elif kind == "checkpoint_path":
+            torch.save({"generator_ema": states[which]}, paths[kind])
+        else:
+            lora = {
+                f"blocks.0.self_attn.q.lora_{half}.weight": torch.ones(shape) * (1 + which)
+                for half, shape in (("A", (2, 32)), ("B", (32, 2)))
+            }
+            save_file(lora, paths[kind])
+
+    names = {"checkpoint_path": "w.pt", "prompt_embeds": "states.pt", "lora_path": "lora.safetensors"}
+    paths = {kind: tmp_path / name for kind, name in names.items()}
+    for kind, path in paths.items():
+        given = {"embeds_dir": None} | ({"lora_alpha": 2.0} if kind == "lora_path" else {})
+        write(kind, 0)
+        session = sessions.load(tiny.config, num_frames=3, **(given | {kind: str(path)}))
+        before = session.generate("a", seed=1)
+        write(kind, 1)
+        after = session.generate("a", seed=1)
+        assert torch.equal(before.latents, after.latents) and before.common == after.common, kind
+        other = sessions.load(tiny.config, num_frames=3, **(given | {kind: str(path)}))
+        changed = other.generate("a", seed=1)
+        assert not torch.equal(changed.latents, after.latents), kind
+        assert changed.common["fingerprint"] != after.common["fingerprint"], kind
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_no_model(tiny, tmp_path, monkeypatch):
+    path = tmp_path / "w.pt"
+    torch.save(tiny.session.model.state_dict(), path)
+    read = checkpoint.read_weights
+
+    def read_while_written(*given):
+        found = read(*given)
+        torch.save({}, path)
+        return found
+
+    monkeypatch.setattr(checkpoint, "read_weights", read_while_written)
+    with pytest.raises(ConfigError, match=r"w\.pt was replaced after it was read: load the model again"):
+        sessions.load(tiny.config, num_frames=3, checkpoint_path=str(path)).prepare()
+
+
+def test_edits_of_ones_own_count_by_what_they_close_over(tiny):
+    def fingerprints(make, count=2):
+        found = []
+        for n in range(count):
+            with intervene(make(n)):
+                found.append(tiny.session.generate("a", seed=1, config=small).common["fingerprint"])
+        return found
+
+    small = replace(tiny.config, num_frames=3)
+    scale = lambda s: at("z")(lambda z, where: s * z)  # noqa: E731
+    one, other = fingerprints(lambda n: scale(1.0 + n))
+    assert one != other and fingerprints(lambda n: scale(1.0)) == [one, one]
+    lock = threading.Lock()
+    assert len(set(fingerprints(lambda n: at("z")(lambda z, where: z if lock else None)))) == 2
