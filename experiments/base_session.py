@@ -71,7 +71,10 @@ class BaseSession(Session):
         requests: Sequence[CaptureRequest],
         observer: Progress,
         watching: AbstractContextManager[None],
+        first_frames: Any = None,
     ) -> list[Run]:
+        if first_frames is not None or configs[0].first_frames:
+            raise ConfigError("the base model makes all frames at once; leave first_frames out")
         if len(configs) > 1:
             raise ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
         config, base = configs[0], configs[0].base

@@ -8,6 +8,7 @@ Scripts go the same way: session.generate(requests=..., observer=...), whose Run
 turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -62,7 +63,16 @@ FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
 OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
     *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
-    *("reference_prompts", "layer_indices", "layer_index", "step", "base", "release", "embeds_dir"),
+    *(
+        "first_frames",
+        "reference_prompts",
+        "layer_indices",
+        "layer_index",
+        "step",
+        "base",
+        "release",
+        "embeds_dir",
+    ),
 )
 PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -247,6 +257,7 @@ class Session:
         quiet: bool = True,
         *,
         seeds: Sequence[int] | None = None,
+        first_frames: Any = None,
         config: RunConfig | None = None,
         requests: Sequence[CaptureRequest] = (),
         observer: Progress | None = None,
@@ -257,12 +268,15 @@ class Session:
         seed one for all. Equal seeds give equal bits in equal batches: a video of a batch differs from the
         video alone by rounding, 1e-5 in float32. config is in place of the session's, from which it may
         differ in OF_A_ROLLOUT alone. requests are what scripts capture; observer is told of every block, and
-        may ask to stop: fewer frames come back then. ConfigError: the model does not fit in memory; RunError:
-        a number cannot be right.
+        may ask to stop: fewer frames come back then. first_frames are what the video begins with, whole
+        blocks: latents [G, C, h, w], or a file of them, an mp4 or a picture; num_frames counts them.
+        ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
         # 1. A config for each video.
         require_no_run()
         base = config or self.config
+        if isinstance(first_frames, str | Path):
+            base, first_frames = replace(base, first_frames=str(first_frames)), None
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
         chosen = [seed] if seeds is None else list(seeds)
@@ -288,7 +302,7 @@ class Session:
         def make(watching: AbstractContextManager[None]) -> list[Run]:
             token = ROLLING.set(True)
             try:
-                return self._roll_out(configs, requests, observer, watching)
+                return self._roll_out(configs, requests, observer, watching, first_frames)
             finally:
                 ROLLING.reset(token)
 
@@ -302,6 +316,7 @@ class Session:
         requests: Sequence[CaptureRequest],
         observer: Progress,
         watching: AbstractContextManager[None],
+        first_frames: Any = None,
     ) -> list[Run]:
         """Roll out videos that differ in prompt and seed together, watched behind all edits."""
         config, sizes = configs[0], self.model_config
@@ -315,6 +330,14 @@ class Session:
         # Each video has a generator of its own, so that a batch has the noise of its videos alone.
         drawn = [draw_noise(each, sizes, self.dtype, self.device) for each in configs]
         noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
+        # Given frames take the place of the first ones; noise is drawn for all, so that the others' stays.
+        given = config.first_frames if first_frames is None else first_frames
+        first, start = None, 0
+        if given is not None:
+            first = videos().first_latents(given, config, sizes.in_dim, lambda: self.vae)
+            if needy := next((e for e in (*config.edits, *active_edits()) if e.needs), None):
+                raise ConfigError(f"a video of first_frames takes no edit that needs {needy.needs}: {needy}")
+            first, start = first.to(noise).expand(len(noise), -1, -1, -1, -1), first.shape[1]
         if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
@@ -322,10 +345,15 @@ class Session:
         with threads_for(noise, sizes), self.edited(config, len(configs)), watching:
             edits = active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
-            latents, records = roll_out(
-                self.pipeline, TensorNoise(noise, renoise), torch.cat(states), schedule, requests, observer
-            )
-        more, stopped = dict[str, Any](), ""
+            drawn_noise = TensorNoise(noise[:, start:], renoise[:, :, start:], start=start)
+            made_of = self.pipeline, drawn_noise, torch.cat(states), schedule, requests, observer
+            latents, records = roll_out(*made_of, first)
+        more, stopped, depends = dict[str, Any](), "", dict[str, Any]()
+        if first is not None:
+            digest = hashlib.sha256(first[:1].float().cpu().numpy().tobytes()).hexdigest()
+            more["first_frames"] = f"{start} latent frames, sha256 {digest[:16]}"
+            if first_frames is not None:  # a file is one of those that the run reads
+                depends["first_frames"] = digest
         if config.sampler == "rolling_forcing":
             more |= {"schema_version": 2, "rolling_timesteps": self.pipeline.timesteps}
         if latents.shape[1] < config.num_frames:
@@ -337,7 +365,7 @@ class Session:
         for item, each in enumerate(configs):
             own = records if len(configs) == 1 else [call.of_item(item) for call in records]
             made = latents[item : item + 1], self.pipeline.pass_timesteps, tokens[item]
-            common = self.common(each, edits, files=files) | more
+            common = self.common(each, edits, files=files, **depends) | more
             found.append(Run(each, sizes.num_layers, own, *made, common, stopped, self.preview))
         return found
 

@@ -151,6 +151,7 @@ class RunConfig:
     height: Side = 60  # of a latent frame, 1/8 of the video's
     width: Side = 104
     seed: Annotated[int, -(2**63), 2**63 - 1] = 42
+    first_frames: Place | None = None  # latents, an mp4 or a picture that the video begins with, whole blocks
     noise: Annotated[str, NOISES] = "seeded"  # released: as public scripts draw it, here or on one of CARDS
 
     # --- What a block sees
@@ -209,7 +210,9 @@ class RunConfig:
             steps, size = len(self.denoising_step_list), self.num_frame_per_block
             rolling_attention_size(self.local_attn_size, steps, size)
             names = "cache_policy prompt_schedule first_block_steps independent_first_frame recompute_context"
-            unknown = [name for name in (*names.split(), "interventions") if getattr(self, name)]
+            unknown = [
+                name for name in (*names.split(), "interventions", "first_frames") if getattr(self, name)
+            ]
             unknown += ["gpus above 1"] * (self.gpus > 1)
             if unknown:
                 raise ConfigError(f"sampler rolling_forcing knows no {unknown[0]}; leave it out")

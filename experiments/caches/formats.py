@@ -125,6 +125,7 @@ class Cache(Fields):
     attention: str | None = None  # a GPU's kernel of attention
     is_logits: bool
     quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open
+    first_frames: str | None = None  # how many were given, and a hash of their latents
     read_by: str | None = None  # the first version of this project that reads this schema
     fingerprint: str | None = None  # of all that the run's numbers depend on; older: of a sweep's settings
     partial: bool | None = None  # stopped after blocks_done blocks, or before some steps of the base model

@@ -50,7 +50,16 @@ OPTIONAL_SETTINGS |= dict.fromkeys(("lora_rank", "lora_alpha"))
 # Settings that change no number of a rollout, or that stand for something else: files for what they hold, a
 # device for its kind. Those of the base model's sampler count in its own runs alone.
 NOT_OF_NUMBERS = (
-    *("ckpt_dir", "checkpoint_path", "lora_path", "lora", "prompt_embeds", "embeds_dir", "release"),
+    *(
+        "ckpt_dir",
+        "checkpoint_path",
+        "lora_path",
+        "lora",
+        "prompt_embeds",
+        "first_frames",
+        "embeds_dir",
+        "release",
+    ),
     *("device", "dtype", "offload", "t5_cpu", "interventions", "base"),
     *("layer_indices", "layer_index", "step"),  # what is captured
 )
@@ -246,9 +255,10 @@ def model_files(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
 
 
 def edit_files(config: RunConfig, edits: Sequence[Any]) -> list[str]:
-    """List what edits read: files of means, and weights of their sources."""
+    """List what each rollout reads: of edits files of means and sources' weights, and the first frames."""
     files = [file for edit in edits for file in edit.files]
     base = [checkpoint.part_file(config.ckpt_dir, "transformer")] if "base" in files else []
+    files += [config.first_frames] if config.first_frames else []
     return [str(base[0] if file == "base" else file) for file in files]
 
 

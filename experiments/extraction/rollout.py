@@ -208,18 +208,25 @@ def roll_out(
     prompt_schedule: Sequence[PromptSwitch],
     requests: Sequence[CaptureRequest],
     observer: Progress,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, list[CapturedCall]]:
     """Generate all frames of a noise -> latents [B, F, C, h, w] of the finished blocks, captured calls.
+
+    first [B, G, C, h, w] are given frames, which the noise follows: blocks that get a clean pass alone.
 
     Fewer frames come back where the observer asked to stop. Raises RunError for numbers that cannot be right,
     and for memory that does not suffice.
     """
-    model, blocks = pipeline.model, pipeline.block_ranges(0, noise.shape[1])
+    count = 0 if first is None else first.shape[1]
+    model, blocks = pipeline.model, pipeline.block_ranges(count, noise.shape[1])
+    given: dict[str, Any] = {"prompt_schedule": prompt_schedule}
+    if first is not None:
+        given |= {"num_given": count, "given": lambda frames: first[:, frames.start : frames.stop]}
     shard = model.head_shard  # with the heads in several processes, these stop and gather together
     finished, checked = list[Tensor](), 0
     phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
     with phase, capturing(requests) as records:
-        for frames, latents in pipeline.blocks(noise, prompt_embeds, prompt_schedule=prompt_schedule):
+        for frames, latents in pipeline.blocks(noise, prompt_embeds, **given):
             # 1. Numbers are checked as they come, so that hours are not spent on NaN.
             block = len(finished)
             check_latents(model, latents, f"block {block}")

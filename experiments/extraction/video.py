@@ -2,12 +2,16 @@
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import imageio.v3 as iio
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.caches.files import (
@@ -30,7 +34,9 @@ from experiments.extraction.provenance import (
     video_tag,
 )
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
+from wan.checkpoint import read_weights_file
 from wan.config import RunConfig
+from wan.errors import ConfigError, library_reads
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder, diffusers_vae
 
 FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
@@ -60,6 +66,52 @@ def decode(latents: Tensor, vae: VAE | Preview) -> Tensor:
     """Decode latents [1, F, C, h, w] -> uint8 [frames, height, width, 3] on the CPU."""
     with decoding_threads(latents.device, *latents.shape[-2:]):
         return to_pixels(vae.stream()(latents))[0].cpu()
+
+
+def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[], VAE]) -> Tensor:
+    """Return the latents that a video begins with, float32 [1, G, C, h, w], of a tensor or a file.
+
+    A tensor, .pt or .safetensors holds latents [G, C, h, w]; an mp4, or a picture (one latent frame), is
+    encoded by the VAE. Raises ConfigError for other shapes, numbers that are not finite, and no whole blocks.
+    """
+    named, wanted = "first_frames", [channels, config.height, config.width]
+    form = f"[frames, {', '.join(map(str, wanted))}]"
+    latents = source
+    if isinstance(source, (str, Path)):
+        named, path = f"first_frames {source}", Path(source)
+        if not path.is_file():
+            raise ConfigError(f"{named} not found; give latents (.pt, .safetensors), an mp4 or a picture")
+        if path.suffix in (".pt", ".pth", ".safetensors"):
+            held = read_weights_file(path)
+            latents = held.get("latents", next(iter(held.values()), None)) if isinstance(held, dict) else held
+        else:
+            size = (8 * config.height, 8 * config.width)
+            latents = vae().encode(read_pixels(path, *size))[0]
+    if not isinstance(latents, Tensor) or not latents.is_floating_point():
+        raise ConfigError(f"{named} holds no latents of floating point {form}")
+    latents = latents[0] if latents.ndim == 5 and len(latents) == 1 else latents
+    if list(latents.shape[1:]) != wanted or latents.ndim != 4 or not latents.isfinite().all():
+        raise ConfigError(f"{named} has latents {list(latents.shape)}, not finite {form}")
+    ends = [*accumulate(config.block_sizes)][:-1]
+    if len(latents) not in ends:
+        raise ConfigError(
+            f"{named} has {len(latents)} latent frames; a video of {config.num_frames} begins with whole "
+            f"blocks, of {', '.join(map(str, ends)) or 'no'} frames"
+        )
+    return latents[None].float()
+
+
+def read_pixels(path: Path, height: int, width: int) -> Tensor:
+    """Read an mp4, or a picture as one frame -> float32 [1, frames, 3, height, width] in 0..1.
+
+    A whole number of four frames a latent frame, and one, is taken from the start. Frames are scaled.
+    """
+    with library_reads(path, remedy="give an mp4 or a picture that ffmpeg reads"):
+        pixels = torch.as_tensor(np.stack([*iio.imiter(path)]))[..., :3]  # uint8 [frames, h, w, 3]
+    x = pixels.permute(0, 3, 1, 2).float() / 255
+    if x.shape[2:] != (height, width):
+        x = F.interpolate(x, (height, width), mode="area")
+    return x[None]
 
 
 def to_pixels(video: Tensor) -> Tensor:

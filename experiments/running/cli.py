@@ -191,6 +191,7 @@ CONFIG_FLAGS = {
     "use_ema": "the checkpoint's generator_ema rather than its generator",
     "step": "which pass: 0 is t = 1000, the last is the clean pass",
     "prompt_embeds": "a .pt of prompt embeddings, in place of umT5",
+    "first_frames": "latents, an mp4 or a picture that the video begins with; num_frames counts them",
     "layer_indices": "layers, counted from 0",
     "layer_index": "layer, counted from 0; the cache goes to cache/layerN.pt",
     "gpus": "make one rollout on so many GPUs of this host; it starts torchrun itself",
@@ -209,6 +210,7 @@ OPTIONS: dict[Any, dict[str, Any]] = {
     "dtype": {"choices": DTYPES},
     "noise": {"choices": NOISES},
     "prompt_embeds": {"metavar": "FILE"},
+    "first_frames": {"metavar": "FILE"},
 }
 
 
@@ -240,7 +242,7 @@ def run_parser(
     parser.exclude("no_checkpoint", "checkpoint_path")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
-    add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds")
+    add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds", "first_frames")
     if steps:
         flag("--steps", type=int, nargs="+", help="several passes, in place of one --step")
         parser.exclude("step", "steps")
