@@ -17,7 +17,10 @@ from threading import Event, Thread
 
 import psutil
 
+from experiments import ActivationStore, capture, load
 from experiments.caches.files import save_report
+from experiments.extraction.provenance import environment
+from experiments.miniature.moving_shapes import HELD_OUT_SEED, sample_scenes
 from experiments.running.cli import Parser, count, main
 
 
@@ -58,9 +61,6 @@ def run(argv=None):
     args = parser.parse_args(argv)
 
     # After the flags: a --help needs no torch
-    from experiments import ActivationStore, capture, load
-    from experiments.extraction.provenance import environment
-    from experiments.miniature.moving_shapes import HELD_OUT_SEED, sample_scenes
 
     session = load(args.config_path, num_frames=args.num_frames).prepare()
     captions = [scene.caption for scene in islice(sample_scenes(HELD_OUT_SEED, held_out=True), args.captions)]
