@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import scipy  # scipy.stats is loaded by its first use
 import torch
@@ -89,7 +90,8 @@ def capture(
     """Capture what a session's videos have at some sites (wan.sites.SITES), or those of diffusers' pipelines.
 
     chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
-    where not given), dtype, to (a device, or None to stay), and reduce(x, where), which makes what is kept.
+    where not given; step -1 is the last denoising step), dtype, to (a device, or None to stay), and
+    reduce(x, where) or reduce(x), which makes what is kept.
     stream_to is a folder of any number of runs (experiments/caches/activations.py), and a block is in memory
     at a time; what it has is not made again. Without a site it captures attention, by the fields of
     attention_requests. Each video of a batch is captured, and reduced, on its own. Raises ConfigError for
@@ -99,6 +101,9 @@ def capture(
         chosen["layers"], sites = sites[0], sites[1:]
     for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
         chosen[name] = as_numbers(name, chosen[name])
+    if chosen.get("steps"):  # -1, as of a list; inside it is a pass that computes the cache again
+        last = len(session.config.denoising_step_list) - 1
+        chosen["steps"] = sorted({last if step == -1 else step for step in chosen["steps"]})
     captured = Captured([], None, stream_to)
     if not isinstance(session, Session):
         with _captured_pipeline(session, captured, sites, chosen):
@@ -418,9 +423,21 @@ class Atlas(dict[str, Any]):
         """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
         return open_profiles(self, step, quantity)
 
-    def plot(self, layer: int, step: int | None = None, quantity: str | None = None) -> "Figure":
-        """Draw the profile of every head of a layer over the key frames, seen by the last block's queries."""
+    def plot(
+        self, layer: int, step: int | None = None, quantity: str | None = None, head: int | None = None
+    ) -> "Figure":
+        """Draw the profile of every head of a layer over the key frames, seen by the last block's queries.
+
+        Of one head: its matrix, query by key frames. CacheError for a layer or head that is not there.
+        """
         view, draw = self.view(step, quantity), drawing()
+        if head is not None:
+            matrix = view.key_matrix(layer)
+            if head not in range(view.num_heads):
+                raise CacheError(f"head {head} is not in this cache; it has 0..{view.num_heads - 1}")
+            if matrix is None:
+                raise CacheError(f"this cache has no {view.quantity} by query frame: leave head out")
+            return draw.frame_maps(matrix[[head]], view.matrix_rows, view.caption, layer=layer, heads=[head])
         titles = draw.head_titles(head_statistics(view.frame_profile(layer)).delta)
         note = "Δ = first − middle"
         return draw.head_grid(view.key_profile(layer), titles, view.caption, layer=layer, note=note)
@@ -448,27 +465,59 @@ class Atlas(dict[str, Any]):
 
 
 class MeanAtlas:
-    """Means over atlases by quantity, and the half width of their 95 % interval over runs (Student's t)."""
+    """Means over atlases by quantity, their deviations (n - 1) and 95 % intervals over runs (Student's t).
+
+    >>> mean = Atlas.mean([captured.atlas(run) for run in captured.runs])
+    >>> mean["frame_mass"], mean.std("frame_mass"), mean.interval("frame_mass")
+    >>> mean.plot(layer=5)  # means, and a band of the deviation
+    """
 
     def __init__(self, atlases: Sequence[Atlas]):
         if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
             raise CacheError("a mean takes two atlases or more, of the same layers")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
-        quantile = float(scipy.stats.t.ppf(0.975, self.count - 1))
-        self.means, self.half_widths = dict[str, Tensor](), dict[str, Tensor]()
+        self.atlases = list(atlases)
+        self.quantile = float(scipy.stats.t.ppf(0.975, self.count - 1))
+        self.means, self.deviations = dict[str, Tensor](), dict[str, Tensor]()
         for name in atlases[0].units:
             values = [atlas[name] for atlas in atlases if name in atlas]
             if len({x.shape for x in values}) == 1 and len(values) == self.count:
                 stacked = torch.stack(values).float()
                 self.means[name] = stacked.mean(0)
-                self.half_widths[name] = quantile * stacked.std(0) / self.count**0.5
+                self.deviations[name] = stacked.std(0)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.means[name]
 
     def interval(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the ends of the interval of a quantity."""
-        return self[name] - self.half_widths[name], self[name] + self.half_widths[name]
+        half = self.quantile * self.std(name) / self.count**0.5
+        return self[name] - half, self[name] + half
+
+    def std(self, name: str) -> Tensor:
+        """Return the standard deviation (n - 1) of a quantity over runs."""
+        return self.deviations[name]
+
+    def plot(
+        self, layer: int, step: int | None = None, quantity: str | None = None, head: int | None = None
+    ) -> "Figure":
+        """Draw the mean profile of every head of a layer, or of one, in a band of its deviation over runs."""
+        views = [atlas.view(step, quantity) for atlas in self.atlases]
+        heads = range(views[0].num_heads) if head is None else [head]
+        if head is not None and head not in range(views[0].num_heads):
+            raise CacheError(f"head {head} is not in these caches; they have 0..{views[0].num_heads - 1}")
+        # [runs, H, F + averages] -> a panel per head
+        profiles = np.stack([view.key_profile(layer) for view in views])
+        caption = replace(views[0].caption, source=f"{views[0].model}, {self.count} runs")
+        return drawing().head_bands(profiles[:, heads], heads, caption, layer=layer)
+
+    def __repr__(self) -> str:
+        lines = [f"MeanAtlas: {self.count} runs of {self.atlases[0]['model']}, layers {self.layers}"]
+        for name, mean in self.means.items():
+            known = self.deviations[name][self.deviations[name].isfinite()]
+            said = f"mean deviation {known.mean().item():.3g}" if len(known) else "nothing attended"
+            lines.append(f"  {name} {list(mean.shape)}: {said}")
+        return "\n".join(lines)
 
 
 class AtlasComparison:

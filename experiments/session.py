@@ -258,6 +258,7 @@ class Session:
         *,
         seeds: Sequence[int] | None = None,
         first_frames: Any = None,
+        product: bool = False,
         config: RunConfig | None = None,
         requests: Sequence[CaptureRequest] = (),
         observer: Progress | None = None,
@@ -265,7 +266,8 @@ class Session:
         """Generate one video; prompt and seed are the config's where not given.
 
         A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
-        seed one for all. Equal seeds give equal bits in equal batches: a video of a batch differs from the
+        seed one for all. product=True makes every prompt with every seed, all seeds of the first prompt
+        first. Equal seeds give equal bits in equal batches: a video of a batch differs from the
         video alone by rounding, 1e-5 in float32. config is in place of the session's, from which it may
         differ in OF_A_ROLLOUT alone. requests are what scripts capture; observer is told of every block, and
         may ask to stop: fewer frames come back then. first_frames are what the video begins with, whole
@@ -280,9 +282,13 @@ class Session:
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
         chosen = [seed] if seeds is None else list(seeds)
+        if product:
+            prompts, chosen = [p for p in prompts for _ in chosen], chosen * len(prompts)
         count = max(len(prompts), len(chosen))
         if not {len(prompts), len(chosen)} <= {1, count} or (seeds is not None and seed is not None):
-            raise ConfigError(f"{len(prompts)} prompts and {len(chosen)} seeds: one for each, or one for all")
+            raise ConfigError(
+                f"{len(prompts)} prompts and {len(chosen)} seeds: one for each, one for all, or product=True"
+            )
         configs = []
         for number in range(count):
             text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]

@@ -21,6 +21,7 @@ from wan.sites import (
     Pass,
     Watcher,
     asks_for,
+    call_hook,
     check_indices,
     check_sites,
 )
@@ -35,7 +36,7 @@ class Activation:
     item: int = 0  # of the batch, where its items are kept on their own
 
 
-Reduce = Callable[[Tensor, ActivationSite], Tensor]
+Reduce = Callable[..., Tensor]  # fn(x, where), or fn(x)
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class SiteCapture(Watcher):
         # 1. Choose, reduce and round on the device: less has to be copied.
         value = self.chosen(x, where)
         if self.reduce:
-            value = self.reduce(value.clone(), where)
+            value = call_hook(self.reduce, value.clone(), where)
         if self.dtype:
             value = value.to(self.dtype)
         # 2. Copy to the host while the next layers compute.

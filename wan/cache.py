@@ -66,7 +66,7 @@ class AnyCache:
             raise ConfigError(f"cache_policy {policy.name}: {problem}")
         self.sizes, self.rope = sizes, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
-        self.newest = range(0)  # frames of the newest block
+        self.newest = self.coming = range(0)  # frames of the newest block, and of the one that is admitted
         self.query_positions: Sequence[int] = ()
         self.key_positions: Sequence[int] = ()
         self.layouts: list[KeyLayout] = []  # per layer, where write() returns no groups
@@ -116,8 +116,21 @@ class KVCache(AnyCache):
         """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
         self.text = text or self.text
         self._drop_empty()
+        self.coming = block
         self.policy.admit(self, block)
+        # What a policy of one's own gets wrong fails later, in tensors, without its name
+        if self.newest != block:
+            raise self.misuse("admit() gave it no slots; call cache.append(block)")
+        if len(self.slots) > self.capacity:
+            raise self.misuse(
+                f"slot {len(self.slots) - 1} is not there; capacity() says {self.capacity} slots"
+            )
         self._publish(cut)
+
+    def misuse(self, problem: str) -> ConfigError:
+        """Return the error of a policy that uses the cache wrongly, with the block it was about to admit."""
+        frames = f"{self.coming.start} to {self.coming.stop - 1}"
+        return ConfigError(f"cache_policy {self.policy.name}, block of frames {frames}: {problem}")
 
     def flush(self) -> None:
         """Forget the past but for the policy's sink and the last two frames."""
@@ -208,7 +221,13 @@ class KVCache(AnyCache):
             self.keep([*range(start), *range(start + count, len(self.slots))])
 
     def keep(self, slots: Sequence[int]) -> None:
-        """Keep these slots, in this order, and drop all others; a slot may appear twice."""
+        """Keep these slots, in this order, and drop all others; a slot may appear twice.
+
+        Raises ConfigError for a slot that is not there.
+        """
+        for slot in slots:
+            if not 0 <= slot < len(self.slots):  # a negative one would be of the buffer, not of the slots
+                raise self.misuse(f"slot {slot} is not in 0..{len(self.slots) - 1}")
         moved = [index for index, slot in enumerate(slots) if index != slot]
         kept = [self.slots[slot] for slot in slots]
         if moved:

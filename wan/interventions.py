@@ -5,7 +5,7 @@ An edit says what is done, where (sites and whole attention calls, wan/sites.py)
     with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as active:
         latents = pipeline.inference(noise, ...)
     active.changed  # the number of calls that each edit changed
-    with intervene(at("resid_post", layers=[5]), lambda x, where: 2 * x):
+    with intervene(at("resid_post", layers=[5]), lambda x: 2 * x):  # or lambda x, where: ...
         latents = pipeline.inference(noise, ...)
 
 Every edit is a frozen dataclass with one check() and one apply(). check() runs when the edit is made, for its
@@ -56,6 +56,7 @@ from wan.sites import (
     Pass,
     RolloutPlan,
     Watcher,
+    call_hook,
     check_indices,
     check_site,
     check_sites,
@@ -634,10 +635,10 @@ class Steer(Edit):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Custom(Edit):
-    """A function of one's own at some sites: fn(x, where) returns what takes the place of x, or None.
+    """A function of one's own at some sites: fn(x, where), or fn(x), returns what takes the place of x.
 
-    x is a copy, which fn may change; where says site, layer and pass (wan.sites.ActivationSite). What it
-    returns has the shape and dtype of x, and no NaN.
+    None changes nothing: a hook may only read. x is a copy, which fn may change; where says site, layer and
+    pass (wan.sites.ActivationSite). What it returns has the shape and dtype of x, and no NaN.
     """
 
     names: Annotated[tuple[str, ...], 1, len(SITES)]
@@ -661,8 +662,16 @@ class Custom(Edit):
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
         function = self.function if callable(self.function) else self.function.apply
-        new = function(x.clone(), where)
+        copied = x.clone()
+        version = copied._version
+        new = call_hook(function, copied, where)
         if new is None:
+            if copied._version != version:
+                warnings.warn(
+                    f"{self._code.__qualname__} changed its copy of {where.site} and returned None, which "
+                    "edits nothing: return x",
+                    stacklevel=2,
+                )
             return None
         # A tensor of another shape or dtype would broadcast, or run on, and fail layers later.
         returned = f"a {type(new).__name__}"
@@ -758,14 +767,18 @@ def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes
 # --- Edits at work
 @dataclass(eq=False)
 class Edits(Watcher):
-    """Edits that were asked for together, what they need, and how many calls each of them changed so far."""
+    """Edits that were asked for together, what they need, and how many calls each of them changed so far.
+
+    reached: how many each function of one's own was called with, whether it changed them or not.
+    """
 
     edits: tuple[Edit, ...]
     data: dict[Edit, object] = field(default_factory=dict)
     changed: list[int] = field(init=False)
+    reached: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.changed = [0] * len(self.edits)
+        self.changed, self.reached = [0] * len(self.edits), [0] * len(self.edits)
 
     def check(self, plan: RolloutPlan) -> None:
         plan.check(self.edits)
@@ -787,6 +800,7 @@ class Edits(Watcher):
                 heads = range(x.shard.total) if edit.heads is None else edit.heads
                 self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
                 continue
+            self.reached[number] += isinstance(edit, Custom)
             if (new := edit.apply(x, where, data)) is not None:
                 self.changed[number] += 1
                 x = new
@@ -799,7 +813,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
 
     data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source;
     a Session of experiments.load() makes them itself. Yields the edits with the number of calls that each
-    changed. Warns of one that changed none.
+    changed. Warns of one that changed none, but for a function that was called and returned None.
     """
     # 1. at(...) without a function takes the argument behind it.
     given, chosen = list(edits), list[Any]()
@@ -817,8 +831,8 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
     active = Edits(tuple(chosen), dict(data or {}))
     with watched(active):
         yield active
-    for edit, changed in zip(active.edits, active.changed, strict=True):
-        if not changed:
+    for edit, *counts in zip(active.edits, active.changed, active.reached, strict=True):
+        if not any(counts):
             warnings.warn(f"no call was edited by: {edit}", stacklevel=3)
 
 

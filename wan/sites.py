@@ -10,6 +10,7 @@ Edits, recorders (wan/interventions.py) and SiteCapture (wan/activations.py) are
 context (contextvars) that opened them, so threads do not see each other's.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -60,6 +61,22 @@ OF_FORWARD = ("x_t", "flow", "x0")  # of no layer
 OF_HEADS = frozenset(name for name, axes in SITES.items() if "H" in axes)
 BESIDE_GRAPHS = frozenset({*OF_FORWARD, "z", "scores", "pattern"})  # which no CUDA graph hides
 WHOLE_ON_EACH_GPU = frozenset({*CALLS, *OF_FORWARD, "z", "cross_z"})  # of others GPUs share tokens
+
+
+def call_hook(function: Callable[..., Any], x: Any, where: "ActivationSite") -> Any:
+    """Call a function of one's own: fn(x, where), or fn(x) where it takes, or requires, x alone."""
+    # A module's own __call__ takes anything; a builtin such as torch.relu has no signature
+    try:
+        known = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    except (TypeError, ValueError):
+        return function(x)
+    given = [one for one in known if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes_where = (
+        len([one for one in given if one.default is one.empty]) > 1  # lambda x, where, scale=scale: ...
+        or any(one.name == "where" for one in given)
+        or any(one.kind == one.VAR_POSITIONAL for one in known)
+    )
+    return function(x, where) if takes_where else function(x)
 
 
 # --- Who calls, and in which forward

@@ -91,8 +91,8 @@ def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatc
                 exec(compile(part, file, "exec"), names)
     assert shown == {"own_code": 18, "recipes": 19}[page]
     if page == "recipes":
-        assert len(blocks) == 12 and all(block.count("\n") <= 12 for block in blocks)
-        assert Path("knocked_out.mp4").stat().st_size > 1000
+        assert len(blocks) == 13 and all(block.count("\n") <= 12 for block in blocks)
+        assert Path("ablated.mp4").stat().st_size > 1000
 
 
 def test_the_atlas_has_the_bytes_that_the_script_writes(elsewhere, pipe, tiny):

@@ -1,0 +1,131 @@
+"""Small things of own code: step -1, prompts by seeds, hooks of one argument, means, own policies."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from experiments import Atlas, at, capture, intervene, load
+from experiments.caches.files import CacheError
+from wan.errors import ConfigError
+from wan.policies import WindowedPolicy
+
+PROMPTS = ["a red circle", "a blue square"]
+
+
+@pytest.fixture(scope="module")
+def pipe(tiny):
+    return load(tiny.path, num_frames=6)
+
+
+def captured_step(pipe, steps):
+    with capture(pipe, "z", layers=[0], steps=steps) as seen:
+        pipe.generate(PROMPTS[0], seed=1)
+    return seen["z"]
+
+
+def test_step_minus_one_is_the_last_denoising_step(pipe):
+    last = captured_step(pipe, -1)
+    assert {place.step for place in last.places} == {1} and not last.places[0].is_clean_pass
+    assert torch.equal(last.stack(), captured_step(pipe, [1]).stack())
+    assert {place.step for place in captured_step(pipe, [-1, 0]).places} == {0, 1}
+    with capture(pipe, layers=[0], steps=[-1], granularity="key") as seen:
+        pipe.generate(PROMPTS[0], seed=1)
+    assert {call.at.step for call in seen.calls} == {1}
+
+
+def test_prompts_by_seeds_in_one_call(pipe):
+    runs = pipe.generate(PROMPTS, seeds=[1, 2], product=True)
+    made = [(run.config.prompt, run.config.seed) for run in runs]
+    assert made == [(prompt, seed) for prompt in PROMPTS for seed in (1, 2)]
+    three = pipe.generate(PROMPTS[0], seeds=[1, 2, 3], product=True)
+    assert [run.config.seed for run in three] == [1, 2, 3]
+    with pytest.raises(ConfigError, match="one for all, or product=True"):
+        pipe.generate(PROMPTS, seeds=[1, 2, 3])
+
+
+@pytest.mark.parametrize("hook", [lambda x: 2 * x, lambda x, where: 2 * x, lambda x, by=2: by * x])
+def test_hooks_of_one_argument_or_two(pipe, hook):
+    with intervene(at("z", layers=[0]), hook):
+        edited = pipe.generate(PROMPTS[0], seed=1)
+    with intervene(at("z", layers=[0]), lambda x, where: x + x):
+        wanted = pipe.generate(PROMPTS[0], seed=1)
+    assert torch.equal(edited.latents, wanted.latents)
+
+
+def test_modules_builtins_and_reductions_are_hooks(pipe):
+    twice = torch.nn.Linear(16, 16, bias=False)
+    twice.weight.data = 2 * torch.eye(16)
+    for hook, same in ((twice, lambda x: 2 * x), (torch.relu, lambda x: x.relu())):
+        made = []
+        for each in (hook, same):
+            with intervene(at("z", layers=[0]), each):
+                made.append(pipe.generate(PROMPTS[0], seed=1).latents)
+        torch.testing.assert_close(*made)
+    with capture(pipe, "z", layers=[0], reduce=lambda x: x.mean()) as seen:
+        pipe.generate(PROMPTS[0], seed=1)
+    assert seen["z"].values[0].ndim == 0
+
+
+def test_a_hook_that_only_reads_is_not_warned_of(pipe):
+    norms = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with intervene(at("z", layers=[0]), lambda z: norms.append(z.norm())):
+            read = pipe.generate(PROMPTS[0], seed=1)
+    assert len(norms) == 2 * 3 and torch.equal(read.latents, pipe.generate(PROMPTS[0], seed=1).latents)
+    said = pytest.warns(UserWarning, match=r"changed its copy of z and returned None.*return x")
+    with said, intervene(at("z", layers=[0]), zero):
+        pipe.generate(PROMPTS[0], seed=1)
+    with pytest.warns(UserWarning, match="no call was edited by"), intervene(at("z"), lambda z: None):
+        pass  # nothing was generated
+
+
+def zero(x):
+    x.zero_()
+
+
+def test_one_head_and_means_of_atlases_are_drawn(pipe):
+    with capture(pipe) as seen:
+        runs = pipe.generate(PROMPTS, seeds=[1, 2], product=True)
+    atlases = [seen.atlas(run) for run in runs]
+    assert isinstance(atlases[0].plot(layer=1, head=1), Figure)
+    with pytest.raises(CacheError, match=r"head 2 is not in this cache; it has 0\.\.1"):
+        atlases[0].plot(layer=1, head=2)
+    mean = Atlas.mean(atlases)
+    masses = torch.stack([atlas["frame_mass"] for atlas in atlases]).float()
+    torch.testing.assert_close(mean["frame_mass"], masses.mean(0), equal_nan=True)
+    torch.testing.assert_close(mean.std("frame_mass"), masses.std(0), equal_nan=True)
+    low, high = mean.interval("frame_mass")  # Student's t, 3 degrees of freedom
+    torch.testing.assert_close(high - low, 2 * 3.18245 * masses.std(0) / 2, equal_nan=True)
+    assert repr(mean).startswith("MeanAtlas: 4 runs of tiny, layers [0, 1]\n  frame_logits [2, 3, 2, 6, 6]")
+    for head in (None, 1):
+        figure = mean.plot(layer=1, head=head)
+        drawn = [axis.lines[0].get_ydata() for axis in figure.axes[: 1 if head else 2]]
+        wanted = torch.stack([torch.from_numpy(atlas.view().key_profile(1)) for atlas in atlases]).mean(0)
+        torch.testing.assert_close(torch.tensor(drawn[-1]), wanted[1], equal_nan=True, check_dtype=False)
+    with pytest.raises(CacheError, match="head 9 is not in these caches"):
+        mean.plot(layer=1, head=9)
+
+
+@pytest.mark.parametrize(
+    "admit, said",
+    [
+        (lambda cache, block: (cache.keep([7]), cache.append(block)), r"slot 7 is not in 0\.\.-1"),
+        (lambda cache, block: (cache.append(block), cache.keep([-1])), r"slot -1 is not in 0\.\.2"),
+        (lambda cache, block: None, r"admit\(\) gave it no slots; call cache.append\(block\)"),
+        (lambda cache, block: (cache.append(block), cache.append(block)), r"slot 5 is not there"),
+    ],
+)
+def test_errors_of_own_policies_name_the_slot_and_the_block(tiny, admit, said):
+    @dataclass
+    class Wrong(WindowedPolicy):
+        name = "wrong"
+
+        def admit(self, cache, block):
+            admit(cache, block)
+
+    with pytest.raises(ConfigError, match=f"cache_policy wrong, block of frames 0 to 2: {said}"):
+        load(tiny.path, num_frames=6, cache_policy=Wrong(window=3, sink=0)).generate(PROMPTS[0], seed=1)
