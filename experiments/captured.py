@@ -26,7 +26,14 @@ from experiments.caches.files import CacheError, RunError
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import memory
-from experiments.extraction.cache_builders import Run, atlas_cache, atlas_requests
+from experiments.extraction.cache_builders import (
+    Run,
+    atlas_cache,
+    atlas_requests,
+    map_requests,
+    patches_of_mask,
+    token_grid,
+)
 from experiments.extraction.diffusers_runs import (
     PipelineRun,
     pipeline_atlas,
@@ -101,14 +108,15 @@ def capture(
         chosen["layers"], sites = sites[0], sites[1:]
     for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
         chosen[name] = as_numbers(name, chosen[name])
-    if chosen.get("steps"):  # -1, as of a list; inside it is a pass that computes the cache again
-        last = len(session.config.denoising_step_list) - 1
-        chosen["steps"] = sorted({last if step == -1 else step for step in chosen["steps"]})
     captured = Captured([], None, stream_to)
     if not isinstance(session, Session):
         with _captured_pipeline(session, captured, sites, chosen):
             yield captured
         return
+    if chosen.get("steps"):  # -1, as of a list; inside it is a pass that computes the cache again
+        config = session.config
+        last = (config.base.num_steps if session.bidirectional else len(config.denoising_step_list)) - 1
+        chosen["steps"] = sorted({last if step == -1 else step for step in chosen["steps"]})
     if sites:
         if isinstance(chosen.get("dtype"), str):
             chosen["dtype"] = getattr(torch, chosen["dtype"])
@@ -174,12 +182,24 @@ def attention_requests(
     cross: bool = False,
     rope_bands: bool = False,
     query_key_means: bool = False,
+    queries: Any = None,
+    heads: list[int] | None = None,
 ) -> list[CaptureRequest]:
     """Ask for attention: of granularity "frame" for an atlas, or calls of granularity "key" or "token".
+
+    queries is a mask on the video, boolean [F, H, W] in latent or video frames, of tokens or pixels: calls
+    keep what each token of it, map_queries [n, 2] (frame, token), sees of every key token, map_logits and
+    map_mass [B, heads, n, Lk]; of the pass config.step where steps are not given.
 
     mass per frame, key_curve (the last block's), cross (of every prompt token), rope_bands, query_key_means
     (before RoPE).
     """
+    if queries is not None:
+        grid = token_grid(config)
+        places = patches_of_mask(queries, config.num_frames, grid)
+        return map_requests(config, grid, places, layers, heads, blocks, steps, words=cross)
+    if heads is not None:
+        raise ConfigError("heads go with a site, or with queries=; attention has all heads")
     if granularity == "frame" and blocks is steps is None:
         return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
     kinds: Any = ("self", "cross") if cross else ("self",)

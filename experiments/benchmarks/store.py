@@ -60,8 +60,6 @@ def run(argv=None):
     flag("--output_path", type=Path, help="a JSON of the numbers")
     args = parser.parse_args(argv)
 
-    # After the flags: a --help needs no torch
-
     session = load(args.config_path, num_frames=args.num_frames).prepare()
     captions = [scene.caption for scene in islice(sample_scenes(HELD_OUT_SEED, held_out=True), args.captions)]
     found: dict[str, float] = {}

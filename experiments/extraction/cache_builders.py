@@ -23,7 +23,7 @@ from experiments.caches.frames import (
     query_frame_curves,
     spread_keys,
 )
-from wan.blocks import block_frames, block_ranges
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
+PIXELS_OF_A_TOKEN = 16  # of its side: 8 of a latent, 2 latents of a token
 
 
 def videos() -> ModuleType:
@@ -492,6 +493,43 @@ def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) 
         # The middles of equal parts
         places.append([(2 * i + 1) * there // (2 * wanted) for i in range(wanted)])
     return [(frame, row, column) for row in places[0] for column in places[1]]
+
+
+def patches_of_mask(mask: Any, num_frames: int, grid: tuple[int, int]) -> list[Place]:
+    """Return the patches that a mask covers at least by half, frame by frame, row by row.
+
+    mask: boolean [F, H, W], in latent or video frames, of tokens (grid) or pixels. ConfigError for others,
+    and for a mask that covers none.
+    """
+    drawn, (rows, columns) = torch.as_tensor(mask), grid
+    video_frames = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
+    high, wide = rows * PIXELS_OF_A_TOKEN, columns * PIXELS_OF_A_TOKEN
+    fits = drawn.ndim == 3 and len(drawn) in (num_frames, video_frames)
+    if not fits or drawn.dtype != torch.bool or tuple(drawn.shape[1:]) not in (grid, (high, wide)):
+        raise ConfigError(
+            f"a mask of queries is boolean, [{num_frames} or {video_frames} frames] of {rows} x {columns} "
+            f"tokens or {high} x {wide} pixels, not {drawn.dtype} {list(drawn.shape)}"
+        )
+    # 1. Shares of tokens, [F, rows, columns]
+    shares = drawn.float().unflatten(1, (rows, -1)).unflatten(3, (columns, -1)).mean((2, 4))
+    # 2. Of latent frames: the VAE encodes the first video frame alone, then groups of four
+    if len(drawn) == video_frames > num_frames:
+        groups = shares[1:].unflatten(0, (num_frames - 1, -1)).mean(1)
+        shares = torch.cat([shares[:1], groups])
+    if not (shares >= 0.5).any():
+        raise ConfigError("the mask of queries covers half of no token; draw a larger one")
+    return [(frame, row, column) for frame, row, column in (shares >= 0.5).nonzero().tolist()]
+
+
+def patches_of_image(image: Any, frame: int | None, config: RunConfig) -> list[Place]:
+    """Return the patches of a latent frame (None: the last) that are white in a grey image of any size."""
+    frame, grid = config.num_frames - 1 if frame is None else frame, token_grid(config)
+    if not 0 <= frame < config.num_frames:
+        raise ConfigError(f"query_mask: frame {frame} is not in 0..{config.num_frames - 1}")
+    mask = torch.zeros(config.num_frames, *(n * PIXELS_OF_A_TOKEN for n in grid), dtype=torch.bool)
+    small = image.resize((mask.shape[2], mask.shape[1]))
+    mask[frame] = torch.tensor(list(small.tobytes())).view(mask.shape[1:]) > 127
+    return patches_of_mask(mask, config.num_frames, grid)
 
 
 def map_requests(

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 
-from experiments import Atlas, at, capture, intervene, load
+from experiments import Atlas, at, capture, intervene, load, run_extraction_maps
+from experiments.caches import load_cache
 from experiments.caches.files import CacheError
+from experiments.running import cli
 from wan.errors import ConfigError
 from wan.policies import WindowedPolicy
 
@@ -129,3 +132,42 @@ def test_errors_of_own_policies_name_the_slot_and_the_block(tiny, admit, said):
 
     with pytest.raises(ConfigError, match=f"cache_policy wrong, block of frames 0 to 2: {said}"):
         load(tiny.path, num_frames=6, cache_policy=Wrong(window=3, sink=0)).generate(PROMPTS[0], seed=1)
+
+
+def test_a_mask_on_the_video_names_the_queries(pipe):
+    tokens = torch.zeros(6, 4, 4, dtype=torch.bool)
+    tokens[4, 1:3, 2] = tokens[1, 0, 0] = True
+    pixels = tokens.repeat_interleave(16, 1).repeat_interleave(16, 2)
+    video = torch.cat([pixels[:1], pixels[1:].repeat_interleave(4, 0)])
+    found = []
+    for mask in (tokens, pixels.numpy(), video):
+        with capture(pipe, layers=[1], heads=[0], steps=-1, queries=mask) as seen:
+            pipe.generate(PROMPTS[0], seed=1)
+        assert [call.values["map_queries"].tolist() for call in seen.calls] == [[[1, 0]], [[4, 6], [4, 10]]]
+        found.append(seen.calls[1].values["map_mass"])
+    assert found[0].shape == (1, 1, 2, 6 * 16) and torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    for mask, said in (
+        (tokens.float(), r"boolean.* 4 x 4 tokens or 64 x 64 pixels, not torch.float32 \[6, 4, 4\]"),
+        (tokens[:5], r"\[6 or 21 frames\]"),
+        (torch.zeros_like(tokens), "half of no token"),
+    ):
+        with pytest.raises(ConfigError, match=said), capture(pipe, queries=mask):
+            pass
+
+
+def test_a_mask_is_read_from_an_image(tiny, tmp_path, capsys):
+    image = Image.new("L", (32, 32))
+    image.paste(255, (16, 8, 24, 24))  # column 2, rows 1 and 2 of 4 x 4
+    image.save(tmp_path / "drawn.png")
+    flags = ["--config_path", tiny.path, "--num_frames", "6", "--quiet", "--prompt", PROMPTS[0]]
+    out = ["--output_path", str(tmp_path / "maps.pt")]
+    cli.main(run_extraction_maps.run, [*flags, *out, "--query_mask", f"4,{tmp_path / 'drawn.png'}"])
+    (block,) = load_cache(tmp_path / "maps.pt")["blocks"]
+    assert block["queries"].tolist() == [[4, 1, 2], [4, 2, 2]]
+    (tmp_path / "other.png").write_bytes(b"no image")
+    for mask, said in (("9,drawn.png", "frame 9 is not in 0..5"), ("other.png", "is no image")):
+        folder = mask.replace("drawn", f"{tmp_path}/drawn").replace("other", f"{tmp_path}/other")
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(run_extraction_maps.run, [*flags, *out, "--query_mask", folder])
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
