@@ -45,6 +45,7 @@ KINDS: dict[str, Any] = {
     "NUM_FRAMES": Count,
     "ORIG_NUM_FRAMES": Count | None,
     "PDF": bool,
+    "PIPELINE": str,
     "PICTURE": Annotated[int, 0, 3],
     "POLICIES": list[str],
     "PROMPT": str,
@@ -87,6 +88,7 @@ PARAMETERS = {  # of each notebook, as its first code cell has them
     "TITLE FIGURE_WIDTH FIGURE_HEIGHT PDF",
     "policies": "CONFIG_PATH POLICIES NUM_FRAMES LAYER STEP SAVE_DIR FIGURE_WIDTH",
     "sweep": "SWEEP_DIR HEADS STEP SAVE_DIR PUBLISHED FIGURE_WIDTH PDF",
+    "your_own_pipeline": "PIPELINE PROMPT SEED NUM_FRAMES LAYER SAVE_DIR",
 }
 OTHERS: dict[tuple[str, str], Any] = {  # of the same name in one notebook alone
     ("long_rollouts", "HEADS"): str,

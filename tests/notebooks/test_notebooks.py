@@ -444,6 +444,7 @@ BAD = [
     ("activations", {"LAYERS": [0, 8]}, "LAYERS has 8, which is not in 0..7"),
     ("activations", {"STEERED_LAYER": 99}, "STEERED_LAYER = 99 is not in 0..7"),
     ("activations", {"CONFIG": "wan_minni"}, "wan_minni"),
+    ("your_own_pipeline", {"LAYER": 8}, "LAYER = 8 is not in 0..7"),
     ("policies", {"LAYER": 99}, "LAYER = 99 is not in 0..7"),
     ("policies", {"STEP": 9}, "STEP = 9 is not in 0..4"),
     (
@@ -464,6 +465,13 @@ BAD = [
     ),
     ("models", {"STEP": None}, "STEP = None is not int"),
 ]
+
+
+def test_a_pipeline_of_ones_own_is_captured_and_edited(tmp_path):
+    said, drawn = run("your_own_pipeline", tmp_path, NUM_FRAMES=5)
+    assert "Atlas: WanPipeline (unknown), “a red circle moving" in said
+    assert "frames 2, frames 2]" in said and "16 calls were edited; pixels differ by 0.0" in said
+    assert {*drawn} == {"your_profiles.svg", "your_words.svg"} and "▁circle" in drawn["your_words.svg"]
 
 
 @pytest.mark.parametrize(("name", "parameters", "message"), BAD)
