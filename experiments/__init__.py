@@ -12,23 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.attribution import SiteGradients, gradients
+    from experiments.attribution import Scores, SiteGradients, attribute, gradients
     from experiments.caches.activations import ActivationStore
     from experiments.captured import Atlas, Captured, Seen, capture, compare, intervene, x0_lens
     from experiments.extraction.cache_builders import Run
     from experiments.session import Pipe, Session, load
-    from wan.interventions import Steer, at
+    from wan.interventions import Source, Steer, at
 
 __all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
 __all__ += ["Pipe", "Seen"]  # names of before, for one release
 __all__ += ["ActivationStore", "SiteGradients", "gradients", "x0_lens"]
+__all__ += ["Scores", "Source", "attribute"]
 HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
     "experiments.session": ("Pipe", "Session", "load"),
     "experiments.extraction.cache_builders": ("Run",),
     "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "intervene", "x0_lens"),
-    "experiments.attribution": ("SiteGradients", "gradients"),
-    "wan.interventions": ("Steer", "at"),
+    "experiments.attribution": ("Scores", "SiteGradients", "attribute", "gradients"),
+    "wan.interventions": ("Source", "Steer", "at"),
 }
 
 

@@ -1,27 +1,44 @@
-"""Gradients of a session's videos at named sites: of a pass's x0, of a block, through a rollout.
+"""Gradients of a session's videos at named sites, and what they attribute to them.
 
 with gradients(session, "z", layers=[5], blocks=[6], steps=[3]) as grads:
     run = session.generate("a red circle moving right over a dark blue background", seed=42)
     grads.backward(lambda x0: x0.square().mean())
 grads["z"].stack()  # named and shaped like captured activations
+scores = attribute(session, prompt, seed=42, source=Source(prompt="a blue square moving left"))
 """
 
-from collections.abc import Iterator, Mapping
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import Context
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import Tensor
 
+from experiments.analysis.panels import table
+from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
-from experiments.captured import as_numbers, check_capture, tables
+from experiments.caches.files import claimed
+from experiments.captured import as_numbers, check_capture, drawing, tables
 from experiments.extraction import memory
-from experiments.session import Session
+from experiments.extraction.cache_builders import Run
+from experiments.extraction.edits import source_of
+from experiments.extraction.provenance import check_outputs
+from experiments.extraction.rollout import observed as observing
+from experiments.session import Session, load
 from wan.activations import SiteCapture
+from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.gradients import Gradients, Metric
-from wan.sites import check_site, watched
+from wan.gradients import Attribution, Gradients, Metric
+from wan.interventions import Patch, Source
+from wan.sites import OF_FORWARD, ActivationSite, check_site, observed, watched
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STAY = ("full", "window")  # policies whose keys stand where they were made
 
@@ -143,3 +160,160 @@ class SiteGradients(Mapping[str, Activations]):
         recorder = self.recorder
         what = f"{len(recorder.found)} gradients" if recorder.found else f"{len(recorder.graphs)} graphs"
         return f"SiteGradients: {', '.join(recorder.sites)} through each {recorder.through}, {what}"
+
+
+# --- Attribution patching
+def attribute(
+    session: Session,
+    prompt: str | None = None,
+    seed: int | None = None,
+    *,
+    source: Source,
+    metric: Metric | None = None,
+    sites: Sequence[str] = ("z", "mlp_out"),
+    layers: Any = None,
+    blocks: Any = None,
+    steps: Any = None,
+    integrated: int = 1,
+) -> "Scores":
+    """Score what taking a site from the source run would do to the metric of the same pass's x0.
+
+    A score is (source - own activation) times gradient, summed: per layer, and per head of sites with heads.
+    It takes one rollout of each run, which have the same noise unless the source has a seed, and a backward
+    pass per chosen pass; earlier blocks are constants. metric(x0) returns a number; without one it is the
+    way of x0 to the source's, 0 here and 1 there. integrated averages gradients over so many points between
+    the inputs of both runs. Raises ConfigError for what cannot be differentiated or patched.
+    """
+    given = {"prompt": prompt, "seed": seed}
+    config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
+    chosen = {"layers": as_numbers("layers", layers), "blocks": as_numbers("blocks", blocks)}
+    chosen["steps"] = as_numbers("steps", steps) or [*range(config.num_passes - 1)]
+    # 1. Refuse before anything runs.
+    for site in sites:
+        if check_site(site) in OF_FORWARD:
+            raise ConfigError(f"{site} belongs to no layer: attribute a site of layers, such as z or mlp_out")
+        Patch(site, source, passes="denoise").check_source(config)
+    if integrated < 1 or (integrated > 1 and config.policy.name not in STAY):
+        rest = f"several take cache_policy {' or '.join(STAY)}, whose passes can run again"
+        raise ConfigError(f"integrated is {integrated}: it is a number of points, 1 or more; {rest}")
+    known = "towards" if metric is None else getattr(metric, "__qualname__", type(metric).__name__)
+    recorder = Attribution(tuple(sites), **chosen, metric=metric, points=integrated)
+    check_gradients(session, recorder)
+    # 2. The source, without anybody's edits: its activations, and with several points its inputs.
+    session.prepare(config=config)
+    theirs, other = source_of(session, config, source)
+    inputs = ("x0", *(("x_t", "cross_k", "cross_v") if integrated > 1 else ()))
+    kept = [SiteCapture(tuple(sites), **chosen, to=None)]
+    kept += [SiteCapture(inputs, blocks=chosen["blocks"], steps=chosen["steps"], to=None)]
+
+    def run_source() -> None:
+        with watched(*kept), observed():
+            theirs.rollout(other)
+
+    Context().run(run_source)
+    recorder.source = {one.where: one.value for capture in kept for one in capture.kept}
+    recorder.sigmas = session.pipeline.sigmas
+    # 3. The run itself, whose passes are differentiated as they come.
+    with watched(recorder), recorder.calls_of(session.model):
+        run = session.generate(config=config)
+    return Scores(scores_cache(recorder, run, source, known))
+
+
+def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
+    """Write the scores of a run (run_attribution.py)."""
+    check_outputs(args, config, [args.output_path])
+    with claimed({args.output_path: 0}, args.overwrite is not False), observing(args, unit=None) as watch:
+        session = load(config).prepare(observer=watch)
+        chosen = {"sites": args.sites, "blocks": args.blocks, "integrated": args.integrated}
+        scores = attribute(session, source=Source(prompt=args.source_prompt), **chosen)
+        scores.save(args.output_path)
+        watch.print(scores.table())
+
+
+def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -> dict[str, Any]:
+    """Return the scores of a run as a cache."""
+    places = list(recorder.scores)
+    passes = list(dict.fromkeys(place.at for place in places))
+    layers = sorted({place.layer for place in places})
+    found = []
+    for site in recorder.sites:
+        rows = [[recorder.scores[ActivationSite(site, layer, at)] for at in passes] for layer in layers]
+        found.append({"site": site, "scores": torch.stack([torch.stack(row) for row in rows])})
+    return {
+        **run.common,
+        "format": "attribution",
+        "is_logits": False,
+        "source": source.to_dict(),
+        "metric": metric,
+        "integrated": recorder.points,
+        "layers": layers,
+        "pass_timesteps": [at.timestep for at in passes],
+        "pass_blocks": [at.block for at in passes],
+        "pass_steps": [at.step for at in passes],
+        "metric_own": torch.tensor(recorder.values),
+        "metric_source": torch.tensor(recorder.reached),
+        "sites": found,
+    }
+
+
+class Scores(Mapping[str, Tensor]):
+    """Attribution scores by site, [layers, passes, heads or 1] in units of the metric.
+
+    >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[6], steps=[3])
+    >>> scores["z"].shape
+    [8, 1, 12]
+    >>> print(scores.table())
+    >>> scores.save("cache/attribution.pt")
+    """
+
+    def __init__(self, cache: Mapping[str, Any]):
+        self.cache = dict(cache)
+        self.layers: list[int] = self.cache["layers"]
+        self.passes = [*zip(self.cache["pass_blocks"], self.cache["pass_steps"], strict=True)]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Scores":
+        """Read scores from their file. Raises CacheError for any other file."""
+        return cls(load_cache(path, expect=("attribution",)))
+
+    def __getitem__(self, site: str) -> Tensor:
+        return {each["site"]: each["scores"] for each in self.cache["sites"]}[site]
+
+    def __iter__(self) -> Iterator[str]:
+        return (each["site"] for each in self.cache["sites"])
+
+    def __len__(self) -> int:
+        return len(self.cache["sites"])
+
+    def table(self, count: int = 12) -> str:
+        """Return the largest scores, each the mean over passes, with the heads or layers they are of."""
+        rows = [
+            {"site": site, "layer": layer, "head": head if self[site].shape[2] > 1 else None, "score": score}
+            for site in self
+            for layer, heads in zip(self.layers, self[site].mean(1).tolist(), strict=True)
+            for head, score in enumerate(heads)
+        ]
+        return table(sorted(rows, key=lambda row: -abs(row["score"]))[:count])
+
+    def plot(self) -> "Figure":
+        """Draw layers x heads, or layers, of each site: the mean over passes."""
+        maps = {site: self[site].mean(1).numpy() for site in self}
+        return drawing().attribution_maps(maps, self.layers, subtitle=self.about)
+
+    @property
+    def about(self) -> str:
+        """The two runs, and the metric."""
+        cache = self.cache
+        theirs = ", ".join(f"{name} “{value}”" for name, value in cache["source"].items())
+        passes = f"{len(self.passes)} pass{'es' * (len(self.passes) != 1)}"
+        own = f"“{cache['prompt']}”, seed {cache['seed']}"
+        return f"{own}, towards {theirs}; {cache['metric']}, mean of {passes}"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the cache that notebooks/interventions.ipynb opens. CacheError where it cannot."""
+        save_cache(path, self.cache)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{site} {list(self[site].shape)}" for site in self)
+        return f"Scores: {shapes}; {self.about}"

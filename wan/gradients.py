@@ -12,7 +12,7 @@ each call sees its own with them: earlier blocks are constants, unless a whole r
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -27,7 +27,9 @@ from wan.activations import Activation
 from wan.attention import Call
 from wan.errors import ConfigError, short_repr
 from wan.interventions import Edits
+from wan.pipeline import flow_to_x0
 from wan.sites import (
+    SITES,
     ActivationSite,
     Pass,
     Watcher,
@@ -36,6 +38,7 @@ from wan.sites import (
     check_sites,
     current_pass,
     during,
+    hook_point,
     observed,
     watched,
     watchers,
@@ -194,17 +197,26 @@ class Gradients(Watcher):
         return self.found
 
     def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
-        takes = len(inspect.signature(metric).parameters)
-        with torch.enable_grad():
-            value = metric(graph.x0) if takes == 1 else metric(graph.x0, graph.seen)
+        value, nodes = self.value_of(graph, metric), list(graph.nodes.values())
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             is_scalar = isinstance(value, Tensor) and value.numel() == 1
             what = "depends on no x0" if is_scalar else f"is {short_repr(getattr(value, 'shape', value))}"
             raise ConfigError(f"a gradient is of one number that depends on x0, and what came {what}")
-        nodes = list(graph.nodes.values())
         with torch.enable_grad():
             found = torch.autograd.grad(value.sum(), nodes, retain_graph=retain_graph, materialize_grads=True)
         self.values.append(value.item())
+        self.take(graph, found)
+
+    @staticmethod
+    def value_of(graph: Graph, metric: Metric) -> Any:
+        """Return what a metric is of a graph's x0, and of its activations where it takes them."""
+        with torch.enable_grad():
+            if len(inspect.signature(metric).parameters) == 1:
+                return metric(graph.x0)
+            return metric(graph.x0, graph.seen)
+
+    def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
+        """Keep the gradients of a graph, in the order of its nodes."""
         moved = [one if self.to is None else one.to(self.to) for one in found]
         self.found += map(Activation, graph.nodes, moved)
 
@@ -230,11 +242,7 @@ class Gradients(Watcher):
         at, before = current_pass(), []
         if not self.records(at):
             return function(*args)
-        watching = [
-            self if one is self else Edits(one.edits, one.data)
-            for one in watchers()
-            if one is self or one.edits
-        ]  # type: ignore[attr-defined]
+        watching = self._beside(_Replay(self))
         if problem := next((e for w in watching for e in w.edits if "source" in e.needs), None):
             raise ConfigError(f"recompute=True cannot repeat an edit that takes another run: {problem}")
 
@@ -246,11 +254,143 @@ class Gradients(Watcher):
 
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
-    def _again(self, at: Pass, watching: list[Any], function: Callable[[], Any]) -> Any:
-        """Call a function as it was called in a pass: the same nodes, recorded nowhere."""
-        replay = _Replay(self)
-        with watched(*(replay if one is self else one for one in watching)), during(at), observed():
+    def _beside(self, me: Watcher) -> list[Watcher]:
+        """Return who watches a repeated call: me in my place, and edits, which count no call twice."""
+        edits = {id(one): Edits(one.edits, one.data) for one in watchers() if isinstance(one, Edits)}
+        return [
+            me if one is self else edits[id(one)] for one in watchers() if one is self or id(one) in edits
+        ]
+
+    @staticmethod
+    def _again(at: Pass, watching: Sequence[Watcher], function: Callable[[], Any]) -> Any:
+        """Call a function as it was called in a pass, before nobody else."""
+        with watched(*watching), during(at), observed():
             return function()
+
+
+@dataclass(eq=False)
+class Attribution(Gradients):
+    """Attribute the difference between two runs to sites: (source - own activation) times gradient, by pass.
+
+    Attribution patching (https://www.neelnanda.io/mechanistic-interpretability/attribution-patching): a first
+    order estimate of what taking an activation from the source run does to the metric of the pass's x0.
+    source has the other run's activations, and its x0. Without a metric it is how far x0 moved towards the
+    source's, which is 1 there and 0 here. With points above 1 the pass runs again between the inputs of both
+    runs, x_t and the prompt's keys and values, and its gradient is the mean (EAP-IG, arXiv 2403.17806).
+    """
+
+    source: Mapping[ActivationSite, Tensor] = field(default_factory=dict)
+    points: int = 1
+    sigmas: Sequence[float] = ()  # by step, where there are several points
+    scores: dict[ActivationSite, Tensor] = field(default_factory=dict)  # [H] of sites with heads, else [1]
+    reached: list[float] = field(default_factory=list)  # the metric of the source's x0, by pass
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.metric = self.metric or towards
+        self._own: dict[ActivationSite, Tensor] = {}
+        self._call: tuple[Any, ...] = ()
+        self._runs_again = False
+
+    @contextmanager
+    def calls_of(self, model: Any) -> Iterator[None]:
+        """Remember how the model is called, for passes that run again."""
+        handle = model.register_forward_pre_hook(lambda model, args: setattr(self, "_call", (model, *args)))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def records(self, at: Pass | None) -> bool:
+        return (self.points == 1 or self._runs_again) and super().records(at)
+
+    def hides(self, layer: int, at: Pass | None) -> bool:
+        return super().records(at)
+
+    def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
+        return super().records(at) and site in self.sites and asks_for(self, layer, at)  # type: ignore[arg-type]
+
+    def check(self, plan: Any) -> None:
+        super().check(plan)
+        self.scores, self.reached, self._own = {}, [], {}
+
+    def on_activation(self, x: Any, where: ActivationSite) -> Any:
+        if self.points == 1 or self._runs_again or isinstance(x, Call):
+            return super().on_activation(x, where)
+        # The plain pass, whose activations are the run's own; behind it the passes that are recorded.
+        if self.wants(where.site, where.layer, where.at):
+            self._own[where] = x.detach().clone()
+        if where.site == "x0" and super().records(where.at):
+            self._run_again(x, where)
+        return None
+
+    def _run_again(self, x0: Tensor, where: ActivationSite) -> None:
+        """Record the pass at points between both runs; the cache's own slots are written by later passes."""
+        model, x, t, text, kv_cache = self._call
+        theirs = self.of("x_t", None, where)
+        others = [[self.of(f"cross_{n}", layer, where) for n in "kv"] for layer in range(len(text))]
+        own_x0, values = x0.detach(), len(self.values)
+
+        def at_point(share: float) -> None:
+            mixed = [
+                tuple(map(lambda a, b: a.lerp(b, share), *pair)) for pair in zip(text, others, strict=True)
+            ]
+            here = x.lerp(theirs, share)
+            flow = model.forward(here, t, mixed, kv_cache)
+            with torch.enable_grad():
+                hook_point("x0", None, flow_to_x0(flow, here, self.sigmas[where.at.step or 0]))
+
+        watching, self._runs_again, self._own_x0 = self._beside(self), True, own_x0
+        try:
+            for point in range(self.points):
+                there = partial(at_point, (point + 0.5) / self.points)
+                Context().run(self._again, where.at, watching, there)
+        finally:
+            self._runs_again, self._open = False, None
+            torch.set_grad_enabled(False)
+        # One pass has one value, that of its own x0.
+        self.values[values:] = [self.value_of(Graph(x0=own_x0), self._metric(where)).item()]
+        self.reached[values + 1 :] = []
+
+    def of(self, site: str, layer: int | None, where: ActivationSite) -> Tensor:
+        """Return what the source has at a site of a pass; ConfigError where it has none."""
+        there = ActivationSite(site, layer, where.at)
+        if there not in self.source:
+            raise ConfigError(f"the source has no {there}: it must have the same frames, blocks and steps")
+        return self.source[there]
+
+    def _metric(self, where: ActivationSite) -> Metric:
+        """Return the metric of a pass: what was given, or the way from the own x0 to the source's."""
+        if self.metric is not towards:
+            assert self.metric is not None
+            return self.metric
+        own, theirs = self._own_x0.double(), self.of("x0", None, where).double()
+        way = theirs - own
+        return lambda x0: ((x0.double() - own) * way).sum() / way.square().sum()
+
+    def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
+        where = next(iter(graph.nodes))
+        if not self._runs_again:
+            assert graph.x0 is not None
+            self._own_x0 = graph.x0.detach()
+        metric = self._metric(where)
+        reached = Graph(x0=self.of("x0", None, where))
+        takes_x0 = len(inspect.signature(metric).parameters) == 1
+        self.reached.append(float(self.value_of(reached, metric)) if takes_x0 else float("nan"))
+        super()._differentiate(graph, metric, retain_graph)
+
+    def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
+        for (where, node), gradient in zip(graph.nodes.items(), found, strict=True):
+            own = self._own.get(where, node).detach()
+            change = (self.of(where.site, where.layer, where) - own).double() * gradient.double()
+            axes = SITES[where.site].split()
+            score = change.sum([n for n, axis in enumerate(axes) if axis != "H"]).reshape(-1).float().cpu()
+            self.scores[where] = self.scores.get(where, 0) + score / self.points
+
+
+def towards(x0: Tensor) -> Tensor:
+    """Stand for the metric of Attribution that asks how far x0 moved towards the source's."""
+    raise NotImplementedError
 
 
 class _Replay(Watcher):

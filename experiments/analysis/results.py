@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy  # scipy.stats is loaded by its first use
 from PIL import Image
 
-from experiments.analysis.stats import ENOUGH_PROMPTS, Interval
+from experiments.analysis.stats import ENOUGH_PROMPTS, Interval, spearman
 from experiments.caches.files import CacheError
 from wan.files import read_json
 
@@ -224,3 +225,44 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
     count = len(report["miniatures"])
     models = f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"
     return panels, ceilings, f"{models}; chosen heads keep the whole past, others {others}"
+
+
+# --- Attribution patching against exact patching (experiments/findings/attribution)
+def attribution_pairs(report: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return scores and effects of all heads [pairs, layers, heads], by what is compared."""
+    compared = {
+        "gradient, one pass": ("attribution", "exact"),
+        "gradient at 5 points, one pass": ("integrated", "exact"),
+        "gradient of all passes, rollout": ("attribution_of_all", "rollout"),
+        "gradient of one pass, rollout": ("attribution", "rollout"),
+        "exact patch of one pass, rollout": ("exact", "rollout"),
+    }
+    found = {}
+    for name, columns in compared.items():
+        rows = [pair for pair in report["pairs"] if all(column in pair for column in columns)]
+        if rows:
+            score, effect = (np.array([row[column] for row in rows]) for column in columns)
+            found[name] = score, effect
+    return found
+
+
+def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return Spearman's ρ over all heads of each comparison, and the heads that differ most in rank."""
+    rows = []
+    for name, (score, effect) in attribution_pairs(report).items():
+        each = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
+        means = score.mean(0), effect.mean(0)
+        ranks = [scipy.stats.rankdata(mean).reshape(mean.shape) for mean in means]
+        apart = np.abs(ranks[0] - ranks[1])
+        order = np.dstack(np.unravel_index(np.argsort(-apart, axis=None)[:3], apart.shape))[0]
+        rows.append(
+            {
+                "compared": name,
+                "pairs": len(each),
+                "ρ of a pair, median": float(np.median(each)),
+                "least": min(each),
+                "ρ of the means": spearman(means[0].ravel(), means[1].ravel()),
+                "ranks apart": ", ".join(f"L{a}H{b} by {apart[a, b]:.0f}" for a, b in order),
+            }
+        )
+    return rows

@@ -439,6 +439,33 @@ class CausalAtlasCache(Cache):
     head_norms: Annotated[Tensor | None, "f32 [R, N, U]"] = None  # mean ‖z‖ in the base run
 
 
+@dataclass(frozen=True, kw_only=True)
+class AttributionSite(Fields):
+    """The scores of one site: of its heads, or of a layer's whole activation."""
+
+    site: str
+    scores: Annotated[Tensor, "f32 [N, P, U]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributionCache(Cache):
+    """(source - own activation) times gradient of a pass's metric. N layers, P passes, U heads or one."""
+
+    script, notebook, default = "run_attribution.py", "interventions.ipynb", "attribution.pt"
+    nested: ClassVar = {**Cache.nested, "sites": AttributionSite}
+
+    source: dict[str, Any]  # what the other run has: prompt, seed or weights
+    metric: str  # towards: the way of x0 to the source's; or the name of a function
+    integrated: int  # points between both runs; 1 is the gradient of the own run
+    layers: Annotated[list[int], "int [N]"]
+    pass_timesteps: Annotated[list[float], "float [P]"]
+    pass_blocks: Annotated[list[int], "int [P]"]
+    pass_steps: Annotated[list[int], "int [P]"]
+    metric_own: Annotated[Tensor, "f32 [P]"]
+    metric_source: Annotated[Tensor, "f32 [P]"]  # NaN for a metric of activations
+    sites: list[AttributionSite]
+
+
 FORMATS: dict[str, type[Cache]] = {
     "figure4": Figure4Cache,
     "layer": LayerCache,
@@ -447,6 +474,7 @@ FORMATS: dict[str, type[Cache]] = {
     "maps": MapsCache,
     "effects": EffectsCache,
     "causal_atlas": CausalAtlasCache,
+    "attribution": AttributionCache,
 }
 
 

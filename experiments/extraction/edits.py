@@ -84,12 +84,18 @@ def edited(
 
 def run_of(session: "Session", config: RunConfig, source: Source) -> RunInStep:
     """Return the run in step that a source names."""
+    session, other = source_of(session, config, source)
+    return RunInStep(lambda: session.rollout(other))
+
+
+def source_of(session: "Session", config: RunConfig, source: Source) -> "tuple[Session, RunConfig]":
+    """Return the session and config that make the run that a source names."""
     given = {name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None}
     other = replace(config, **given)
     if source.weights is not None:
         other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
         session = session.with_weights(other)
-    return RunInStep(lambda: session.rollout(other))
+    return session, other
 
 
 def _head_outputs(session: "Session", config: RunConfig, sites: Sequence[str]) -> HeadOutputs:

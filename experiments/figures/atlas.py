@@ -81,6 +81,33 @@ def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: st
 
 
 @styled
+def attribution_maps(maps: Mapping[str, np.ndarray], layers: Sequence[int], *, subtitle: str) -> Figure:
+    """Draw the scores of each site, [layers, heads] or [layers, 1]; red adds to the metric."""
+    figure, axes = st.panels(len(maps), min(3, len(maps)), (3.0, _height(len(layers)) + 0.3))
+    for axis, (site, values) in zip(axes, maps.items(), strict=True):
+        limit = float(np.nanmax(np.abs(values))) or 1.0
+        image = _map(axis, values, layers, site, cmap="RdBu_r", vmin=-limit, vmax=limit)
+        st.color_bar(figure, image, axis, values=values)
+    st.label_figure(figure, axes, "Attribution: (source − own) · gradient", subtitle, "Layer", x="Head")
+    return figure
+
+
+@styled
+def attribution_against(compared: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
+    """Draw a panel per comparison of scores and effects [pairs, N, H]: a dot per head, the mean of pairs."""
+    figure, axes = st.panels(len(compared), 3, (2.9, 2.6))
+    for axis, (name, (score, effect)) in zip(axes, compared.items(), strict=True):
+        x, y = score.mean(0), effect.mean(0)
+        layers = np.broadcast_to(np.arange(len(x))[:, None], x.shape)
+        dots = axis.scatter(x, y, c=layers, s=12, linewidth=0, cmap=plt.get_cmap("viridis", len(x)))
+        axis.axline((0, 0), slope=1, color="0.6", linewidth=0.8, zorder=0)
+        axis.set_title(f"{name}\n{len(score)} pairs", fontsize=st.SMALL)
+    st.color_bar(figure, dots, axes, "layer", ticks=range(len(x)))
+    st.label_figure(figure, axes, "Attribution against patching", "", "Patch: share of the way", x="Score")
+    return figure
+
+
+@styled
 def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> Figure:
     """Draw the share of heads with the same label for every pair, values [n, n], written into the cells."""
     n = len(names)

@@ -137,6 +137,16 @@ def causal_atlas(F=9, layers=(0, 1), heads=3):
     return edited("causal_atlas", F) | of_runs | own | values
 
 
+def attribution(F=9, layers=(0, 1), heads=3):
+    own = {"source": {"prompt": "a blue square"}, "metric": "towards", "integrated": 1}
+    own |= {"layers": list(layers), "pass_timesteps": [1000.0, 625.0], "pass_blocks": [2, 2]}
+    own |= {"pass_steps": [0, 3], "metric_own": torch.zeros(2), "metric_source": torch.ones(2)}
+    ramp = torch.linspace(-1, 1, len(layers) * 2 * heads).view(len(layers), 2, heads)
+    sites = {"z": ramp, "mlp_out": ramp[..., :1].clone()}
+    own["sites"] = [{"site": site, "scores": scores} for site, scores in sites.items()]
+    return common("attribution", F) | {"num_heads": heads} | own
+
+
 def frame_matrix(H, blocks, seed=0):
     """[H, F, F] float32, NaN in later blocks."""
     F = sum(blocks)
@@ -156,6 +166,7 @@ MAKERS = {
     "maps": maps,
     "effects": effects,
     "causal_atlas": causal_atlas,
+    "attribution": attribution,
 }
 
 
