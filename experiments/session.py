@@ -312,7 +312,7 @@ class Session:
             finally:
                 ROLLING.reset(token)
 
-        with edits_as_they_are():
+        with edits_as_they_are() if active_edits() else nullcontext():
             runs = captures.roll_out(self, configs, make) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
 
