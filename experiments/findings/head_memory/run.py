@@ -416,8 +416,15 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
     paired = {name: curve(values - orders["effect"]) for name, values in orders.items() if name != "effect"}
     of_named = {name: curve(answers(name, named)[None])[0] for name in ends}
     everyone = np.ones_like(named)
-    back = {"base": found["base"]["comes_back"][0], "all": found["all"]["comes_back"][0]}
-    back["effect: 8"] = found["other_answers"]["effect"]["comes_back"][found["counts"].index(8)]
+    at = found["counts"].index(8)
+    both = {
+        question: {
+            "base": found["base"][question][0],
+            "all": found["all"][question][0],
+            "effect: 8": found["other_answers"]["effect"][question][at],
+        }
+        for question in ("comes_back", "hides")
+    }
     return {
         "captions without colour": int((~named).sum()),
         "ends": ends,
@@ -431,9 +438,10 @@ def curves_of(found: Mapping[str, Any]) -> dict[str, Any]:
             name: {
                 "right": round(float(answers(name, everyone).mean()), 3),
                 "comes_back": share,
+                "hides": both["hides"][name],
                 "returns": round(share * found["captions"] * found["seeds"]),
             }
-            for name, share in back.items()
+            for name, share in both["comes_back"].items()
         },
         "colour named": {"ends": of_named, "effect": curve(by_count("effect", named))},
     }
