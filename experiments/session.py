@@ -220,7 +220,8 @@ class Session:
             self.require_files()
             # 2. Hash the weights in the background; encode the first prompts before the model is there, as
             #    the encoder needs as much memory again.
-            self.sha256 = sha256 = Future()
+            sha256: Future[str] = Future()
+            self.sha256 = sha256
 
             def hash_weights() -> None:
                 try:
@@ -420,6 +421,12 @@ class Session:
         self.files = self.files or there
         if other := next((each for each in there if each not in self.files), None):
             raise ConfigError(f"{other['name']} was replaced after it was read: load the model again")
+
+    @property
+    def weights_sha256(self) -> str:
+        """SHA-256 of the weights file, which is hashed in the background while models load."""
+        assert self.sha256 is not None, "nothing is loaded"
+        return self.sha256.result()
 
     def files_now(self, config: RunConfig, edits: Sequence[Any] | None = None) -> list[dict[str, Any]] | None:
         """Describe the files of a rollout: the model's as they were read, those of edits as they are."""

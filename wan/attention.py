@@ -196,9 +196,10 @@ def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # 2. Rows of D numbers in a piece; on a GPU they begin at multiples of 16 bytes and share no memory.
     if backends.can_read(q) and backends.can_read(k) and backends.can_read(v):
         return q, k, v
-    return tuple(
+    q, k, v = (
         x if backends.can_read(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)
     )
+    return q, k, v
 
 
 def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -247,7 +247,7 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
     )
     # 5. Means of q and of the block's own k before RoPE, from which curves over distance follow.
-    if request.query_key_means:
+    if request.query_key_means and call.at is not None:
         S, own = layout.tokens_per_slot, [n for n in layout.own if layout.frames[n] in call.at.query_frames]
         positions = [layout.positions[n] for n in own]
         own_k = k.unflatten(1, (-1, S))[:, own[0] : own[-1] + 1].flatten(1, 2)

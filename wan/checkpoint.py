@@ -238,7 +238,7 @@ def shards(path: Path) -> list[Path]:
 
 # Step counts and losses beside the weights, as training scripts save them: numbers of numpy, and no more
 SCALAR = np.float64(0).__reduce__()[0]
-NUMPY_NUMBERS = [
+NUMPY_NUMBERS: list[Any] = [
     np.dtype,
     *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
     *((SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),

@@ -137,7 +137,7 @@ def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
         words = many + (fitted(object(), items[0], name)[1] or "anything")
         return (origin(x for x, _ in parts), "") if fits else (value, words)
     # 3. A dataclass by its fields; other classes are not looked into.
-    if is_dataclass(origin) and isinstance(value, Mapping):
+    if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
         return from_values(origin, value, f"{name}: "), ""
     if origin not in (bool, int, float, str, NoneType):
         fits = origin is Any or isinstance(value, origin)

@@ -57,7 +57,7 @@ def library_folders() -> tuple[str, ...]:
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {*site.getsitepackages(), site.getusersitepackages()}
     here = Path(__file__).resolve().parents[1]
-    own = (here / "wan", here / "experiments")
+    own = (str(here / "wan"), str(here / "experiments"))
     return tuple(f"{Path(path).resolve()}/" for path in (*paths, *own) if path)
 
 
@@ -197,8 +197,8 @@ class _Digests:
         if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, ModuleType | None):
             yield f"{value.__module__}.{value.__qualname__}".encode()
             return
-        if isinstance(value, np.ufunc) and getattr(np, value.__name__, None) is value:
-            yield value.__name__.encode()
+        if isinstance(value, np.ufunc) and getattr(np, str(value.__name__), None) is value:
+            yield str(value.__name__).encode()
             return
         if isinstance(value, DESCRIPTORS):
             yield value.__qualname__.encode()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
-from wan.cache import CachePolicy, CacheSizes, Full, KVCache, PromptSwitch, apply_switch
+from wan.cache import CachePolicy, CacheSizes, Full, How, KVCache, PromptSwitch, apply_switch
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
@@ -305,7 +305,8 @@ class Rollout:
     def make_room(self, block: int, frames: range) -> None:
         """Put the block's frames into the cache; before that, change the prompt where a switch says so."""
         # 1. A new prompt: its cross-attention keys and values take the place of the old ones.
-        switch, how = self.switches.get(frames.start), "keep"
+        switch = self.switches.get(frames.start)
+        how: How = "keep"
         if switch:
             how = switch.how
             prompts = None if switch.prompt is None else [switch.prompt] * self.noise.shape[0]

@@ -103,7 +103,7 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
 
 def percentiles(estimate: float, drawn: Sequence[float] | np.ndarray) -> Interval:
     """Return an estimate with the middle 95 % of the draws that are known; NaN has no interval."""
-    if not is_known(estimate) or np.isnan(drawn).all():
+    if not np.isfinite(estimate) or np.isnan(drawn).all():
         return Interval(np.nan, np.nan, np.nan)
     return Interval(estimate, *np.nanpercentile(drawn, [2.5, 97.5]).tolist())
 

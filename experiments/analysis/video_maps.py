@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +98,9 @@ def open_map(
     """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
     typed = MapsCache.from_dict(cache)
     there = _queries(typed)
-    place = next(iter(there), None) if query is None else (*query, ANY, ANY)[:3]  # a frame alone is its mean
+    place: Any = next(iter(there), None)
+    if query is not None:
+        place = (*query, ANY, ANY)[:3]  # a frame alone is its mean
     # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
     _, n, p, h = _indices(typed, layer, step, head, ("query", place, there))
     block, row = there[place]

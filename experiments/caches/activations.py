@@ -44,7 +44,8 @@ FORMAT = "activations"
 COORDINATES = ("layer", "block", "step", "branch")
 SHARED, MANIFEST, LATENTS = "activations.json", "manifest.json", "latents.safetensors"
 RUN_NAME = re.compile(r"[0-9a-f]{16}_seed-?\d+")
-OF_A_MODEL = ("model", "weights", "weights_file", "weights_sha256", "quantised", "dtype")  # of a run's facts
+# Of a run's facts those of its model
+OF_A_MODEL: tuple[str, ...] = ("model", "weights", "weights_file", "weights_sha256", "quantised", "dtype")
 OF_A_MODEL += ("num_heads", "head_dim", "frame_seq_length")
 
 
@@ -128,7 +129,7 @@ class Activations(Sequence[Tensor]):
 # --- A file
 def content_sha256(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Return the SHA-256 of a file's content: what its metadata says, and its tensors by name."""
-    parts = [json.dumps([metadata["about"], metadata["sites"]]).encode()]
+    parts: list[Any] = [json.dumps([metadata["about"], metadata["sites"]]).encode()]
     for name, x in tensors:  # a tensor without axes has no view as bytes
         parts += f"{name} {x.dtype} {list(x.shape)}".encode(), x.reshape(-1).view(torch.uint8).numpy()
     return checksum(*parts).hex()

@@ -128,7 +128,7 @@ class MeanRuns:
     @cached_property
     def made_of(self) -> str:
         plain = replace(self.config, prompt="", seed=0, prompt_schedule=None, interventions=[])
-        others = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
+        others: dict[str, Any] = {} if self.recorded == HeadOutputs.sites else {"sites": self.recorded}
         return fingerprint(self.session.identity(plain, [], mean_seeds=MEANS_SEEDS, **others))
 
     @property

@@ -110,7 +110,7 @@ def other_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]
     there = one_of(passes[0]).layers
     passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in there])
     # Differences are of the same heads: other weights of the model may be compared, another model may not
-    sizes = ("layers", "num_heads", "num_frames", "num_averages")
+    sizes: tuple[str, ...] = ("layers", "num_heads", "num_frames", "num_averages")
     known = UNRECORDED["model"] not in (one_of(passes[0]).model, view.model)
     sizes = ("model", *sizes) if known else sizes
     require_alike(one_of(passes[0]), view, sizes, f"{path} cannot be compared with the page's cache")

@@ -251,6 +251,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
         "distributed.comm.timeouts.connect": "120 s",
     }
     dask().config.set(settings)
+    cluster: Any
     if args.workers:
         cluster = _local_cluster(args.workers, device, gpus)
     else:

@@ -154,6 +154,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
             flows = forward(x, t, at).split([len(part.query_frames) for part in parts], 1)
 
             for part, flow in zip(parts, flows, strict=True):
+                assert part.step is not None  # this sampler counts its steps
                 block, step, frames = part.block, part.step, blocks[part.block]
                 x0 = flow_to_x0(flow, window[block], self.sigmas[step])
                 with during(part):
