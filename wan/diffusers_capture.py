@@ -57,7 +57,7 @@ class VideoTokens(NamedTuple):
     are_last: bool = False
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return self.frames * self.tokens
 
 
@@ -103,14 +103,15 @@ FAMILIES: dict[str, Family] = {
     "WanTransformer3DModel": WAN,
     "WanVACETransformer3DModel": WAN,  # its vace_blocks are no layers of this list
     "SkyReelsV2Transformer3DModel": WAN,
+    "CosmosTransformer3DModel": Family(of_latents, ("transformer_blocks",), mlp="ff"),
     "LTXVideoTransformer3DModel": Family(of_sequence, ("transformer_blocks",), mlp="ff"),
     "HunyuanVideo15Transformer3DModel": JOINT,
     "HunyuanVideoTransformer3DModel": replace(
         JOINT, layers=("transformer_blocks", "single_transformer_blocks")
     ),
 }
-SITES_HERE = ("q", "k", "q_rot", "k_rot", "v", "z", "cross_q", "cross_k", "cross_v", "cross_z")
-SITES_HERE += ("attn_out", "cross_out", "mlp_out", "resid_post")
+SITES_HERE: tuple[str, ...] = ("q", "k", "q_rot", "k_rot", "v", "z")
+SITES_HERE += ("cross_q", "cross_k", "cross_v", "cross_z", "attn_out", "cross_out", "mlp_out", "resid_post")
 TURNING = ("Move", "Jitter", "Band")  # edits that turn q and k as Wan's RoPE does
 
 # The names of guidance's branches -> ours. A joint call has a batch of both, the negative prompt's first.
@@ -166,7 +167,10 @@ def transformers_of(x: Any) -> dict[str | None, Any]:
     if isinstance(x, nn.Module):
         return {None: x}
     names = ("transformer", "transformer_2")  # two experts of Wan2.2
-    found = {name: module for name in names if isinstance(module := getattr(x, name, None), nn.Module)}
+    found: dict[str | None, Any] = {}
+    for name in names:
+        if isinstance(module := getattr(x, name, None), nn.Module):
+            found[name] = module
     if not found:
         raise ConfigError(f"{type(x).__name__} is no pipeline of diffusers with a transformer, and no model")
     return found
@@ -233,6 +237,8 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
                 stack.callback(module.register_forward_hook(after, always_call=always).remove)
 
         for site, module in callers:
+            if hasattr(module, "k_img"):
+                raise ConfigError(f"{title}: the keys of its images cannot be told from those of the text")
             _replace_dispatch(site, module, stack)
             hook(module, partial(_enter_attention, site), None)
             if (norm := getattr(module, "norm_added_k", None)) is not None and site.kind == "cross":
@@ -336,7 +342,7 @@ def _enter(watched: Watched, module: nn.Module, args: tuple, kwargs: dict[str, A
         frames, parts = at.query_frames, ((at, slice(None)),)
     _check_watchers(watched)
     # Frames are named by number, "first" or "past": no frame of such a call is of an earlier block.
-    layout = replace(KeyLayout.of_frames(frames, video.count), own=range(0))
+    layout = replace(KeyLayout.of_frames(frames, video.total), own=range(0))
     announced = during(parts[0][0] if len(parts) == 1 else at)
     _FORWARD.set(Forward(parts, video, layout, outer, announced))
     announced.__enter__()
@@ -353,7 +359,7 @@ def _timesteps(timestep: Any, video: VideoTokens) -> tuple[float, tuple[tuple[in
     if timestep is None:
         return 0.0, ()
     t = torch.as_tensor(timestep).float()
-    if t.ndim < 2 or t.shape[1] not in (video.frames, video.count):
+    if t.ndim < 2 or t.shape[1] not in (video.frames, video.total):
         return float(t.max()), ()
     by_frame = t.amax(0).unflatten(0, (video.frames, -1)).amax(1).tolist()
     return max(by_frame), tuple(enumerate(by_frame))
@@ -367,7 +373,9 @@ def _step(watched: Watched, given: Mapping[str, Any]) -> int | None:
     # A loop of one's own tells nothing, and frames of diffusion forcing have steps of their own.
     in_its_loop = told is not None or getattr(watched.pipeline, "_current_timestep", None) is not None
     scheduler = getattr(watched.pipeline, "scheduler", None)
-    if not in_its_loop or not hasattr(scheduler, "step_index") or given.get("enable_diffusion_forcing"):
+    if not in_its_loop or given.get("enable_diffusion_forcing"):
+        return None
+    if scheduler is None or not hasattr(scheduler, "step_index"):
         return None
     return scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
 
@@ -440,8 +448,8 @@ def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any
 def _show(forward: Forward, name: str, layer: int, x: Tensor, is_video: bool = True) -> Tensor:
     """Show x [B, L, ...] to watchers, each pass by itself and without tokens that are of no frame -> x."""
     pieces, is_changed = [], False
-    before = x.shape[1] - forward.video.count if forward.video.are_last and is_video else 0
-    own = slice(before, before + forward.video.count) if is_video else slice(None)
+    before = x.shape[1] - forward.video.total if forward.video.are_last and is_video else 0
+    own = slice(before, before + forward.video.total) if is_video else slice(None)
     for at, items in forward.parts:
         piece = x[items]
         seen = piece[:, own]
@@ -478,7 +486,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
     if caller.image_keys is not None and k.data_ptr() == caller.image_keys.data_ptr():
         site = Site(site.layer, "cross_image")
     edits, layout = bool(watchers()) and site.kind != "cross_image", forward.layout if is_self else None
-    rest = k.shape[1] - forward.video.count if is_self else 0
+    rest = k.shape[1] - forward.video.total if is_self else 0
     if rest < 0 or (is_self and q.shape[1] != k.shape[1]):
         raise ConfigError(
             f"layer {site.layer}: {q.shape[1]} queries and {k.shape[1]} keys are not {forward.video.frames} "
@@ -530,6 +538,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
 
 
 def _is_wanted(by: Any, call: Call) -> bool:
+    assert call.at is not None
     with during(call.at):
         return by.wants(call.site)
 
@@ -631,13 +640,13 @@ def _kernel_of(given: Mapping[str, Any]) -> str | None:
     backend = given["backend"]
     if backend is None:  # diffusers is imported: its model calls this
         dispatch = sys.modules["diffusers.models.attention_dispatch"]
-        backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()  # type: ignore[attr-defined]
+        backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
     name = str(getattr(backend, "value", backend))
     if name == "native":
         q, k, v = (given[x].permute(0, 2, 1, 3) for x in ("query", "key", "value"))
         choice = torch._fused_sdp_choice(q, k, v)
         kinds = torch.nn.attention.SDPBackend
-        found = {kinds.FLASH_ATTENTION: "flash", kinds.EFFICIENT_ATTENTION: "efficient"}
+        found: dict[Any, str] = {kinds.FLASH_ATTENTION: "flash", kinds.EFFICIENT_ATTENTION: "efficient"}
         found[kinds.CUDNN_ATTENTION] = "cudnn"
         return next((name for kind, name in found.items() if int(kind) == choice), None)
     return {"_native_flash": "flash", "_native_efficient": "efficient", "_native_cudnn": "cudnn_packed"}.get(

@@ -103,7 +103,7 @@ def _runs_of(
     found = []
     for item in range(count):
         text = prompts[item * len(prompts) // count] or ""
-        sizes = {"num_frames": frames, "num_frame_per_block": frames}
+        sizes: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames}
         config = RunConfig(model=name_of(x), prompt=text, **sizes)
         common: dict[str, Any] = {
             **{"schema_version": 1, "read_by": READ_BY, "prompt": text, "seed": None},
@@ -117,8 +117,9 @@ def _runs_of(
         }
         own = calls if count == 1 else [call.of_item(item) for call in calls]
         layers = max(call.site.layer for call in calls) + 1 if calls else 0
-        made = (own, torch.empty(0), [], words_of(x, text), common)
-        found.append(PipelineRun(config, layers, *made, kept=kept if item == 0 else []))
+        of_item = kept if item == 0 else []  # activations have the whole batch
+        latents = torch.empty(0)
+        found.append(PipelineRun(config, layers, own, latents, [], words_of(x, text), common, kept=of_item))
     return found
 
 
@@ -150,7 +151,8 @@ def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
         raise RunError('an atlas needs frames: capture granularity="frame", of self-attention')
     # 2. Its steps, each of one forward.
     timesteps = {call.at.step: call.at.timestep for call in calls if call.at}
-    steps, layers = sorted(timesteps, key=lambda step: step or 0), sorted({call.site.layer for call in calls})
+    steps: list[Any] = sorted(timesteps, key=lambda step: step or 0)
+    layers = sorted({call.site.layer for call in calls})
     if len(calls) != len(steps) * len(layers):
         raise RunError(
             f"{len(calls)} calls are not one of each of {len(layers)} layers and {len(steps)} steps: capture "

@@ -83,6 +83,15 @@ def hunyuan():
     return model, given | {"pooled_projections": noise(2, 6)}
 
 
+def cosmos():
+    model = diffusers.CosmosTransformer3DModel(
+        **HEADS, in_channels=4, out_channels=4, text_embed_dim=8, adaln_lora_dim=4, max_size=(8, 16, 16),
+        concat_padding_mask=False,
+    )  # fmt: skip
+    given = {"hidden_states": noise(2, 4, F, H, W), "timestep": torch.tensor([0.7, 0.7])}
+    return model, given | {"encoder_hidden_states": noise(2, 7, 8)}
+
+
 MODELS = {
     "wan": wan,
     "wan_i2v": wan_i2v,
@@ -92,6 +101,7 @@ MODELS = {
     "ltx": ltx,
     "hunyuan15": hunyuan15,
     "hunyuan": hunyuan,
+    "cosmos": cosmos,
 }
 
 

@@ -156,6 +156,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
             for part, flow in zip(parts, flows, strict=True):
                 assert part.step is not None  # this sampler counts its steps
                 block, step, frames = part.block, part.step, blocks[part.block]
+                assert step is not None  # this sampler tells it
                 x0 = flow_to_x0(flow, window[block], self.sigmas[step])
                 with during(part):
                     x0 = hook_point("x0", None, x0)
