@@ -5,9 +5,9 @@ with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lamb
 seen["resid_post"].stack()
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +45,9 @@ from experiments.session import CAPTURES, Session, load
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
-from wan.config import RunConfig
+from wan.config import Device, RunConfig
 from wan.diffusers_capture import watching
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, checked, did_you_mean, fitted, short_repr
 from wan.interventions import Custom, Edits
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
@@ -84,12 +84,13 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
     """Return a number, or several, as a list; None stays. ConfigError for what is none."""
     if value is None:
         return None
-    chosen = [value] if type(value) is int else [*value]
+    chosen = [value] if isinstance(value, (int, float)) else [*value] if isinstance(value, Iterable) else []
     if not chosen or any(type(each) is not int for each in chosen):  # nothing would be captured in silence
         raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
     return sorted(set(chosen))
 
 
+@checked
 @contextmanager
 def capture(
     session: Any, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
@@ -118,8 +119,7 @@ def capture(
         last = (config.base.num_steps if session.bidirectional else len(config.denoising_step_list)) - 1
         chosen["steps"] = sorted({last if step == -1 else step for step in chosen["steps"]})
     if sites:
-        if isinstance(chosen.get("dtype"), str):
-            chosen["dtype"] = getattr(torch, chosen["dtype"])
+        check_chosen(chosen)
         captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
         check_capture(session, captured.watcher, stream_to is not None)
         if captured.folder is not None:
@@ -171,9 +171,32 @@ def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edi
         yield active
 
 
+INTERNAL = ("sites", "on_block", "kept", "items", "newest")  # of SiteCapture, not for a caller
+
+
+def check_chosen(chosen: dict[str, Any]) -> None:
+    """Raise ConfigError for what SiteCapture does not take; the name of a dtype becomes the dtype."""
+    known = [each.name for each in fields(SiteCapture) if each.name not in INTERNAL]
+    if unknown := [name for name in chosen if name not in known]:
+        raise ConfigError(f"capture of sites knows no {unknown[0]}{did_you_mean(unknown[0], known)}")
+    dtype, to, reduce = (chosen.get(name) for name in ("dtype", "to", "reduce"))
+    if isinstance(dtype, str):
+        chosen["dtype"] = dtype = getattr(torch, dtype, dtype)
+    problem = ""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        problem = f"dtype {short_repr(dtype)} is none of floating point, such as float32 or bfloat16"
+    elif to is not None and not (isinstance(to, str) and not fitted(to, Device, "to")[1] and to != "auto"):
+        problem = f"to {short_repr(to)} is not cpu, cuda or cuda:N"
+    elif reduce is not None and not callable(reduce):
+        problem = f"reduce {short_repr(reduce)} is no function of x and where"
+    if problem:
+        raise ConfigError(f"capture: {problem}")
+
+
+@checked
 def attention_requests(
     config: RunConfig,
-    granularity: Any = "frame",
+    granularity: str = "frame",
     layers: list[int] | None = None,
     blocks: list[int] | None = None,
     steps: list[int] | None = None,
@@ -367,8 +390,12 @@ class Captured:
         return next(one.tables for one in self.folder.all_runs if one.manifest["fingerprint"] == wanted)
 
     def __getitem__(self, site: str) -> Activations:
-        return self.tables[site]
+        tables = self.tables
+        if site not in tables:
+            raise ConfigError(f"{short_repr(site)} was not captured{did_you_mean(site, tables)}")
+        return tables[site]
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write the activations of the last run, which load_cache reads: a .safetensors."""
         common = self._last().common
@@ -381,6 +408,8 @@ class Captured:
         branch, cond or uncond, is of a pipeline with guidance; None: cond.
         """
         run = run or self._last()
+        if not getattr(run, "records", None):
+            raise ConfigError(f"atlas: {short_repr(run)} has no attention: make it inside capture(session)")
         return Atlas(pipeline_atlas(run, branch) if isinstance(run, PipelineRun) else atlas_cache(run))
 
     def _last(self) -> Run:
@@ -423,6 +452,7 @@ class Atlas(dict[str, Any]):
         self.cache = AtlasCache.from_dict(cache)
 
     @classmethod
+    @checked
     def open(cls, path: str | Path) -> "Atlas":
         """Read an atlas from its file. Raises CacheError for any other file."""
         return cls(load_cache(path, expect=("atlas",)))
@@ -439,10 +469,12 @@ class Atlas(dict[str, Any]):
         lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
+    @checked
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
         """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
         return open_profiles(self, step, quantity)
 
+    @checked
     def plot(
         self, layer: int, step: int | None = None, quantity: str | None = None, head: int | None = None
     ) -> "Figure":
@@ -467,10 +499,12 @@ class Atlas(dict[str, Any]):
         """Return the mean over runs of one model, such as prompts and seeds, with its interval."""
         return MeanAtlas(atlases)
 
+    @checked
     def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
         """Correlate every head's frame matrix with another atlas's."""
         return AtlasComparison(self, other, quantity)
 
+    @checked
     def save(self, path: str | Path) -> Path:
         """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
         save_cache(path, self)
@@ -493,6 +527,8 @@ class MeanAtlas:
     """
 
     def __init__(self, atlases: Sequence[Atlas]):
+        if not all(isinstance(each, Atlas) for each in atlases):
+            raise ConfigError("a mean takes a list of atlases")
         if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
             raise CacheError("a mean takes two atlases or more, of the same layers")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
@@ -544,6 +580,11 @@ class AtlasComparison:
     """How alike two atlases are: the correlation [layers, heads] of every head's matrix, over all passes."""
 
     def __init__(self, one: Atlas, other: Atlas, quantity: str):
+        known = [
+            name for name, axes in one.axes.items() if axes[-2:] == ("frames", "frames") and name in other
+        ]
+        if quantity not in known:
+            raise ConfigError(f"compare: {short_repr(quantity)} is not one of {', '.join(known) or 'none'}")
         if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
             raise CacheError("atlases are compared that have the same layers, passes and frames")
         self.layers, self.quantity = one["layers"], quantity
@@ -577,6 +618,7 @@ def policy_atlas(source: str | Path, settings: Mapping[str, Any], num_frames: in
 
 
 # --- Videos side by side
+@checked
 def compare(run_a: Run, run_b: Run) -> "Comparison":
     """Put two runs of one length side by side, with their difference."""
     return Comparison(run_a, run_b)
@@ -613,6 +655,7 @@ class Comparison:
 
 
 # --- The x0 lens
+@checked
 def x0_lens(
     session: Session,
     prompt: str | None = None,

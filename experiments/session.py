@@ -52,7 +52,7 @@ from wan.cache import CachePolicy, PromptSwitch
 from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import MODELS, ModelConfig, RunConfig
-from wan.errors import ConfigError, did_you_mean, require_text, short_repr
+from wan.errors import ConfigError, checked, did_you_mean, require_text, short_repr
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
@@ -95,6 +95,7 @@ def require_no_run() -> None:
         )
 
 
+@checked
 def load(
     source: str | Path | RunConfig = "wan_mini",
     *,
@@ -251,6 +252,7 @@ class Session:
         return [config.prompt]
 
     # --- Videos
+    @checked
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,

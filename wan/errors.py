@@ -1,9 +1,11 @@
 """Errors that a user can mend: the message is one printable line that names the value and the remedy."""
 
+import functools
+import inspect
 import re
 import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
@@ -11,6 +13,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 Made = TypeVar("Made")
+Called = TypeVar("Called", bound=Callable[..., Any])
+NUMBER = r":(0|[1-9]\d{0,4})"  # of a frame, behind a word: own:3, and not own:03
 
 
 class UserError(Exception):
@@ -136,11 +140,15 @@ def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
         many = f"{low}..{high} of " if limits else "a list of "
         words = many + (fitted(object(), items[0], name)[1] or "anything")
         return (origin(x for x, _ in parts), "") if fits else (value, words)
+    if origin in (Sequence, Collection) and items:  # of an argument, which stays as it is
+        words = "a list of " + (fitted(object(), items[0], name)[1] or "anything")
+        many = isinstance(value, origin) and not isinstance(value, (str, bytes, Mapping))
+        return value, "" if many and not any(fitted(x, items[0], name)[1] for x in value) else words
     # 3. A dataclass by its fields; other classes are not looked into.
     if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
         return from_values(origin, value, f"{name}: "), ""
     if origin not in (bool, int, float, str, NoneType):
-        fits = origin is Any or isinstance(value, origin)
+        fits = origin is Any or not isinstance(origin, type) or isinstance(value, origin)
         return value, "" if fits else f"a {origin.__name__}"
     # 4. Numbers and texts: the type itself, for True is no 1, and the known ones or the range.
     fits = type(value) is kind or (kind is float and type(value) is int)
@@ -149,7 +157,7 @@ def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
         require_text(value, name)
     if len(limits) == 1:
         words = f"one of {', '.join(limits[0])}"
-        fits = fits and any(re.fullmatch(one.replace(":N", r":\d{1,5}"), value) for one in limits[0])
+        fits = fits and any(re.fullmatch(one.replace(":N", NUMBER), value) for one in limits[0])
     elif limits:
         low, high = limits
         words = f"{words} in {low}..{high}" + " characters" * (kind is str)
@@ -173,6 +181,50 @@ def from_values(kind: type[Made], values: Any, where: str = "") -> Made:
             problem = f"unknown key {short_repr(unknown[0])}{did_you_mean(unknown[0], known)}"
         raise ConfigError(where + problem)
     return kind(**given)
+
+
+def checked(call: Called) -> Called:
+    """Check what a public function is called with, by its annotations and as check_fields() does.
+
+    ConfigError for an argument that it does not know, that is missing, or whose value does not fit. Of a
+    dataclass the names alone are checked: its values are fields.
+    """
+    function: Any = call.__init__ if isinstance(call, type) else call
+    signature, kinds = inspect.signature(function), dict[str, Any]()
+
+    @functools.wraps(function)
+    def checking(*args: Any, **given: Any) -> Any:
+        name, known = call.__name__, signature.parameters
+        try:
+            bound = signature.bind(*args, **given)
+        except TypeError as error:  # say it as a setting's
+            problem = f"{name}: {error}"
+            names = [one for one in known if one != "self"]
+            takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
+            missing = str(error).rpartition("'")[0].rpartition("'")[2]
+            if unknown := [one for one in given if one not in known and not takes_any]:
+                problem = f"{name} knows no {unknown[0]}{did_you_mean(unknown[0], names)}"
+            elif str(error).startswith("missing") and missing in known:
+                words = fitted(object(), known[missing].annotation, missing)[1]
+                problem = f"{name} needs {missing}{f', {words}' * bool(words)}"
+            raise ConfigError(problem) from None
+        for key, value in bound.arguments.items() if function is call else ():
+            one = known[key]
+            if key not in kinds:  # names in quotes are of classes that come later
+                kinds[key] = one.annotation
+                if isinstance(one.annotation, str):
+                    kinds[key] = vars(sys.modules[call.__module__]).get(one.annotation, Any)
+            if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or kinds[key] is one.empty:
+                continue
+            bound.arguments[key], words = fitted(value, kinds[key], key)
+            if words:
+                raise ConfigError(f"{name}: {key} {short_repr(value)} is not {words}")
+        return function(*bound.args, **bound.kwargs)
+
+    if function is call:
+        return checking  # type: ignore[return-value]
+    call.__init__ = checking  # type: ignore[misc]
+    return call
 
 
 @contextmanager

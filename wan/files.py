@@ -5,16 +5,18 @@ import hashlib
 import io
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
-from wan.errors import ConfigError, UserError, library_reads, reason_of
+from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -41,6 +43,10 @@ def read_text(path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] 
     """Read a plain file of at most limit bytes as UTF-8, with or without its mark. Raise error otherwise."""
     path = Path(path)
     with library_reads(path, error):
+        if not path.exists() and path.parent.is_dir():
+            others = [each.name for each in path.parent.glob(f"*{path.suffix}")]
+            hint = did_you_mean(path.name, others) if get_close_matches(path.name, others, 1) else ""
+            raise error(f"{path} cannot be read: No such file or directory{hint}")
         # A device or a pipe may never end.
         if path.exists() and not (path.is_file() and path.stat().st_size <= limit):
             raise error(f"{path} cannot be read: it is no plain file of at most {limit} bytes")
@@ -59,10 +65,16 @@ def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit
 
     A key given twice is an error, ${...} stays text.
     """
+    import yaml
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
     text = read_text(path, limit)
     with library_reads(f"{path}: the YAML of {what}"):
+        for one in yaml.scan(text):  # YAML 1.1 reads 010 as 8, and 1:30 as 90
+            is_plain = isinstance(one, yaml.ScalarToken) and one.plain
+            if is_plain and re.fullmatch(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+)", one.value):
+                remedy = "write a number without a leading 0 or colons, or a text in quotes"
+                raise ConfigError(f"{path}, line {one.start_mark.line + 1}: {one.value} is unclear; {remedy}")
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     if not isinstance(content, kind):
         raise ConfigError(f"{path}: not a mapping of {what}")

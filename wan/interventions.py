@@ -14,11 +14,12 @@ with its own apply(), and check() where it needs one. Letters: B batch, L tokens
 S tokens per frame, F frames, H heads, D head dim.
 """
 
+import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from wan.attention import Call
 from wan.config import RunConfig
-from wan.errors import ConfigError, check_fields, from_values, library_reads, named, short_repr
+from wan.errors import ConfigError, check_fields, checked, from_values, library_reads, named, short_repr
 from wan.files import MAX_SIZE, read_text, read_yaml
 from wan.identity import code_of, code_of_class
 from wan.keys import (
@@ -400,6 +401,7 @@ class KeySelection(Edit):
         return call  # attention() raises ConfigError for a head that loses all its keys
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Knockout(KeySelection):
     """Leave keys out before the softmax; the weights of the rest are renormalised."""
@@ -407,6 +409,7 @@ class Knockout(KeySelection):
     b: ClassVar[float] = -math.inf
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Bias(KeySelection):
     """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
@@ -414,6 +417,7 @@ class Bias(KeySelection):
     b: Annotated[float, -MAX_BIAS, MAX_BIAS]  # type: ignore[misc]  # of all Knockouts, of each Bias
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Ablate(Edit):
     """Replace a head's output z [B, Lq, D], before the projection o.
@@ -456,6 +460,7 @@ class Ablate(Edit):
         return with_heads(x, where, self.heads, means.repeat_interleave(x.shape[1] // means.shape[1], 1))
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Patch(Edit):
     """Take from the run source a site (z of heads, resid_post), q and k (qk), or k and v of frames (kv)."""
@@ -514,6 +519,7 @@ class Patch(Edit):
         return x
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Move(Edit):
     """Let keys stand at another temporal RoPE position: offset frames further, or all at position."""
@@ -541,6 +547,7 @@ class Move(Edit):
         return call
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Jitter(Edit):
     """A RoPE base per head, 10000 (1 + scale e), e uniform in [-1, 1], in the temporal share of q and k.
@@ -575,6 +582,7 @@ class Jitter(Edit):
         return call
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Band(Edit):
     """Temporal RoPE bands of a head's logits, turned by phase (radians) and multiplied by scale.
@@ -600,6 +608,7 @@ class Band(Edit):
         return call
 
 
+@checked
 @dataclass(frozen=True, repr=False)
 class Steer(Edit):
     """Add scale times a direction, a vector of the last axis of a site, to every token."""
@@ -633,6 +642,7 @@ class Steer(Edit):
         return super().__repr__().replace(repr(list(self.direction)), f"[{len(self.direction)} numbers]")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Custom(Edit):
     """A function of one's own at some sites: fn(x, where), or fn(x), returns what takes the place of x.
@@ -650,6 +660,8 @@ class Custom(Edit):
     def conflict(self) -> str:
         for name in self.names:
             check_site(name)
+        if self.passes == "clean" and {*self.names} == {"x0"}:
+            return "x0 is of denoising passes: take passes denoise"
         return super().conflict()
 
     @property
@@ -658,7 +670,19 @@ class Custom(Edit):
 
     def __call__(self, function: Any) -> "Custom":
         """Return the edit of a function, or of a class or object with such a method apply."""
-        return replace(self, function=function() if isinstance(function, type) else function)
+        if isinstance(function, type):
+            function = function()
+        applied = function if callable(function) else getattr(function, "apply", None)
+        problem = "" if callable(applied) else "is no function of x and where, and has no method apply"
+        with suppress(TypeError, ValueError):  # some functions of C do not say what they take
+            if signature := inspect.signature(applied) if callable(applied) else None:
+                try:
+                    signature.bind(None, None)
+                except TypeError:
+                    problem = f"takes {signature}: give it x and where"
+        if problem:
+            raise ConfigError(f"an edit at {', '.join(self.sites)}: {short_repr(function)} {problem}")
+        return replace(self, function=function)
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
         function = self.function if callable(self.function) else self.function.apply
@@ -677,9 +701,11 @@ class Custom(Edit):
         returned = f"a {type(new).__name__}"
         if isinstance(new, Tensor):
             theirs, mine = ((list(each.shape), each.dtype, each.device) for each in (new, x))
-            if theirs == mine and not new.isnan().any():
+            is_plain = new.layout == torch.strided
+            if theirs == mine and is_plain and not new.isnan().any():
                 return new
             returned = "NaN" if theirs == mine else "{} {} on {}, not {} {} on {}".format(*theirs, *mine)
+            returned = returned if is_plain else f"a tensor of {new.layout}"
         raise ConfigError(f"{self._code.__qualname__} at {where}: it returned {returned}")
 
     @property
@@ -709,6 +735,8 @@ def at(*sites: str, **where: Any) -> Custom:
     intervene(at("resid_post", layers=[5]), fn); or @at("resid_post", layers=[5]) above fn, which makes it an
     edit. passes are denoise, clean or all, the default.
     """
+    if not sites:
+        raise ConfigError('at takes a site or several: at("resid_post", layers=[5])')
     return Custom(names=sites, **where)
 
 
@@ -815,6 +843,8 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
     a Session of experiments.load() makes them itself. Yields the edits with the number of calls that each
     changed. Warns of one that changed none, but for a function that was called and returned None.
     """
+    if data is not None and not isinstance(data, Mapping):
+        raise ConfigError(f"intervene: data {short_repr(data)} is no mapping of edits")
     # 1. at(...) without a function takes the argument behind it.
     given, chosen = list(edits), list[Any]()
     while given:

@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
@@ -79,7 +79,9 @@ class Activations(Sequence[Tensor]):
 
     def at(self, **where: Any) -> "Activations":
         """Return the calls of a layer, block, step, is_clean_pass or branch: at(layer=5, step=0)."""
-        # A misspelt name fails in getattr: 'Place' object has no attribute ...
+        known = [each.name for each in fields(Place) if each.name != "frames"]
+        if unknown := [name for name in where if name not in known]:
+            raise CacheError(f"{self.site}: at knows no {unknown[0]}{did_you_mean(unknown[0], known)}")
         rows = [
             (place, value)
             for place, value in zip(self.places, self.values, strict=True)

@@ -27,7 +27,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, checked
 from wan.keys import RotaryTable, key_frames, key_tokens
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Run:
         """The edits that were made, in words; "" for none."""
         return self.common.get("interventions", {}).get("words", "")
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
         if Path(path).suffix != ".mp4":

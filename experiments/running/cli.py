@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from os.path import isfile
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, NoReturn, get_type_hints
 from experiments.caches.files import RunError, StoppedError, interrupt, require_distinct
 from experiments.extraction.project_files import policy_settings
 from wan.config import DTYPES, NOISES, LoRAFile, RunConfig, load_config
-from wan.errors import ConfigError, UserError, one_line, reason_of, require_text, short_repr
+from wan.errors import ConfigError, UserError, did_you_mean, one_line, reason_of, require_text, short_repr
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
@@ -175,6 +176,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        named, _, words = message.partition("unrecognized arguments: ")
+        flags = [one for action in self._actions for one in action.option_strings]
+        if not named and words.startswith("--") and get_close_matches(words.split()[0], flags, 1):
+            message += did_you_mean(words.split()[0], flags)
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
