@@ -8,8 +8,9 @@ prompts, random weights, and models with one thing wrong, beside the right one's
 
 import argparse
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.analysis import published
 from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices, sign_rate
@@ -34,6 +35,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import RunError, save_report
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders
+from experiments.extraction.provenance import choose_device, environment
 from experiments.extraction.rollout import observed
 from experiments.figures.heads import HeadPair, heads_by_agreement
 from experiments.figures.style import save_svg
@@ -230,7 +232,8 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
 def calibrate(config: RunConfig, path: str) -> None:
     """Write how the verdict falls for right, other and wrong videos of known models."""
     borders = {"agrees from r": AGREES, "wrong below r": OTHER_R, "wrong below own heads": OTHER_OWN}
-    report = {"borders": borders, "published": of_published(), config.model: of_miniature(config)}
+    report = {"environment": environment(choose_device(config.device)), "borders": borders}
+    report |= {"published": of_published(), config.model: of_miniature(config)}
     save_report(report, path)
     print(path)
 
@@ -338,6 +341,11 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
 
         return mock.patch.object(rope.RotaryTable, "freqs_cis", turned)
 
+    def backwards(table: rope.RotaryTable, axis: int, at: Any) -> Tensor:
+        return usual(table, axis, at if axis else -at)
+
+    time_reversed = mock.patch.object(rope.RotaryTable, "freqs_cis", backwards)
+
     def without_norm(self: QueryKeyNorm, x: Tensor, tables: Any = None, out: Tensor | None = None) -> Tensor:
         x = x.unflatten(-1, (self.num_heads, -1))
         x = x if tables is None else rope.rotate(x, *tables)
@@ -349,8 +357,57 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
         "RoPE off in time": without(0),
         "RoPE of base 5,000": mock.patch.object(rope, "ROPE_THETA", 5e3),
         "RoPE of base 1,000,000": mock.patch.object(rope, "ROPE_THETA", 1e6),
+        "RoPE's time reversed": time_reversed,  # after the borders were chosen, as UNSEEN_FAULTS
     }.items():
         right_model.rotary._last.clear()
         with wrong:
             found[name] = beside(logits())
+    right_model.rotary._last.clear()
+    for name, spoil in UNSEEN_FAULTS.items():
+        spoiled = model_of(config)
+        with torch.no_grad():
+            spoil(spoiled)
+        found[name] = beside(logits(model=spoiled))
     return found
+
+
+# --- Faults on which no border was chosen
+def exchange_queries_and_keys(model: nn.Module) -> None:
+    for block in model.blocks:
+        attention = block.self_attn
+        attention.q, attention.k = attention.k, attention.q
+        attention.norm_q, attention.norm_k = attention.norm_k, attention.norm_q
+
+
+def exchange_two_layers(model: nn.Module) -> None:
+    one, other = (model.blocks[layer].state_dict() for layer in (3, 4))
+    kept = {name: value.clone() for name, value in one.items()}
+    model.blocks[3].load_state_dict(other)
+    model.blocks[4].load_state_dict(kept)
+
+
+def randomise(model: nn.Module, layers: Sequence[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (parameter for layer in layers for parameter in model.blocks[layer].parameters()):
+        if parameter.ndim > 1:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.std())
+
+
+def add_noise(model: nn.Module, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in (parameter for parameter in model.parameters() if parameter.ndim > 1):
+        parameter += share * parameter.std() * torch.randn(parameter.shape, generator=generator)
+
+
+def silence_a_layer(model: nn.Module) -> None:
+    model.blocks[2].self_attn.o.weight.zero_()
+
+
+UNSEEN_FAULTS: dict[str, Callable[[Any], None]] = {
+    "queries and keys exchanged": exchange_queries_and_keys,
+    "layers 3 and 4 exchanged": exchange_two_layers,
+    "layer 4 random": partial(randomise, layers=[4]),
+    "layers 4 to 7 random": partial(randomise, layers=[4, 5, 6, 7]),
+    "noise of 20 % in every weight": partial(add_noise, share=0.2),
+    "layer 2 adds no attention": silence_a_layer,
+}
