@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import floor, isfinite, log10
 from numbers import Integral, Real
+from textwrap import fill, wrap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ UNITS = {
     "mass": "attention mass, the share of 1 that a key frame's tokens get together",
     "mean_prob": "mean probability per key token, mass / tokens per frame",
 }
+WIDEST = 100  # letters of a table's lines, as many as a notebook shows
 SEEN = {"full": "all frames so far", "window": "a sliding window", "within block": "their own block only"}
 
 # --- Panels, as drawing functions take them
@@ -153,16 +155,31 @@ def rows_of(columns: Mapping[str, Sequence]) -> list[dict]:
 
 
 def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show") -> str:
-    """Format rows (mappings, named tuples) or one mapping as aligned columns; floats have 4 digits."""
+    """Format rows (mappings, named tuples) or one mapping as aligned columns; floats have 4 digits.
+
+    Where lines would be longer than WIDEST letters, names of columns stand in several lines, broken between
+    words: a notebook would break the rows within theirs.
+    """
     if isinstance(rows, Mapping):
         width = max(map(len, rows), default=0)
-        return "\n".join(f"{name:{width}}  {_cells([value])[0]}" for name, value in rows.items())
+        lines = [f"{name:{width}}  {_cells([value])[0]}" for name, value in rows.items()]
+        indent = {"subsequent_indent": " " * (width + 2), "break_long_words": False}
+        return "\n".join(x if len(x) <= 1.6 * WIDEST else fill(x, WIDEST, **indent) for x in lines)
     mappings = [row._asdict() if hasattr(row, "_asdict") else row for row in rows]
-    lines = [""] * (len(mappings) + 1)
-    for name in dict.fromkeys(name for row in mappings for name in row):
-        values = [row.get(name) for row in mappings]
-        cells = [name, *_cells(values)]
-        width, side = max(map(len, cells)), "<" if any(isinstance(value, str) for value in values) else ">"
+    names = list(dict.fromkeys(name for row in mappings for name in row))
+    columns = {name: _cells([row.get(name) for row in mappings]) for name in names}
+    widths = {name: max(map(len, cells)) for name, cells in columns.items()}
+    heads = {name: [name] for name in names}
+    if sum(max(len(name), width) + 2 for name, width in widths.items()) > WIDEST:
+        for name, width in widths.items():
+            longest = max(map(len, name.split()), default=1)
+            heads[name] = wrap(name, max(width, longest, 8), break_long_words=False, break_on_hyphens=False)
+    high = max(map(len, heads.values()), default=0)
+    lines = [""] * (len(mappings) + high)
+    for name in names:
+        cells = [""] * (high - len(heads[name])) + heads[name] + columns[name]
+        is_text = any(isinstance(row.get(name), str) for row in mappings)
+        width, side = max(map(len, cells)), "<" if is_text else ">"
         lines = [f"{line}{cell:{side}{width}}  " for line, cell in zip(lines, cells, strict=True)]
     return "\n".join(line.rstrip() for line in lines) or empty
 
@@ -212,7 +229,7 @@ def calls(cache: Mapping[str, Any]) -> list[dict[str, Any]]:
     for number, call in enumerate(cache["attention_weights"]):
         at = cache | call  # a figure4 cache has the tags of its calls at the top
         step = "not recorded" if at["step"] is None else "clean" if at["is_clean_pass"] else str(at["step"])
-        timestep = "" if at["timestep"] is None else f" (t = {at['timestep']:g})"
+        timestep = "" if at["timestep"] is None else f" (t = {at['timestep']:.4g})"
         frames = {"queries": ranges(at["query_frames"]), "keys": ranges(at["key_frames"])}
         rows.append({"call": number, "layer": at["layer_idx"], "pass": step + timestep} | frames)
     return rows

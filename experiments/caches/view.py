@@ -68,7 +68,7 @@ def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -
     """Return "pass 0 (t = 1000)" or "clean pass (t = 0)"; a denoising one at t = 0 says so."""
     name = "clean pass" if is_clean else "pass not recorded" if step is None else f"pass {step}"
     name += ", denoising" * (timestep == 0 and is_clean is False)
-    return name if timestep is None else f"{name} (t = {timestep:g})"
+    return name if timestep is None else f"{name} (t = {timestep:.4g})"
 
 
 def subtitle(pass_label: str, query_frames: Sequence[int]) -> str:
@@ -81,7 +81,7 @@ def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> 
     known = {level for level in levels if level is not None}
     if len(known) > 1:
         return f"window (noise from t = {min(known):.4g} to {max(known):.4g})"
-    return "own block (noise)" if timestep is None else f"own block (noise at t = {timestep:g})"
+    return "own block (noise)" if timestep is None else f"own block (noise at t = {timestep:.4g})"
 
 
 def edits_in_words(interventions: Mapping[str, Any] | None) -> str:

@@ -33,7 +33,9 @@ def head_maps(
     # Six maps are a sweep's, two measures in three ways: a row for each measure
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
     columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
-    figure, axes = st.panels(len(shown), columns, (3.0, _height(len(layers)) + 0.3))
+    # At a column's width there are two side by side: low ones, that all may stand on one page
+    tall = 1.0 if st.is_narrow() and len(shown) > 4 else _height(len(layers)) + 0.3
+    figure, axes = st.panels(len(shown), columns, (3.0, tall))
     for axis, (panel, values) in zip(axes, shown, strict=True):
         name = panel.title if panel.unit in panel.title else f"{panel.title} ({panel.unit})"
         # Units that are compared share a scale; a share of 1 has its own ends
@@ -68,7 +70,9 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
             dot: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 2, "linestyle": ""}
             (legend["differs"],) = axis.plot(columns, rows, label="label differs", **dot)
     note = st.missing_note((m.title, m.missing_reason) for m in maps if m.labels is None)
-    st.label_figure(figure, axes, "Kinds of heads", subtitle, "Layer", legend, "Head", note)
+    st.label_figure(
+        figure, axes, "Kinds of heads, by layer and head", subtitle, "Layer", legend, "Head", note
+    )
     return figure
 
 
@@ -185,7 +189,7 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: st
     low, high = np.nanquantile(values, [0.25, 0.75], axis=0)
     left.fill_between(distances, low, high, color=BLUE, alpha=0.25, linewidth=0)
     left.plot(distances, np.nanmean(values, 0), color=BLUE, linewidth=1.5)
-    left.set(xlabel="Distance (latent frames)", ylabel="Excess of frame 0 (logits)")
+    left.set(xlabel="Distance (latent frames)", ylabel="Excess of frame 0 (logits)", xticks=distances)
     left.set_title("Against other frames at equal distance")
     frames, mean = np.arange(contrasts.shape[1]), _quiet_mean(contrasts)
     right.bar(frames, mean, color=[ORANGE if j == 0 else BLUE for j in frames], width=0.75, linewidth=0)
@@ -279,7 +283,8 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     axis.yaxis.set_major_formatter("{x:g}")
     F = max(len(values) for values in changes.values())
     axis.set(ylabel="/ distance between seeds", xlim=(-0.6, F - 0.4), xticks=range(F))
-    st.label_figure(figure, [axis], "Change of x0", subtitle, "", st.handles(axis), "Latent frame")
+    title = "Change of the generated frames (x0) by the edit"
+    st.label_figure(figure, [axis], title, subtitle, "", st.handles(axis), "Latent frame")
     return figure
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize, to_rgba
+from matplotlib.colors import ListedColormap, Normalize, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -218,16 +218,23 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
     """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, (axis,) = st.panels(1, 1, (7.0, 3.2))
-    cmap, mean = plt.get_cmap("viridis", N), profiles.mean(1)
+    # Few layers are named in the legend, many have a scale
+    few, mean = (BLUE, ORANGE, GREEN, PURPLE, RED, DARK), profiles.mean(1)
+    cmap = ListedColormap(few[:N]) if len(few) >= N else plt.get_cmap("viridis", N)
+    lines: dict[str, Artist] = {}
     for i, values in enumerate(mean):
-        marker = "os^Dv"[i % 5] if F <= MARKERS_UP_TO else ""
-        axis.plot(values[:F], marker=marker, markersize=2.5, linewidth=1, color=cmap(i))
-        axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=cmap(i))
+        marker, color = "os^Dv"[i % 5] if F <= MARKERS_UP_TO else "", cmap(i)
+        style: dict[str, Any] = {"marker": marker, "markersize": 2.5, "linewidth": 1, "color": color}
+        (lines[str(layers[i])],) = axis.plot(values[:F], label=f"layer {layers[i]}", **style)
+        axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=color)
     legend = _on_frames(axis, mean[0, :F], np.full(caption.averages, np.nan), caption)
-    bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), cmap), axis, "Layer")
-    shown = np.unique(np.linspace(0, N - 1, min(N, 8)).round().astype(int))
-    bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
-    title = f"{st.NAMES[caption.quantity].capitalize()}, mean over {H} heads, {N} layers"
+    if len(few) >= N:
+        legend = lines | legend
+    else:
+        bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), cmap), axis, "Layer")
+        shown = np.unique(np.linspace(0, N - 1, 8).round().astype(int))
+        bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
+    title = f"{st.NAMES[caption.quantity].capitalize()}, mean over {H} heads, a line per layer"
     st.label_figure(figure, [axis], title, caption.about, st.LABELS[caption.quantity], legend)
     return figure
 
@@ -366,6 +373,8 @@ def frame_maps(
     # 3. A panel a head; square cells where queries are about as many as keys
     square = rows > F / 2
     figure, axes = st.panels(H, columns=4, size=(2.2, 1.9 if square else 1.4) if H > 1 else (5.0, 2.4))
+    if square and H > 1:
+        st.shape_square(figure, axes)
     legend = st.grey_legend(matrices)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
         image = st.heat_map(axis, values, equal=square, **st.color_scale(matrices, caption.quantity))

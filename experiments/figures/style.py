@@ -73,6 +73,10 @@ WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
 WIDEST = 9.0  # inches, of a figure that is for no journal
 NARROW = 5.0  # inches: below it a colour bar of several panels lies under them
 LOWEST = 0.55  # inches, of a panel: 14 mm
+TICKS, TITLED = (
+    0.45,
+    0.45,
+)  # inches of a panel: tick labels beside it; its title and tick labels above and below
 LAYOUT_ROUNDS = 2
 PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
 STEPS = (1, 2, 3, 5, 6, 10, 12, 20, 25, 50, 100, 200, 500)  # from tick to tick
@@ -185,7 +189,10 @@ def _fit(figure: Figure) -> None:
             axis.yaxis.label.set_text(wrapped(axis.get_ylabel(), 8, high))
             _thin(axis.xaxis, wide)
             _thin(axis.yaxis, high)
-        height += 1.25 * rows * max(0, LOWEST - min(_inches(axis)[1] for axis in shown))
+        free = [
+            _inches(axis)[1] for axis in shown if axis.get_aspect() == "auto"
+        ]  # squares follow their width
+        height += 1.25 * rows * max(0, LOWEST - min(free, default=LOWEST))
     # 4. The last layout; constrained layout centres the y label on the figure, not on its panels
     figure.set_figheight(_size[1] or height)
     layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
@@ -224,6 +231,20 @@ def _thin(axis: Axis, inches: float) -> None:
 
 
 # --- Panels, labels, axes
+
+
+def is_narrow() -> bool:
+    """Return True where figures are drawn at a column's width."""
+    return _size[0] is not None and _size[0] < NARROW
+
+
+def shape_square(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Make a figure of square panels as high as these are wide: no gaps between rows."""
+    grid = axes[0].get_subplotspec().get_gridspec()  # type: ignore[union-attr]
+    rows, columns = grid.get_geometry()
+    width = figure.get_figwidth() - (0 if is_narrow() else 0.8)  # a colour bar stands beside wide panels
+    figure.set_layout_engine("compressed")
+    figure.set_figheight(rows * (width / columns - TICKS + TITLED))
 
 
 def panels(
@@ -314,7 +335,10 @@ def missing_note(missing: Iterable[tuple[str, str]]) -> str:
     reasons: dict[str, list[str]] = {}
     for title, reason in missing:
         reasons.setdefault(reason, []).append(title)
-    text = "; ".join(f"{', '.join(titles)}: {reason}" for reason, titles in reasons.items())
+    # Titles with commas of their own are told apart by quotes
+    some = [titles for titles in reasons.values() if any("," in title for title in titles)]
+    quoted = [[f"“{one}”" for one in titles] if some else titles for titles in reasons.values()]
+    text = "; ".join(f"{', '.join(t)}: {reason}" for reason, t in zip(reasons, quoted, strict=True))
     return f"absent: {text}" if text else ""
 
 

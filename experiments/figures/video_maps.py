@@ -23,6 +23,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 
 ALPHA = 0.65  # of the map over the picture
 LEAST = 0.2  # share of it where a value is neutral
+LIGHT = 0.4  # share of white in every picture: maps would not be seen on dark ones
 FADED = 0.65  # share of white in pictures of frames that the query does not see
 NOISE: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
 QUERY: dict[str, Any] = {"fill": False, "edgecolor": RED, "linewidth": 2}
@@ -41,7 +42,7 @@ def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha:
     at = np.clip(scale.norm(heat), 0, 1)
     far = at if isinstance(scale.norm, PowerNorm) else np.abs(2 * at - 1)
     over = (alpha * (LEAST + (1 - LEAST) * far))[..., None]
-    shown, cover = picture / 255, cover[..., None]
+    shown, cover = LIGHT + (1 - LIGHT) * picture / 255, cover[..., None]
     painted = over * scale.cmap(at)[..., :3] + (1 - over) * shown
     pale = FADED + (1 - FADED) * shown
     return np.round(255 * (cover * painted + (1 - cover) * pale)).astype(np.uint8)
@@ -141,7 +142,7 @@ def word_strip(
 def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str) -> Figure:
     """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
     figure, *_ = st.picture_grid({n: video[list(frames)] for n, video in videos.items()}, [*map(str, frames)])
-    st.label_figure(figure, [], "Video frames", subtitle)
+    st.label_figure(figure, [], f"Frames of the videos: {', '.join(videos)}", subtitle)
     return figure
 
 
