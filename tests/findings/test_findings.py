@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 from helpers.long_findings import comparison
 
+from experiments.analysis.results import attribution_rows
 from experiments.findings.first_frame import run as first_frame
 from experiments.findings.head_memory import run as head_memory
 from experiments.findings.long_rollouts import run as long_rollouts
@@ -55,6 +56,14 @@ def test_shares_of_head_memory_are_those_of_its_answers(tmp_path):
     head_memory.run(["--output_path", str(output), "--figures", str(tmp_path)])
     assert json.loads(output.read_text()) == json.loads((RESULTS / "head_memory/results.json").read_text())
     check_figures(tmp_path, 2)
+
+
+def test_the_page_has_the_correlations_of_attribution():
+    rows = attribution_rows(json.loads((RESULTS / "attribution/results.json").read_text()))
+    page = (ROOT / "docs/interventions.md").read_text()
+    told = [f"| {row['pairs']} | {row['ρ of a pair, median']:.2f} | {row['least']:.2f} |" for row in rows]
+    assert [line in page for line in told] == [True, True, True, False, True]  # not one pass, rollout
+    assert rows[0]["ranks apart"].startswith("L3H3")
 
 
 def test_the_figure_of_long_rollouts_is_that_of_their_results(tmp_path):

@@ -311,11 +311,14 @@ def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
 
 def test_an_edit_is_run_and_shown(tiny, tmp_path):
     save_cache(tmp_path / "causal.pt", causal_atlas())
+    save_cache(tmp_path / "attribution.pt", synthetic_caches.attribution(F))
     chosen = {"MODEL": tiny.path, "LAYER": 1, "CAUSAL_ATLAS": str(tmp_path / "causal.pt")}
+    chosen["ATTRIBUTION"] = str(tmp_path / "attribution.pt")
     chosen["EDIT"] = {"edit": "knockout", "frames": "first", "layers": 1, "passes": "denoise"}
     printed, drawn = run("interventions", tmp_path, effects_cache(), ATLAS="none.pt", **chosen)
     assert "Knockout(layers=1" in printed and row_of(printed, "direct") == ["direct", "1.750"]
     names = ("strips", "attention", "effects", "causal_atlas", "hidden_shapes", "head_budgets")
+    names += ("attribution", "attribution_against")
     assert drawn.keys() == {f"{name}.svg" for name in names}
     assert "edited: Knockout(layers=1" in drawn["attention.svg"]
 
