@@ -165,7 +165,7 @@ def pretended_gpu() -> Iterator[torch.device]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter becomes what it is moved to
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         for module in (layers, cache):
-            patch.setattr(module, "fused_kernels", lambda x: None)
+            patch.setattr(module, "fused_kernels", lambda *x: None)
         patch.setattr(reductions, "mass_kernels", lambda q: None)
         patch.setattr(attention_backend, "takes", lambda q, k, v: False)
         waited.clear()

@@ -62,7 +62,7 @@ def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
     expected = keys.clone()
     expected[:, 3:8] = rotate(raw[:, 2:7].double(), cos, sin).to(dtype)
     called = []
-    monkeypatch.setattr(caches, "fused_kernels", lambda x: called.append(x) or fused)
+    monkeypatch.setattr(caches, "fused_kernels", lambda x, *_: called.append(x) or fused)
     strided = drawn(2, 12, 4, 24).to(dtype)[:, :, 1:].copy_(keys)
     for target in (keys, strided):
         caches.rotate_into(target[:, 3:8], raw[:, 2:7], cos, sin)
