@@ -90,8 +90,7 @@ CALLS = {
     "x0 clean": (lambda *_: at("x0", passes="clean"), "x0 is of denoising passes"),
     **{f"edit {value!r}": (lambda s, *_, v=value: edited(s, at("z"), v), "is no function of x and where")
        for value in (5, "f", object())},
-    "of none": (lambda s, *_: edited(s, at("z"), lambda: 1), r"takes \(\): give it x and where"),
-    "of one": (lambda s, *_: edited(s, at("z"), lambda x: x), r"takes \(x\): give it x and where"),
+    "of none": (lambda s, *_: edited(s, at("z"), lambda: 1), "takes no argument: give it x, or x and where"),
     "sparse": (lambda s, *_: edited(s, at("z"), lambda x, w: x.to_sparse()), "a tensor of torch.sparse"),
     "meta": (lambda s, *_: edited(s, at("z"), lambda x, w: x.to("meta")), "on meta, not"),
     "data": (lambda s, *_: edited(s, at("z"), lambda x, w: x, data=5), "data 5 is no mapping of edits"),

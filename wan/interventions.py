@@ -675,11 +675,11 @@ class Custom(Edit):
         applied = function if callable(function) else getattr(function, "apply", None)
         problem = "" if callable(applied) else "is no function of x and where, and has no method apply"
         with suppress(TypeError, ValueError):  # some functions of C do not say what they take
-            if signature := inspect.signature(applied) if callable(applied) else None:
-                try:
-                    signature.bind(None, None)
-                except TypeError:
-                    problem = f"takes {signature}: give it x and where"
+            known = (
+                inspect.signature(getattr(applied, "forward", applied)).parameters.values() if applied else []
+            )
+            if not problem and not any(one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in known):
+                problem = "takes no argument: give it x, or x and where"
         if problem:
             raise ConfigError(f"an edit at {', '.join(self.sites)}: {short_repr(function)} {problem}")
         return replace(self, function=function)
