@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson
 from experiments.caches import load_cache, save_cache
-from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
+from experiments.caches.activations import ActivationFolder, Activations, Place, model_of, save_activations
 from experiments.caches.files import CacheError, RunError
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.view import Profiles, open_profiles
@@ -48,7 +48,7 @@ from wan.capture import CapturedCall, CaptureRequest
 from wan.config import Device, RunConfig
 from wan.diffusers_capture import watching
 from wan.errors import ConfigError, checked, did_you_mean, fitted, short_repr
-from wan.interventions import Custom, Edits
+from wan.interventions import Custom, Edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
@@ -58,6 +58,7 @@ from wan.sites import (
     check_indices,
     check_site,
     observer,
+    pushed,
     watched,
     watchers,
 )
@@ -91,7 +92,7 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
 
 
 @checked
-@contextmanager
+@reusable
 def capture(
     session: Any, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
 ) -> Iterator["Captured"]:
@@ -130,13 +131,10 @@ def capture(
         captured.requests = attention_requests(session.config, **chosen)
         memory.check_requests(session.config, session.model_config, captured.requests)
     # An inner capture would leave the outer one without calls.
-    if id(session) in CAPTURES.get():
+    if id(session) in dict(CAPTURES.get()):
         raise ConfigError("this session is captured already; ask one capture for all layers: layers=[0, 1]")
-    token = CAPTURES.set({**CAPTURES.get(), id(session): captured})
-    try:
+    with pushed(CAPTURES, (id(session), captured)):
         yield captured
-    finally:
-        CAPTURES.reset(token)
 
 
 @contextmanager
@@ -158,7 +156,7 @@ def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chose
         captured.runs.append(run)
 
 
-@contextmanager
+@reusable
 def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edits]:
     """Edit while the context lasts, as wan.interventions.intervene does.
 
@@ -296,6 +294,7 @@ class Captured:
         session: Session,
         configs: Sequence[RunConfig],
         make: Callable[[AbstractContextManager[None]], list[Run]],
+        has_frames_by_value: bool = False,
     ) -> list[Run]:
         """Make runs, and keep of each what was asked for: in it, or in its part of the folder."""
         if self.watcher is None:
@@ -306,6 +305,8 @@ class Captured:
             watcher.flush()
             for item, run in enumerate(runs):
                 run.activations.update(self.tables_of(watcher.kept, item))
+        elif has_frames_by_value:
+            raise ConfigError("runs of a folder are told apart by files: give first_frames as one")
         else:
             runs = self._stream(session, configs, make, self.folder)
         self.runs += runs
@@ -326,7 +327,7 @@ class Captured:
         first = {run.path: item for item, run in reversed([*enumerate(stored)])}
         missing = {item: stored[item] for item in first.values() if not stored[item].is_complete}
         # 2. What is whole is read, unless somebody else wants to see the run again.
-        if not missing and not is_seen(session):
+        if not missing and not is_seen(session) and not configs[0].first_frames:
             return [
                 Run(
                     *(each, session.model_config.num_layers, [], run.latents),
@@ -451,6 +452,16 @@ class Atlas(dict[str, Any]):
         super().__init__(cache)
         self.cache = AtlasCache.from_dict(cache)
 
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise CacheError(
+            "an atlas is what a run measured, and is read-only: change a copy, Atlas({**atlas, name: values})"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> Any:
+        return type(self), (dict(self),)
+
     @classmethod
     @checked
     def open(cls, path: str | Path) -> "Atlas":
@@ -518,6 +529,18 @@ class Atlas(dict[str, Any]):
         return "\n".join(lines)
 
 
+def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a run was made, but for its model, prompts and seed, and what was kept of it."""
+    config = {name: value for name, value in (atlas.get("config") or {}).items() if name != "prompt_schedule"}
+    switches = [switch.get("frame") for switch in (atlas.get("config") or {}).get("prompt_schedule") or ()]
+    names = ("layers", "pass_timesteps", "pass_steps", "pass_is_clean", "num_frames", "block_sizes", "branch")
+    names += ("blocks_done", "rolling_timesteps", "guidance_scale")
+    found = {name: atlas.get(name) for name in names}
+    lists = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in found.items()}
+    edits = (atlas.get("interventions") or {}).get("hash")
+    return lists | {"config": config, "frames of later prompts": switches, "edits": edits}
+
+
 class MeanAtlas:
     """Means over atlases by quantity, their deviations (n - 1) and 95 % intervals over runs (Student's t).
 
@@ -529,8 +552,20 @@ class MeanAtlas:
     def __init__(self, atlases: Sequence[Atlas]):
         if not all(isinstance(each, Atlas) for each in atlases):
             raise ConfigError("a mean takes a list of atlases")
-        if len(atlases) < 2 or any(a["layers"] != atlases[0]["layers"] for a in atlases):
-            raise CacheError("a mean takes two atlases or more, of the same layers")
+        if len(atlases) < 2:
+            raise CacheError(f"a mean takes two atlases or more, not {len(atlases)}")
+        first = atlases[0]
+        for other in atlases[1:]:
+            one, another = ({**model_of(each), **schedule_of(each)} for each in (first, other))
+            for name in one:
+                if one[name] != another[name]:
+                    raise CacheError(
+                        "a mean takes atlases of one model and schedule, which differ in prompt and seed: "
+                        f"{name} is {short_repr(one[name])} and {short_repr(another[name])}"
+                    )
+        runs = [fingerprint for each in atlases if (fingerprint := each.get("fingerprint"))]
+        if len({*runs}) < len(runs):
+            raise CacheError("a mean takes every run once: two of these atlases are of the same run")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.atlases = list(atlases)
         self.quantile = float(scipy.stats.t.ppf(0.975, self.count - 1))
@@ -670,7 +705,9 @@ def x0_lens(
     trained behind the last one alone: a layer that looks empty may hold what later layers turn to use.
     """
     chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
-    watcher = SiteCapture(("x_t", "resid_post"), chosen, rows, range(len(session.config.denoising_step_list)))
+    if session.bidirectional or session.config.sampler != "blocks":
+        raise ConfigError("x0_lens reads runs whose blocks are denoised one by one: sampler blocks")
+    watcher = SiteCapture(("x_t", "resid_post"), chosen, rows)
     check_capture(session, watcher, streams=True)
     found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]
 
@@ -678,7 +715,7 @@ def x0_lens(
         pipeline, model = session.pipeline, session.pipeline.model
         if where.site == "x_t":  # comes once a pass, before the layers: [B, n, C, h, w]
             noisy[0] = x
-        else:
+        elif not where.is_clean_pass:  # which steps a block has, the run says
             (*_, h, w), (_, ph, pw) = noisy[0].shape, model.config.patch_size
             # as the model's own last layer does: from [B, L, dim] to the flow, and to x0 at this noise level
             t = x.new_full((len(x), 1), where.timestep, dtype=torch.float32)

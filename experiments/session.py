@@ -9,7 +9,7 @@ turns into a cache. captured.py looks at what happens inside: capture, compare, 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -81,9 +81,9 @@ MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy
 ROLLING: ContextVar[bool] = ContextVar("rolling", default=False)  # a video is being made in this context
 
 PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
-# Who captures the videos of a session (captured.py), by the session's id. It has `requests` for attention,
-# and roll_out(session, configs, make), whose make(watching) gives the runs, made while watching is open.
-CAPTURES: ContextVar[Mapping[int, Any]] = ContextVar("captures", default={})  # noqa: B039 - never changed
+# Who captures the videos of a session (captured.py), behind the session's id. It has `requests` for
+# attention, and roll_out(session, configs, make, ...), whose make(watching) gives the runs, made under watch.
+CAPTURES: ContextVar[tuple[tuple[int, Any], ...]] = ContextVar("captures", default=())
 
 
 def require_no_run() -> None:
@@ -301,7 +301,7 @@ class Session:
             given: dict[str, Any] = {"prompt": text, "seed": own}
             configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
         # 2. Load the model, and roll out under the eyes of who captures this session.
-        captures, observer = CAPTURES.get().get(id(self)), observer or Progress(quiet)
+        captures, observer = dict(CAPTURES.get()).get(id(self)), observer or Progress(quiet)
         # A capture around this call says what is asked for
         requests = captures.requests if captures else requests
         self.prepare(requests, observer=observer, config=configs[0])
@@ -316,7 +316,8 @@ class Session:
                 ROLLING.reset(token)
 
         with edits_as_they_are() if active_edits() else nullcontext():
-            runs = captures.roll_out(self, configs, make) if captures else make(nullcontext())
+            by_value = first_frames is not None
+            runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
 
     def _roll_out(
@@ -372,7 +373,9 @@ class Session:
         # A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w]
         found = []
         for item, each in enumerate(configs):
-            own = records if len(configs) == 1 else [call.of_item(item) for call in records]
+            own = records
+            if len(configs) > 1:
+                own = [call.of_item(item) for call in records if call.item in (None, item)]
             made = latents[item : item + 1], self.pipeline.pass_timesteps, tokens[item]
             common = self.common(each, edits, files=files, **depends) | more
             found.append(Run(each, sizes.num_layers, own, *made, common, stopped, self.preview))
@@ -484,6 +487,19 @@ class Session:
         return (
             self if self.pipeline else cached("model", fingerprint(self.identity(self.config)), self.prepare)
         )
+
+    def __copy__(self) -> Self:
+        return self.replaced()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the model that is loaded, too, as it is now: also what was changed in place."""
+        lasting = ("texts", "sha256", "preview", "_loading")  # are not changed, or cannot be copied
+        own = {name: deepcopy(x, memo) for name, x in vars(self).items() if name not in lasting}
+        other = self.replaced(**own)
+        other._loading = RLock()
+        if self.texts is not None:
+            other.texts = replace(self.texts, session=other)
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is loaded."""

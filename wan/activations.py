@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan.errors import ConfigError, short_repr
 from wan.sites import (
     BESIDE_GRAPHS,
     SITES,
@@ -36,6 +37,7 @@ class Activation:
     item: int = 0  # of the batch, where its items are kept on their own
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Reduce = Callable[..., Tensor]  # fn(x, where), or fn(x)
 
 
@@ -62,6 +64,21 @@ class SiteCapture(Watcher):
     items: int | None = None
     newest: int = field(default=-1, init=False)  # block
     kept: list[Activation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Other types would keep other numbers than those that were there
+        if self.dtype is not None and self.dtype not in FLOATS:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            raise ConfigError(f"dtype {short_repr(self.dtype)} keeps no activations; take one of {known}")
+        try:
+            there = self.to is None or torch.device(self.to).type == "cpu"
+            there = there or (torch.device(self.to).type == "cuda" and torch.cuda.is_available())
+        except (RuntimeError, TypeError):
+            there = False
+        if not there:
+            raise ConfigError(f"to {short_repr(self.to)} is no device here; take cpu, cuda or None, to stay")
+        if self.reduce is not None and not callable(self.reduce):
+            raise ConfigError(f"reduce takes a function of (x, where), not {short_repr(self.reduce)}")
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         if at is None or site not in self.sites or not asks_for(self, layer, at):
@@ -101,6 +118,12 @@ class SiteCapture(Watcher):
         value = self.chosen(x, where)
         if self.reduce:
             value = call_hook(self.reduce, value.clone(), where)
+            kept = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+            if not kept:
+                what = (
+                    f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                )
+                raise ConfigError(f"reduce at {where}: it returned {what}, not a tensor with its numbers")
         if self.dtype:
             value = value.to(self.dtype)
         # 2. Copy to the host while the next layers compute.

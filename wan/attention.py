@@ -50,6 +50,13 @@ class Call:
         here = range(self.q.shape[2]) if self.of_heads is None else self.of_heads
         return [self.shard.heads.start + head for head in here]
 
+    def of_item(self, item: int) -> "Call":
+        """Return the call of one item of the batch, with the keys that this item has."""
+        q, k, v = (x[item : item + 1] for x in (self.q, self.k, self.v))
+        lse = None if self.lse is None else self.lse[item : item + 1]
+        tails = None if self.tails is None else self.tails[:, item : item + 1]
+        return replace(self, q=q, k=k, v=v, layout=self.layout.of_item(item), lse=lse, tails=tails)
+
     def parts(self) -> Iterator["Call"]:
         """Yield the call of each block, where a forward is over blocks at several noise levels."""
         if self.at is None or not self.at.parts:

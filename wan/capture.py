@@ -54,11 +54,15 @@ class CapturedCall(Mapping[str, Any]):
     q_shape: tuple[int, ...]  # [B, Lq, H, D]
     k_shape: tuple[int, ...]  # [B, Lk, H, D]
     layout: KeyLayout | None = None  # None for cross-attention
+    item: int | None = None  # of a batch whose items keep other keys, and have calls of their own
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
 
     def of_item(self, item: int) -> "CapturedCall":
         """Return the call of one item of a batch."""
+        if self.item is not None:
+            assert self.item == item
+            return self
         values = dict(self.values)
         for name in values.keys() - {"map_queries"}:
             values[name] = values[name][item : item + 1].clone()
@@ -434,6 +438,18 @@ def spread(values: Tensor, seen: Sequence[int], frames: Sequence[int]) -> Tensor
     return whole
 
 
+def items_of(calls: Sequence[Call]) -> Iterator[tuple[Sequence[Call], int | None]]:
+    """Yield the calls of a layer's heads, item by item with its number where items keep other keys.
+
+    A frame that some item lacks has no column of its own then, as in that item's run alone.
+    """
+    if any(call.layout is not None and call.layout.differs for call in calls):
+        for item in range(len(calls[0].q)):
+            yield [call.of_item(item) for call in calls], item
+    else:
+        yield calls, None
+
+
 # --- Keep what is asked for
 @dataclass(eq=False)
 class Capture:
@@ -465,15 +481,23 @@ class Capture:
     def observe(self, call: Call) -> None:
         """Keep what is asked for of a call whose softmax is done."""
         for part in call.parts():
-            for request in self.requests:
-                if request.wants(part.site, part.at):
-                    layout = part.layout and part.layout.on_host
-                    self._keep(part, values_of(request, part), part.q.shape, part.k.shape, layout)
+            if not any(request.wants(part.site, part.at) for request in self.requests):
+                continue
+            for [one], item in items_of([part]) if len(part.q) > 1 else [([part], None)]:
+                for request in self.requests:
+                    if request.wants(one.site, one.at):
+                        layout, shapes = one.layout and one.layout.on_host, (one.q.shape, one.k.shape)
+                        self._keep(one, values_of(request, one), *shapes, layout, item)
 
     @torch.no_grad()
     def observe_groups(self, calls: Sequence[Call]) -> None:
         """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
-        for request in self.requests if calls else ():
+        if calls and self.wants(calls[0].site):
+            for own, item in items_of(calls) if len(calls[0].q) > 1 else [(calls, None)]:
+                self._observe_groups(own, item)
+
+    def _observe_groups(self, calls: Sequence[Call], item: int | None) -> None:
+        for request in self.requests:
             if not request.wants(calls[0].site, current_pass()):
                 continue
             if request.granularity != "frame" or request.rope_bands:
@@ -498,14 +522,24 @@ class Capture:
                 values["attended"] = ~values["frame_logits"].isnan()
             keys = len(layout.slots) * layout.tokens_per_slot
             shapes = (batch, length, num_heads, head_dim), (batch, keys, num_heads, head_dim)
-            self._keep(calls[0], values, *shapes, layout)
+            self._keep(calls[0], values, *shapes, layout, item)
 
-    def _keep(self, call: Call, values: dict[str, Tensor], q_shape: Any, k_shape: Any, layout: Any) -> None:
+    def _keep(
+        self,
+        call: Call,
+        values: dict[str, Tensor],
+        q_shape: Any,
+        k_shape: Any,
+        layout: Any,
+        item: int | None,
+    ) -> None:
         """Keep values of a call; large ones set off for pinned memory, where move_to_cpu() waits for them."""
         for name, value in values.items():
             if value.is_cuda and value.numel() > SMALL:
                 values[name] = value.contiguous().to("cpu", non_blocking=True)
-        self.calls.append(CapturedCall(call.site, call.at, values, tuple(q_shape), tuple(k_shape), layout))
+        self.calls.append(
+            CapturedCall(call.site, call.at, values, tuple(q_shape), tuple(k_shape), layout, item)
+        )
 
 
 class AttentionCapture:

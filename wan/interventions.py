@@ -19,12 +19,13 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
 from contextvars import Context
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import partial, wraps
 from pathlib import Path
 from threading import Semaphore, Thread
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -685,6 +686,11 @@ class Custom(Edit):
         return replace(self, function=function)
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
+        # Videos of a batch are edited one by one, as if each were alone.
+        if len(x) > 1:
+            rows = [(row, self.apply(row, where)) for row in x.split(1)]
+            changed = [row if new is None else new for row, new in rows]
+            return None if all(new is None for _, new in rows) else torch.cat(changed)
         function = self.function if callable(self.function) else self.function.apply
         copied = x.clone()
         version = copied._version
@@ -792,6 +798,37 @@ def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes
     return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
 
 
+# --- Contexts that may be entered again
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+class ReusableContext(ContextDecorator, AbstractContextManager[Any]):
+    """A context that may be entered several times, also while it is open: each time it is a new one."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
+        self._make, self._entered = make, list[AbstractContextManager[Any]]()
+
+    def __enter__(self) -> Any:
+        context = self._make()
+        value = context.__enter__()
+        self._entered.append(context)
+        return value
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+def reusable(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """Make a context of a generator function, as contextlib.contextmanager does; it may be entered again."""
+    make = contextmanager(function)
+
+    @wraps(function)
+    def context(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+        return ReusableContext(partial(make, *args, **kwargs))
+
+    return context
+
+
 # --- Edits at work
 @dataclass(eq=False)
 class Edits(Watcher):
@@ -835,7 +872,7 @@ class Edits(Watcher):
         return x
 
 
-@contextmanager
+@reusable
 def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
     """Edit while the context lasts: edits, or at(...) and a function; contexts nest, from the outermost in.
 
@@ -863,7 +900,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
         yield active
     for edit, *counts in zip(active.edits, active.changed, active.reached, strict=True):
         if not any(counts):
-            warnings.warn(f"no call was edited by: {edit}", stacklevel=3)
+            warnings.warn(f"no call was edited by: {edit}", stacklevel=4)
 
 
 # --- What edits need of an unedited run: the mean output per frame, and its size

@@ -151,6 +151,7 @@ class KeyLayout:
     query_positions: tuple[int, ...] = ()
     chosen: ChosenTokens | None = None  # of one layer, where tokens of several frames stay
     sink: range = range(0)
+    alone: tuple["KeyLayout", ...] = ()  # that of each batch item, where a cache cuts slots by items
 
     @classmethod
     def of_frames(cls, frames: Sequence[int], num_tokens: int) -> "KeyLayout":
@@ -162,6 +163,26 @@ class KeyLayout:
     def on_host(self) -> "KeyLayout":
         """The same without tensors of a device, for what outlives its block."""
         return self if self.chosen is None else replace(self, chosen=self.chosen.on_host)
+
+    @property
+    def differs(self) -> bool:
+        """True where items of a batch keep other frames or tokens."""
+        has_rows = self.chosen is not None and len(self.chosen.frames) > 1
+        return has_rows or bool(self.alone) or any(len(slot.items) > 1 for slot in self.slots)
+
+    def of_item(self, item: int) -> "KeyLayout":
+        """Return the layout that an item of the batch would have alone."""
+        if self.alone:
+            return self.alone[item]
+        slots, chosen = list(self.slots), self.chosen and self.chosen.on_host
+        for number, slot in enumerate(slots):
+            if slot.items:  # such slots stand at their frames
+                frame = slot.items[item]
+                slots[number] = replace(slot, frame=frame, position=frame, items=(frame,))
+        if chosen is not None and len(chosen.frames) > 1:
+            rows = (x[item : item + 1] for x in (chosen.frames, chosen.indices, chosen.positions))
+            chosen = ChosenTokens(chosen.slots, *rows)
+        return replace(self, slots=tuple(slots), chosen=chosen)
 
     @cached_property
     def frames(self) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ Edits, recorders (wan/interventions.py) and SiteCapture (wan/activations.py) are
 context (contextvars) that opened them, so threads do not see each other's.
 """
 
+import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -76,6 +78,10 @@ def call_hook(function: Callable[..., Any], x: Any, where: "ActivationSite") -> 
         or any(one.name == "where" for one in given)
         or any(one.kind == one.VAR_POSITIONAL for one in known)
     )
+    if not takes_where and not given:
+        raise ConfigError(
+            f"{where}: a function of (x, where), or of x, is called there; this one takes nothing"
+        )
     return function(x, where) if takes_where else function(x)
 
 
@@ -149,40 +155,80 @@ class Watcher:
 
 _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
-_OBSERVER: ContextVar[Any] = ContextVar("observer", default=...)  # ...: that of the process
+_OBSERVERS: ContextVar[tuple[list[Any], ...]] = ContextVar(
+    "observers", default=()
+)  # the last one takes the calls
+_GENERATORS: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("generators", default=())
 _of_process: Any = None
 _open = 0  # contexts of any thread in which somebody looks; torch.compile can read it, and no ContextVar
 _lock = Lock()
 
 
+# --- Contexts: who looks is on a stack of the context (thread, task) that opened them
 @contextmanager
-def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+def pushed(stack: ContextVar[tuple[Any, ...]], *entries: Any) -> Iterator[None]:
+    """Put entries on a stack of this context; on leaving take these off, whatever else came or went."""
     global _open
-    before = variable.get()
-    variable.set(value)
+    # 1. Find who enters: functions that contextlib drives, and __enter__, do it for who enters them.
+    frame, generators = sys._getframe(), tuple[tuple[int, str], ...]()
+    while frame.f_back is not None:
+        places = frame.f_code.co_filename, frame.f_back.f_code.co_filename
+        if contextlib.__file__ not in places and frame.f_code.co_name != "__enter__":
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:
+                generators = ((id(frame), frame.f_code.co_qualname),)
+            break
+        frame = frame.f_back
+    del frame  # else it and what it holds would live on in a circle
+    # 2. Look while the context lasts.
+    stack.set((*stack.get(), *entries))
+    _GENERATORS.set((*_GENERATORS.get(), *generators))
     with _lock:
-        _open += variable is not _PASS
+        _open += 1
     try:
         yield
     finally:
-        variable.set(before)
         with _lock:
-            _open -= variable is not _PASS
+            _open -= 1
+        for of, entry in [*((stack, one) for one in entries), *((_GENERATORS, one) for one in generators)]:
+            now = of.get()
+            places = [n for n, one in enumerate(now) if one is entry]
+            if not places:  # of a generator that another thread closes
+                raise ConfigError("a context was left in another thread or task than the one that entered it")
+            of.set(now[: places[-1]] + now[places[-1] + 1 :])
+
+
+def require_running_generators() -> None:
+    """Raise ConfigError where a suspended generator has an open context, which would see others' runs."""
+    frame, running = sys._getframe(1), set[int]()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back  # type: ignore[assignment]
+    if suspended := [name for key, name in _GENERATORS.get() if key not in running]:
+        raise ConfigError(
+            f"the generator {suspended[0]} is suspended inside intervene(), capture() or watched(), which "
+            "would change or see this run: generate inside it, or close() it first"
+        )
 
 
 def watched(*watchers: Watcher) -> AbstractContextManager[None]:
     """Let watchers see all activations while the context lasts, from the outermost in."""
-    return _set(_WATCHERS, (*_WATCHERS.get(), *watchers))
+    return pushed(_WATCHERS, *watchers)
 
 
-def during(at: Pass) -> AbstractContextManager[None]:
+@contextmanager
+def during(at: Pass) -> Iterator[None]:
     """Announce the forward that runs inside this context."""
-    return _set(_PASS, at)
+    before = _PASS.get()
+    _PASS.set(at)
+    try:
+        yield
+    finally:
+        _PASS.set(before)
 
 
 def observed(by: Any = None) -> AbstractContextManager[None]:
     """Let one observer (wan.capture.Capture), or none, take the attention calls of this context."""
-    return _set(_OBSERVER, by)
+    return pushed(_OBSERVERS, [by])  # one of its own, however often None is there
 
 
 def observe_process(by: Any) -> None:
@@ -193,7 +239,8 @@ def observe_process(by: Any) -> None:
 
 def observer() -> Any:
     """Return who takes attention calls in this context, or None."""
-    return _of_process if not _open or _OBSERVER.get() is ... else _OBSERVER.get()
+    found = _OBSERVERS.get() if _open else ()
+    return found[-1][0] if found else _of_process
 
 
 current_pass = _PASS.get  # the forward that runs, as the sampler announced it, or None
@@ -253,6 +300,8 @@ def check_watchers(
 
     An observer needs its counts alone; edits are checked against the plan, which is made for watchers only.
     """
+    if _GENERATORS.get():
+        require_running_generators()
     if (observing := observer()) is not None:
         observing.check(num_layers, num_blocks, num_passes)
     if watching := watchers():

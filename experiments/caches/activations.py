@@ -355,8 +355,8 @@ class ActivationFolder:
 def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return which model a run's facts are of, its LoRA by a hash too."""
     own = str(facts.get("weights_file", "")).split(" + ")
-    files = [each for each in facts.get("files", ()) if each["name"] in own]
-    return {name: facts[name] for name in OF_A_MODEL if name in facts} | {"files": files}
+    files = [each for each in facts.get("files") or () if each["name"] in own]
+    return {name: facts.get(name) for name in OF_A_MODEL} | {"files": files}
 
 
 # --- Rows of a folder, for torch.utils.data

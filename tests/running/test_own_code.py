@@ -2,10 +2,13 @@
 what one's own code may ask for, and what it is refused.
 """
 
+import copy
 import linecache
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,9 +17,10 @@ import torch
 from conftest import ROOT
 from diffusers import WanPipeline
 from helpers.checkpoints import small_wan_pipeline
+from helpers.policies import POLICIES as POLICY_ROWS
 from matplotlib.figure import Figure
 
-from experiments import at, capture, compare, intervene, load, run_extraction_all, x0_lens
+from experiments import Atlas, at, capture, compare, intervene, load, run_extraction_all, x0_lens
 from experiments.caches import load_cache
 from experiments.caches.activations import Activations
 from experiments.caches.files import CacheError
@@ -27,6 +31,7 @@ from wan.errors import ConfigError
 from wan.files import read_yaml
 from wan.interventions import Ablate, Patch, Source
 from wan.policies import POLICIES
+from wan.sites import SITES
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHOWN = re.compile(r"^(.+?)  # -> (.+)$")
@@ -130,6 +135,11 @@ def edited(pipe, edit):
         pipe.generate("a red circle", seed=3)
 
 
+def reduced(pipe, function):
+    with capture(pipe, "z", reduce=function):
+        pipe.generate("a red circle", seed=3)
+
+
 REFUSED = {
     "wan_maxi is no config, .*, or a directory of weights; did you mean wan_mini": lambda _: load("wan_maxi"),
     r"^num_frame is no setting of a run; did you mean num_frames\?": lambda _: load("wan_mini", num_frame=6),
@@ -137,8 +147,24 @@ REFUSED = {
     "num_frames .many. is not int in 1": lambda _: load("wan_mini", num_frames="many"),
     "'resid_past' is no site; did you mean resid_post": lambda pipe: capture(pipe, "resid_past").__enter__(),
     "head 2 is not in": lambda pipe: capture(pipe, "z", heads=[2]).__enter__(),
-    "seed '3' is not int in": lambda pipe: pipe.generate(seed="3"),
+    "seed '3' is not int": lambda pipe: pipe.generate(seed="3"),
     "2 prompts and 3 seeds": lambda pipe: pipe.generate(["a", "b"], seeds=[1, 2, 3]),
+    "dtype torch.int8 is none": lambda pipe: capture(pipe, "z", dtype=torch.int8).__enter__(),
+    "dtype 'nope' is none": lambda pipe: capture(pipe, "z", dtype="nope").__enter__(),
+    "dtype torch.bool is none": lambda pipe: capture(pipe, "z", dtype="bool").__enter__(),
+    "to 'meta' is not cpu": lambda pipe: capture(pipe, "z", to="meta").__enter__(),
+    "to 'gpu' is not cpu": lambda pipe: capture(pipe, "z", to="gpu").__enter__(),
+    "z: .*this one takes nothing": lambda pipe: reduced(pipe, lambda: 0),
+    "reduce 5 is no function": lambda pipe: capture(pipe, "z", reduce=5).__enter__(),
+    "reduce at z: .* returned a NoneType": lambda pipe: reduced(pipe, lambda x: None),
+    "reduce at z: .* returned a float": lambda pipe: reduced(pipe, lambda x, where: x.mean().item()),
+    "reduce at z: .* returned a ndarray": lambda pipe: reduced(pipe, lambda x, where: x.numpy()),
+    "reduce at z: .* returned a torch.sparse_coo": lambda pipe: reduced(pipe, lambda x: x.to_sparse()),
+    "takes no argument: give it x": lambda pipe: edited(pipe, at("z")(lambda: 0)),
+    "it returned .*sparse_coo": lambda pipe: edited(pipe, at("z")(lambda z: z.to_sparse())),
+    "it returned .*on meta": lambda pipe: edited(pipe, at("z")(lambda z: z.to("meta"))),
+    "another video was asked for": lambda pipe: reduced(pipe, lambda x: pipe.generate().latents),
+    "another video was asked .*": lambda pipe: reduced(pipe, lambda x: pipe.rollout(pipe.config)),
     "is the run itself": lambda pipe: edited(pipe, Patch("z", Source(seed=3), passes="all")),
 }
 
@@ -156,7 +182,7 @@ def test_a_capture_inside_a_capture_is_refused(pipe, tiny):
         pass
     with capture(pipe, [1]) as seen, capture(load(tiny.path), [0]):
         assert (
-            CAPTURES.get()[id(pipe)] is seen
+            dict(CAPTURES.get())[id(pipe)] is seen
         )  # one of another pipe is no matter; a refused one left nothing
 
 
@@ -174,6 +200,139 @@ def test_a_batch_is_the_runs_alone_and_each_has_its_own_captures(pipe):
         expected = pipe.generate("a blue square", seed=4)
     for one, other in zip(of_batch.records, expected.records, strict=True):
         torch.testing.assert_close(one["frame_mass"], other["frame_mass"], atol=1e-5, rtol=0)
+
+
+def test_functions_see_each_video_of_a_batch_alone(pipe):
+    """As reduce, and as an edit; one that mixes its whole input shows it."""
+    scale = lambda z: z * (1 + z.mean())  # noqa: E731
+    asked = {"reduce": lambda x, where: x.mean((0, 1)), "layers": [1], "steps": [0]}
+    with capture(pipe, "z", "mod_gate", **asked) as seen, intervene(at("z"), scale):
+        together = pipe.generate(["a red circle", "a blue square"], seeds=[3, 4])
+        alone = [pipe.generate("a red circle", seed=3), pipe.generate("a blue square", seed=4)]
+    assert len(seen.runs) == 4 and together[1].activations["z"][0].shape == (2, 16)
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one.latents, other.latents, atol=1e-5, rtol=0)
+        for site in ("z", "mod_gate"):
+            found, expected = (run.activations[site].stack() for run in (one, other))
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def nearly(found, expected, where):
+    """Equal within 1e-5 of the largest number, NaN in the same places; half precision within its own step."""
+    assert found.shape == expected.shape, where
+    if not found.is_floating_point():
+        assert torch.equal(found, expected), where
+    elif found.numel():
+        step = 1e-3 if found.dtype == torch.float16 else 1e-5
+        size = max(expected.double().nan_to_num(0, 0, 0).abs().max().item(), 1)
+        close = partial(torch.testing.assert_close, atol=step * size, rtol=0, equal_nan=True)
+        close(found, expected, msg=lambda text: f"{where}: {text}")
+
+
+ROWS = {row["name"]: row for row in POLICY_ROWS} | {"by head": "mini_triattention_small"}  # of the miniature
+
+
+@pytest.mark.parametrize("policy", ROWS.values(), ids=ROWS)
+def test_a_batch_is_a_list_of_runs_for_every_request_policy_and_site(tiny, policy):
+    by_heads = policy == "mini_triattention_small"
+    # The miniature's own prompts: on others it amplifies rounding
+    session = load("wan_mini" if by_heads else tiny.path, cache_policy=policy, num_frames=9)
+    prompts = [f"a {what} over a dark blue background" for what in ("red circle moving right", "blue square")]
+    every = {"cross": True} | ({} if by_heads else {"key_curve": True, "rope_bands": True})
+
+    def made(*sites, **asked):
+        with capture(session, *sites, **asked) as seen:
+            runs = session.generate(prompts, seeds=[3, 4])
+            alone = [
+                session.generate(prompt, seed=seed) for prompt, seed in zip(prompts, (3, 4), strict=True)
+            ]
+        return seen, list(zip(runs, alone, strict=True))
+
+    # 1. Attention, as calls and as an atlas: the layouts of the keys, too.
+    seen, pairs = made(layers=[1], **every)
+    for one, other in pairs:
+        nearly(one.latents, other.latents, "latents")
+        for call, expected in zip(one.records, other.records, strict=True):
+            assert {*call} == {*expected} and call["key_frames"] == expected["key_frames"]
+            for name in ("slot_frame", "slot_position", "q_shape", "k_shape"):
+                assert call[name] == expected[name], (name, expected.at)
+            for name, value in expected.values.items():
+                nearly(call.values[name], value, (name, expected.site, expected.at))
+        atlas, expected_atlas = seen.atlas(one), seen.atlas(other)
+        assert {*atlas} == {*expected_atlas}
+        for name, value in expected_atlas.items():
+            if isinstance(value, torch.Tensor):
+                nearly(atlas[name], value, name)
+    # 2. Every site in the last block.
+    for one, other in made(*SITES, layers=[1], blocks=[2], steps=[0, session.config.num_passes - 1])[1]:
+        for site in SITES:
+            assert one.activations[site].places == other.activations[site].places
+            for value, expected in zip(one.activations[site], other.activations[site], strict=True):
+                nearly(value, expected, site)
+
+
+def test_an_atlas_is_read_only_and_its_copies_are_whole(pipe, tmp_path):
+    with capture(pipe) as seen:
+        pipe.generate("a red circle", seed=3)
+    atlas = seen.atlas()
+    name, new = "frame_logits", 2 * atlas["frame_logits"]
+    for change in (
+        lambda: atlas.__setitem__(name, new),
+        lambda: atlas.update({name: new}),
+        lambda: atlas.pop(name),
+        lambda: atlas.__ior__({name: new}),
+    ):
+        with pytest.raises(CacheError, match="read-only"):
+            change()
+    for other in (copy.copy(atlas), copy.deepcopy(atlas), pickle.loads(pickle.dumps(atlas))):
+        assert type(other) is Atlas and torch.equal(other[name].nan_to_num(), atlas[name].nan_to_num())
+    changed = Atlas({**atlas, name: new})
+    changed.save(tmp_path / "changed.pt")
+    assert torch.equal(Atlas.open(tmp_path / "changed.pt")[name].nan_to_num(), new.nan_to_num())
+
+
+def test_a_mean_is_of_one_model_and_schedule(pipe, tiny):
+    def atlas(session, seed, prompt="a red circle"):
+        with capture(session) as seen:
+            session.generate(prompt, seed=seed)
+        return seen.atlas()
+
+    own = atlas(pipe, 3)
+    assert Atlas.mean([own, atlas(pipe, 4, "a blue square")]).count == 2
+    others = [
+        load(tiny.path, num_frames=6, **changed)
+        for changed in (
+            {"denoising_step_list": [1000, 250]},
+            {"timestep_shift": 3.0},
+            {"cache_policy": "window,window=4,sink=1"},
+        )
+    ]
+    with intervene(at("z"), lambda z: 2 * z):
+        edited = atlas(pipe, 5)
+    weights = Atlas({**own, "fingerprint": "0" * 32, "weights_sha256": "0" * 64})
+    for other in (*(atlas(session, 4) for session in others), edited, weights):
+        with pytest.raises(CacheError, match="of one model and schedule, which differ in prompt and seed: "):
+            Atlas.mean([own, other])
+    with pytest.raises(CacheError, match="every run once"):
+        Atlas.mean([own, atlas(pipe, 4), own])
+
+
+def test_copies_of_a_session_have_its_model_as_it_is(tiny):
+    session = load(tiny.path, num_frames=3)
+    assert copy.deepcopy(session).pipeline is None and pickle.loads(pickle.dumps(session)).pipeline is None
+    plain = session.generate("a red circle", seed=3)
+    with torch.no_grad():
+        session.model.blocks[0].ffn[0].weight.mul_(2)
+    changed = session.generate("a red circle", seed=3)
+    deep, shallow = copy.deepcopy(session), copy.copy(session)
+    assert shallow.model is session.model and deep.model is not session.model
+    with torch.no_grad():
+        session.model.blocks[0].ffn[0].weight.div_(2)
+    again = deep.generate("a red circle", seed=3)  # elsewhere in memory, where products round differently
+    torch.testing.assert_close(again.latents, changed.latents, atol=1e-5, rtol=0)
+    assert (again.latents - plain.latents).abs().max() > 1e-3
+    for same in (session, shallow, pickle.loads(pickle.dumps(session))):
+        assert torch.equal(same.generate("a red circle", seed=3).latents, plain.latents)
 
 
 def test_activations_come_back_from_files_and_folders(pipe, tmp_path):
@@ -236,6 +395,19 @@ def test_the_lens_ends_at_the_runs_own_x0(pipe):
     found = torch.cat([lens.latents[1, block, 1] for block in (0, 1)], 1)
     assert torch.equal(found, run.latents) and (lens.distance[0] > 0).all()
     assert torch.equal(lens.frames(1, 1, 1), run.video[9:])
+
+
+def test_the_lens_reads_the_steps_that_each_block_has(tiny):
+    """With first_block_steps blocks differ, and their steps are numbered over both lists."""
+    steps = {"denoising_step_list": [1000, 500], "first_block_steps": [1000, 750, 250]}
+    session = load(tiny.path, num_frames=6, **steps)
+    lens = x0_lens(session, "a red circle", seed=3, layers=[1])
+    by_block = [sorted(step for _, block, step in lens.latents if block == number) for number in (0, 1)]
+    assert [*map(len, by_block)] == [3, 2] and by_block != [[0, 1, 2], [0, 1]]
+    for block, of_block in enumerate(by_block):
+        assert torch.equal(
+            lens.latents[1, block, of_block[-1]], lens.run.latents[:, 3 * block : 3 * block + 3]
+        )
 
 
 def test_an_edit_of_ones_own_is_in_the_record(pipe):

@@ -1,5 +1,7 @@
 """Every activation has a name: each seen and changed against the model written out by hand."""
 
+import warnings
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -7,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.rollouts import TINY, TWO_STEPS, rollout, tiny_pipeline
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from wan import interventions
 from wan.activations import SiteCapture
@@ -17,7 +21,7 @@ from wan.keys import rotate
 from wan.model import sinusoidal_embedding
 from wan.pipeline import CausalInferencePipeline, flow_to_x0
 from wan.policies import make_policy
-from wan.sites import OF_FORWARD, SITES, watched
+from wan.sites import OF_FORWARD, SITES, active_edits, observed, observer, watched, watchers
 
 LAYER, BLOCK, STEP = 2, 1, 1
 ONE = {"layers": [LAYER], "blocks": [BLOCK], "steps": [STEP]}
@@ -270,3 +274,72 @@ def test_what_does_not_fit_is_refused_in_one_line(message):
     with pytest.raises(ConfigError, match=message) as error, watched(SiteCapture(("z",))):
         REFUSED[message]()
     assert "\n" not in str(error.value)
+
+
+# --- Contexts
+@given(st.lists(st.tuples(st.sampled_from(["enter", "leave"]), st.integers(0, 3)), max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_contexts_close_in_any_order_without_loss(actions):
+    """Those that are open, in the order in which they came, watch and edit; the last observer observes."""
+    edits = [at("z", layers=[n])(lambda z: z) for n in range(4)]
+    open_now: list[tuple[int, object]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no call was edited
+        try:
+            for action, number in actions:
+                if action == "enter":
+                    stack = ExitStack()
+                    stack.enter_context(intervene(edits[number]))
+                    stack.enter_context(observed(number))
+                    open_now.append((number, stack))
+                elif number < len(open_now):
+                    open_now.pop(number)[1].close()
+                assert active_edits() == [edits[n] for n, _ in open_now]
+                assert observer() == (open_now[-1][0] if open_now else None)
+        finally:
+            for _, stack in reversed(open_now):
+                stack.close()
+    assert not watchers() and observer() is None
+
+
+def test_a_context_may_be_used_again_and_while_it_is_open():
+    pipeline, context = two_steps(), intervene(at("z", layers=[0]), lambda z: 2 * z)
+    plain = rollout(pipeline, 3)
+    with context:
+        once = rollout(pipeline, 3)
+    with context as first, context as second:
+        rollout(pipeline, 3)
+    assert first is not second and first.changed == second.changed == [3]
+    with context:
+        assert torch.equal(rollout(pipeline, 3), once) and not torch.equal(once, plain)
+    with ATTENTION_WEIGHT_CAPTURE.capture(layers=[0]) as calls:
+        assert torch.equal(rollout(pipeline, 3), plain) and len(calls) == 3
+
+
+def test_a_generator_edits_its_own_runs_alone():
+    pipeline = two_steps()
+    plain = rollout(pipeline, 3)
+
+    def runs():
+        with intervene(at("z"), lambda z: 2 * z):
+            yield rollout(pipeline, 3)
+            yield rollout(pipeline, 3)
+
+    @contextmanager
+    def doubled():  # contextlib drives it: it is a context, of who enters it
+        with intervene(at("z"), lambda z: 2 * z):
+            yield
+
+    made = runs()
+    first = next(made)
+    with pytest.raises(ConfigError, match=r"generator .*runs is suspended inside intervene.*close\(\) it"):
+        rollout(pipeline, 3)
+    assert torch.equal(next(made), first)
+    made.close()
+    assert torch.equal(rollout(pipeline, 3), plain)
+    with doubled():
+        assert torch.equal(rollout(pipeline, 3), first)
+    with ExitStack() as stack:
+        stack.enter_context(doubled())
+        assert torch.equal(rollout(pipeline, 3), first)
+    assert torch.equal(rollout(pipeline, 3), plain)

@@ -296,7 +296,8 @@ class HeadwiseCache(AnyCache):
         # 3. The block's own slots, which come last, and those of the sink, which come first.
         own = range(len(slots) - self.own // size, len(slots))
         deep = next((n for n in range(own.start) if slots[n].frame not in sink), own.start)
-        return KeyLayout(slots, size, own, tuple(self.newest), chosen, sink=range(deep))
+        alone = tuple(self._layout(row, sink) for row in ids.split(1)) if len(ids) > 1 else ()
+        return KeyLayout(slots, size, own, tuple(self.newest), chosen, range(deep), alone)
 
     @property
     def nbytes(self) -> int:
