@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
+import yaml
+
 from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
@@ -65,7 +67,6 @@ def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit
 
     A key given twice is an error, ${...} stays text.
     """
-    import yaml
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
     text = read_text(path, limit)

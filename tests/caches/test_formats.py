@@ -164,7 +164,7 @@ def test_what_cannot_be_read(tmp_path):
         "list": "cannot be read as a cache: .*list"
     }
     for name, why in (said | {"weights": "not an attention cache, its keys are state_dict"}).items():
-        with pytest.raises(CacheError, match=f"{name}.*{why}.*; make it again: .* cache/{name}") as error:
+        with pytest.raises(CacheError, match=f"{name}.*{why}.*; run: python .*{name}.pt") as error:
             load_cache(tmp_path / f"{name}.pt")
         assert "\n" not in str(error.value)
     with pytest.raises(CacheError, match=r"is a cache of format layer: open it with notebooks/extract_all_"):
