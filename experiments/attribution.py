@@ -184,9 +184,9 @@ def attribute(
     way of x0 to the source's, 0 here and 1 there. integrated averages gradients over so many points between
     the inputs of both runs. Raises ConfigError for what cannot be differentiated or patched.
     """
-    given = {"prompt": prompt, "seed": seed}
+    given: dict[str, Any] = {"prompt": prompt, "seed": seed}
     config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
-    chosen = {"layers": as_numbers("layers", layers), "blocks": as_numbers("blocks", blocks)}
+    chosen: dict[str, Any] = {"layers": as_numbers("layers", layers), "blocks": as_numbers("blocks", blocks)}
     chosen["steps"] = as_numbers("steps", steps) or [*range(config.num_passes - 1)]
     # 1. Refuse before anything runs.
     for site in sites:
@@ -234,7 +234,7 @@ def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -
     """Return the scores of a run as a cache."""
     places = list(recorder.scores)
     passes = list(dict.fromkeys(place.at for place in places))
-    layers = sorted({place.layer for place in places})
+    layers = sorted({place.layer or 0 for place in places})
     found = []
     for site in recorder.sites:
         rows = [[recorder.scores[ActivationSite(site, layer, at)] for at in passes] for layer in layers]

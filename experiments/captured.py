@@ -85,7 +85,9 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
     """Return a number, or several, as a list; None stays. ConfigError for what is none."""
     if value is None:
         return None
-    chosen = [value] if isinstance(value, (int, float)) else [*value] if isinstance(value, Iterable) else []
+    chosen: list[Any] = (
+        [value] if isinstance(value, (int, float)) else [*value] if isinstance(value, Iterable) else []
+    )
     if not chosen or any(type(each) is not int for each in chosen):  # nothing would be captured in silence
         raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
     return sorted(set(chosen))
@@ -224,7 +226,8 @@ def attention_requests(
     if granularity == "frame" and blocks is steps is None:
         return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
     kinds: Any = ("self", "cross") if cross else ("self",)
-    return [CaptureRequest(layers, kinds, blocks, steps, granularity, mass=mass, rope_bands=rope_bands)]
+    level: Any = granularity
+    return [CaptureRequest(layers, kinds, blocks, steps, level, mass=mass, rope_bands=rope_bands)]
 
 
 def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None:
@@ -533,7 +536,15 @@ def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a run was made, but for its model, prompts and seed, and what was kept of it."""
     config = {name: value for name, value in (atlas.get("config") or {}).items() if name != "prompt_schedule"}
     switches = [switch.get("frame") for switch in (atlas.get("config") or {}).get("prompt_schedule") or ()]
-    names = ("layers", "pass_timesteps", "pass_steps", "pass_is_clean", "num_frames", "block_sizes", "branch")
+    names: tuple[str, ...] = (
+        "layers",
+        "pass_timesteps",
+        "pass_steps",
+        "pass_is_clean",
+        "num_frames",
+        "block_sizes",
+        "branch",
+    )
     names += ("blocks_done", "rolling_timesteps", "guidance_scale")
     found = {name: atlas.get(name) for name in names}
     lists = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in found.items()}

@@ -71,8 +71,8 @@ class SiteCapture(Watcher):
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             raise ConfigError(f"dtype {short_repr(self.dtype)} keeps no activations; take one of {known}")
         try:
-            there = self.to is None or torch.device(self.to).type == "cpu"
-            there = there or (torch.device(self.to).type == "cuda" and torch.cuda.is_available())
+            kind = "cpu" if self.to is None else torch.device(self.to).type
+            there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
         except (RuntimeError, TypeError):
             there = False
         if not there:

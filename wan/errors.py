@@ -142,8 +142,8 @@ def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
         return (origin(x for x, _ in parts), "") if fits else (value, words)
     if origin in (Sequence, Collection) and items:  # of an argument, which stays as it is
         words = "a list of " + (fitted(object(), items[0], name)[1] or "anything")
-        many = isinstance(value, origin) and not isinstance(value, (str, bytes, Mapping))
-        return value, "" if many and not any(fitted(x, items[0], name)[1] for x in value) else words
+        several = isinstance(value, origin) and not isinstance(value, (str, bytes, Mapping))
+        return value, "" if several and not any(fitted(x, items[0], name)[1] for x in value) else words
     # 3. A dataclass by its fields; other classes are not looked into.
     if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
         return from_values(origin, value, f"{name}: "), ""
@@ -189,7 +189,7 @@ def checked(call: Called) -> Called:
     ConfigError for an argument that it does not know, that is missing, or whose value does not fit. Of a
     dataclass the names alone are checked: its values are fields.
     """
-    function: Any = call.__init__ if isinstance(call, type) else call
+    function: Any = vars(call)["__init__"] if isinstance(call, type) else call
     signature, kinds = inspect.signature(function), dict[str, Any]()
 
     @functools.wraps(function)
@@ -223,7 +223,7 @@ def checked(call: Called) -> Called:
 
     if function is call:
         return checking  # type: ignore[return-value]
-    call.__init__ = checking  # type: ignore[misc]
+    setattr(call, "__init__", checking)  # noqa: B010 - of a class
     return call
 
 

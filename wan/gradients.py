@@ -239,8 +239,8 @@ class Gradients(Watcher):
 
     def _remembering(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a part of a layer, which the backward pass calls again in place of remembering it."""
-        at, before = current_pass(), []
-        if not self.records(at):
+        at, before = current_pass(), list[bool]()
+        if at is None or not self.records(at):
             return function(*args)
         watching = self._beside(_Replay(self))
         if problem := next((e for w in watching for e in w.edits if "source" in e.needs), None):

@@ -198,7 +198,8 @@ class _Digests:
             yield f"{value.__module__}.{value.__qualname__}".encode()
             return
         if isinstance(value, np.ufunc) and getattr(np, str(value.__name__), None) is value:
-            yield str(value.__name__).encode()
+            named: Any = value  # one of numpy's functions, whose name its types do not know
+            yield named.__name__.encode()
             return
         if isinstance(value, DESCRIPTORS):
             yield value.__qualname__.encode()

@@ -799,7 +799,8 @@ def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes
 
 
 # --- Contexts that may be entered again
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ReusableContext(ContextDecorator, AbstractContextManager[Any]):

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -191,18 +192,19 @@ def pushed(stack: ContextVar[tuple[Any, ...]], *entries: Any) -> Iterator[None]:
             _open -= 1
         for of, entry in [*((stack, one) for one in entries), *((_GENERATORS, one) for one in generators)]:
             now = of.get()
-            places = [n for n, one in enumerate(now) if one is entry]
-            if not places:  # of a generator that another thread closes
+            held = [n for n, one in enumerate(now) if one is entry]
+            if not held:  # of a generator that another thread closes
                 raise ConfigError("a context was left in another thread or task than the one that entered it")
-            of.set(now[: places[-1]] + now[places[-1] + 1 :])
+            of.set(now[: held[-1]] + now[held[-1] + 1 :])
 
 
 def require_running_generators() -> None:
     """Raise ConfigError where a suspended generator has an open context, which would see others' runs."""
-    frame, running = sys._getframe(1), set[int]()
+    frame: FrameType | None = sys._getframe(1)
+    running = set[int]()
     while frame is not None:
         running.add(id(frame))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if suspended := [name for key, name in _GENERATORS.get() if key not in running]:
         raise ConfigError(
             f"the generator {suspended[0]} is suspended inside intervene(), capture() or watched(), which "

@@ -163,7 +163,7 @@ def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show
     if isinstance(rows, Mapping):
         width = max(map(len, rows), default=0)
         lines = [f"{name:{width}}  {_cells([value])[0]}" for name, value in rows.items()]
-        indent = {"subsequent_indent": " " * (width + 2), "break_long_words": False}
+        indent: dict[str, Any] = {"subsequent_indent": " " * (width + 2), "break_long_words": False}
         return "\n".join(x if len(x) <= 1.6 * WIDEST else fill(x, WIDEST, **indent) for x in lines)
     mappings = [row._asdict() if hasattr(row, "_asdict") else row for row in rows]
     names = list(dict.fromkeys(name for row in mappings for name in row))

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.analysis import published
 from experiments.analysis.first_frame import context_cells, first_frame_effect, matrices, sign_rate
@@ -372,34 +372,34 @@ def of_miniature(config: RunConfig) -> dict[str, Any]:
 
 
 # --- Faults on which no border was chosen
-def exchange_queries_and_keys(model: nn.Module) -> None:
+def exchange_queries_and_keys(model: Any) -> None:
     for block in model.blocks:
         attention = block.self_attn
         attention.q, attention.k = attention.k, attention.q
         attention.norm_q, attention.norm_k = attention.norm_k, attention.norm_q
 
 
-def exchange_two_layers(model: nn.Module) -> None:
+def exchange_two_layers(model: Any) -> None:
     one, other = (model.blocks[layer].state_dict() for layer in (3, 4))
     kept = {name: value.clone() for name, value in one.items()}
     model.blocks[3].load_state_dict(other)
     model.blocks[4].load_state_dict(kept)
 
 
-def randomise(model: nn.Module, layers: Sequence[int]) -> None:
+def randomise(model: Any, layers: Sequence[int]) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for layer in layers for parameter in model.blocks[layer].parameters()):
         if parameter.ndim > 1:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.std())
 
 
-def add_noise(model: nn.Module, share: float) -> None:
+def add_noise(model: Any, share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for parameter in model.parameters() if parameter.ndim > 1):
-        parameter += share * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        parameter.add_(share * parameter.std() * torch.randn(parameter.shape, generator=generator))
 
 
-def silence_a_layer(model: nn.Module) -> None:
+def silence_a_layer(model: Any) -> None:
     model.blocks[2].self_attn.o.weight.zero_()
 
 

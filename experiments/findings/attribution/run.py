@@ -75,7 +75,13 @@ def measure(minutes: float, most: int) -> dict[str, Any]:
         | {name: [rounded(heads, 6) for heads in x.tolist()] for name, x in row.items()}
         for pair, row in zip(pairs, rows, strict=True)
     ]
-    how = {"num_frames": NUM_FRAMES, "block": pair.block, "step": STEP, "seed": SEED, "points": POINTS}
+    how: dict[str, Any] = {
+        "num_frames": NUM_FRAMES,
+        "block": pair.block,
+        "step": STEP,
+        "seed": SEED,
+        "points": POINTS,
+    }
     how |= {"seconds": round(time.monotonic() - started), "environment": environment(session.device)}
     return {**how, "pairs": found}
 
