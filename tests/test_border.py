@@ -88,7 +88,8 @@ CALLS = {
     "at()": (lambda *_: at(), "at takes a site or several"),
     "at(laers)": (lambda *_: at("z", laers=1), "knows no laers; did you mean layers"),
     "x0 clean": (lambda *_: at("x0", passes="clean"), "x0 is of denoising passes"),
-    **{f"edit {type(value).__name__}": (lambda s, *_, v=value: edited(s, at("z"), v), "is no function of x and where")
+    **{f"edit {type(value).__name__}":
+       (lambda s, *_, v=value: edited(s, at("z"), v), "is no function of x and where")
        for value in (5, "f", object())},
     "of none": (lambda s, *_: edited(s, at("z"), lambda: 1), "takes no argument: give it x, or x and where"),
     "sparse": (lambda s, *_: edited(s, at("z"), lambda x, w: x.to_sparse()), "a tensor of torch.sparse"),
