@@ -35,7 +35,7 @@ mkdir -p outputs
 python experiments/run_extraction_figure4.py "${mini[@]}" --output_path "$figure4" --save_video outputs/wan-mini.mp4
 python experiments/run_extraction_all.py "${mini[@]}" --output_path "$atlas" --key_curve --cross --rope_bands
 python experiments/run_extraction.py "${mini[@]}" --output_path "$inference"
-python experiments/run_extraction_maps.py "${mini[@]}" --output_path "$maps" --query_patch 18,2,1 --words --save_video
+python experiments/run_extraction_maps.py "${mini[@]}" --output_path "$maps" --query_patch 3,2,1 --words --save_video
 python experiments/run_intervention.py "${mini[@]}" --output_path "$effects" --interventions configs/edits/forget_past.yaml
 papermill --cwd notebooks --no-progress-bar --log-level WARNING notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb \
     -p CACHE_PATH "../$figure4" -p SAVE_DIR figure4

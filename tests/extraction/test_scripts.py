@@ -234,7 +234,16 @@ def test_the_borders_of_a_models_check_separate_what_was_measured():
     report = json.loads((ROOT / "docs/check_model.json").read_text())
     borders = model_check.AGREES, model_check.OTHER_R, model_check.OTHER_OWN
     assert tuple(report["borders"].values()) == borders
-    wrong = ("heads", "layers", "base", "random", "no ", "RoPE off", "RoPE of base 1,000,000", "blocks of 1")
+    wrong = (
+        "heads",
+        "layers shifted",
+        "base",
+        "random",
+        "no ",
+        "RoPE off",
+        "RoPE of base 1,000,000",
+        "blocks of 1",
+    )
     said = {wrong: "wrong", "another prompt": "differs like another prompt"}
     assert {*report["wan-mini"]["the same in bfloat16"]["verdicts"]} == {"agrees"}
     for name, row in (report["published"] | report["wan-mini"]).items():

@@ -160,7 +160,7 @@ def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
         capture, call = Capture(()), SimpleNamespace(site=Site(0, "self"), at=None)
         on_gpu = {n: v.to(gpu).mT for n, v in values.items()}
         if started:
-            capture._keep(call, on_gpu, (), (), None)
+            capture._keep(call, on_gpu, (), (), None, None)
         else:
             capture.calls.append(CapturedCall(call.site, None, on_gpu, (), ()))
         move_to_cpu(capture.calls)
