@@ -50,11 +50,10 @@ SAY_WHERE = "say where frames lie, layout=(frames, tokens of each)"
 
 
 class VideoTokens(NamedTuple):
-    """Frames of a forward and tokens of each. Other tokens of a joint call lie behind them, or before."""
+    """Frames of a forward and tokens of each. Other tokens of a joint call lie behind them."""
 
     frames: int
     tokens: int
-    are_last: bool = False
 
     @property
     def total(self) -> int:
@@ -78,11 +77,6 @@ def of_sequence(config: Any, given: Mapping[str, Any]) -> VideoTokens:
     if frames is None or length % frames:
         raise ConfigError(f"num_frames is {frames} for {length} tokens: {SAY_WHERE}")
     return VideoTokens(frames, length // frames)
-
-
-def behind_history(config: Any, given: Mapping[str, Any]) -> VideoTokens:
-    """As of_latents; tokens of earlier frames, at other resolutions, come before them."""
-    return of_latents(config, given)._replace(are_last=True)
 
 
 @dataclass(frozen=True)
@@ -448,8 +442,7 @@ def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any
 def _show(forward: Forward, name: str, layer: int, x: Tensor, is_video: bool = True) -> Tensor:
     """Show x [B, L, ...] to watchers, each pass by itself and without tokens that are of no frame -> x."""
     pieces, is_changed = [], False
-    before = x.shape[1] - forward.video.total if forward.video.are_last and is_video else 0
-    own = slice(before, before + forward.video.total) if is_video else slice(None)
+    own = slice(forward.video.total) if is_video else slice(None)
     for at, items in forward.parts:
         piece = x[items]
         seen = piece[:, own]
@@ -458,7 +451,7 @@ def _show(forward: Forward, name: str, layer: int, x: Tensor, is_video: bool = T
         if new is not seen:
             is_changed = True
             behind = piece[:, own.stop :] if is_video else piece[:, :0]
-            piece = torch.cat([piece[:, :before], new, behind], 1)
+            piece = torch.cat([new, behind], 1)
         pieces.append(piece)
     if not is_changed:
         return x
@@ -492,10 +485,9 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
             f"layer {site.layer}: {q.shape[1]} queries and {k.shape[1]} keys are not {forward.video.frames} "
             f"frames of {forward.video.tokens} tokens: give layout=(frames, tokens of each)"
         )
-    around = (rest, 0) if forward.video.are_last else (0, rest)
     # 2. Edits change q, k, v, and add a bias to the logits of keys.
     calls = [
-        Call(site, at, q[items], k[items], v[items], layout, around=around) for at, items in forward.parts
+        Call(site, at, q[items], k[items], v[items], layout, around=(0, rest)) for at, items in forward.parts
     ]
     is_changed = False
     if edits:

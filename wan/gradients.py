@@ -287,7 +287,9 @@ class Attribution(Gradients):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.metric = self.metric or towards
+        # With a metric each graph is freed as soon as it is complete; _metric() says which one counts
+        self._follows_source = self.metric is None
+        self.metric = self.metric or Tensor.sum
         self._own: dict[ActivationSite, Tensor] = {}
         self._call: tuple[Any, ...] = ()
         self._runs_again = False
@@ -361,7 +363,7 @@ class Attribution(Gradients):
 
     def _metric(self, where: ActivationSite) -> Metric:
         """Return the metric of a pass: what was given, or the way from the own x0 to the source's."""
-        if self.metric is not towards:
+        if not self._follows_source:
             assert self.metric is not None
             return self.metric
         own, theirs = self._own_x0.double(), self.of("x0", None, where).double()
@@ -386,11 +388,6 @@ class Attribution(Gradients):
             axes = SITES[where.site].split()
             score = change.sum([n for n, axis in enumerate(axes) if axis != "H"]).reshape(-1).float().cpu()
             self.scores[where] = self.scores.get(where, 0) + score / self.points
-
-
-def towards(x0: Tensor) -> Tensor:
-    """Stand for the metric of Attribution that asks how far x0 moved towards the source's."""
-    raise NotImplementedError
 
 
 class _Replay(Watcher):

@@ -221,24 +221,6 @@ def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -
     return figure
 
 
-@styled
-def contrasts_by_frame(contrasts: Mapping[str, np.ndarray], subtitle: str, *, block: int) -> Figure:
-    """Draw contrasts by key frame, [3, first]: mean over heads, low, high; every other block shaded."""
-    figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
-    colors, markers = (ORANGE, BLUE, GREEN, PURPLE, RED), "osD^v"
-    for (name, (values, low, high)), color, marker in zip(contrasts.items(), colors, markers, strict=False):
-        axis.fill_between(range(len(values)), low, high, color=color, alpha=0.2, linewidth=0)
-        axis.plot(values, marker=marker, color=color, markersize=4, linewidth=1.3, label=name)
-    longest = max(values.shape[1] for values in contrasts.values())
-    # Blocks are told apart by their shade: a contrast may be one of blocks
-    for start in range(0, longest, 2 * block):
-        axis.axvspan(start - 0.5, min(start + block, longest) - 0.5, color="0.5", alpha=0.08, linewidth=0)
-    axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set(ylabel="Contrast c(j) (logits)", xlim=(-0.5, longest - 0.5), xticks=range(longest))
-    st.label_figure(figure, [axis], "Key-frame contrasts", subtitle, legend=st.handles(axis))
-    return figure
-
-
 def _mark_absent(axis: Axes, frames: np.ndarray, values: np.ndarray) -> None:
     """Hatch the key frames without a value, as a stopped run has them."""
     for i, frame in enumerate(frames[~np.isfinite(values)]):
@@ -380,13 +362,6 @@ def budget_curves(
     x, y = "Cache of the mean head (latent frames)", "Share back in colour and shape"
     st.label_figure(figure, axes, f"{y}, by rule and cache", subtitle, y, legend, x)
     return figure
-
-
-def _intervals(axis: Axes, x: np.ndarray, rows: np.ndarray, name: str, n: int, **style: Any) -> None:
-    """Draw rows [n, 3] of an estimate and the ends of its interval."""
-    share, low, high = rows.T
-    style |= {"markersize": 3.5, "linewidth": 1.3, "elinewidth": 0.8, "label": name}
-    axis.errorbar(x, share, [share - low, high - share], fmt=f"{'osD^vPX'[n % 7]}-", **style)
 
 
 def _draw_ceilings(axis: Axes, way: str, ceilings: Mapping[str, float]) -> None:

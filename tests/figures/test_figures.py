@@ -83,7 +83,6 @@ def drawings() -> dict[str, Figure]:
         "shares": figures.share_bars(*routes, "Routes", "Share", {"best single": [0.5, 0.6]}),
         "knockouts": figures.knockout_shares(knockouts, {"none": 182, "the eight": 12}, ABOUT),
         "budgets": figures.budget_curves(budgets, {"rendered": 0.9}, "Budgets"),
-        "contrasts": figures.contrasts_by_frame({"eagle": np.sort(profiles[0, :, :6])}, "Contrasts", block=3),
         "drift": figures.drift_over_time({"Right": over, "Hue": over}, ["frozen", "vae"], ABOUT),
         "motion": figures.against_motion(dots, {"Right": dots, "Hue": dots}, ABOUT),
         "map strip": figures.map_strip([VideoMap(seen, *query)] * 2, pictures, [0, F - 1]),
