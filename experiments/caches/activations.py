@@ -291,22 +291,31 @@ class ActivationFolder:
 
     @property
     def runs(self) -> list[StoredRun]:
-        """Its complete runs, by name."""
+        """Its complete runs, by seed and prompt."""
         return [run for run in self.all_runs if run.is_complete]
 
     @property
     def all_runs(self) -> list[StoredRun]:
-        """Its runs by name, those that were interrupted too."""
+        """Its runs by seed and prompt, those that were interrupted too.
+
+        Names are fingerprints, which change with the versions of code and packages: in their order the first
+        run, and the shuffled rows of a seed, would be others on another machine.
+        """
         self.shared  # noqa: B018 - refuses what is no such folder
-        names = sorted(one.name for one in self.path.iterdir() if RUN_NAME.fullmatch(one.name))
-        return [run for name in names if (run := self._stored(self.path / name))]
+        paths = (one for one in self.path.iterdir() if RUN_NAME.fullmatch(one.name))
+        found = [run for path in paths if (run := self._stored(path))]
+        return sorted(found, key=lambda r: (r.manifest["seed"], r.manifest["prompt"], r.path.name))
 
     def _stored(self, path: Path) -> StoredRun | None:
         if not (path / MANIFEST).exists():  # interrupted before its first shard
             return None
         manifest = read_json_file(path / MANIFEST, f"remove {path} and capture that run again")
-        if not isinstance(manifest.get("shards"), dict) or "fingerprint" not in manifest:
-            raise CacheError(f"{path / MANIFEST} names no shards; remove {path} and capture that run again")
+        if not isinstance(manifest.get("shards"), dict) or not {"fingerprint", "prompt", "seed"} <= {
+            *manifest
+        }:
+            raise CacheError(
+                f"{path / MANIFEST} names no shards, prompt or seed; remove {path} and capture that run again"
+            )
         return StoredRun(path, manifest)
 
     def require(self, request: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
@@ -435,7 +444,7 @@ class ActivationStore(ActivationFolder):
 
     @cached_property
     def runs(self) -> list[StoredRun]:
-        """Its complete runs, by name, as they were when it was opened."""
+        """Its complete runs, by seed and prompt, as they were when it was opened."""
         return [run for run in self.all_runs if run.is_complete]
 
     def check(self) -> None:
