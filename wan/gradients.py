@@ -310,7 +310,9 @@ class Attribution(Gradients):
         return super().records(at)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
-        return super().records(at) and site in self.sites and asks_for(self, layer, at)  # type: ignore[arg-type]
+        if at is None or site not in self.sites or not super().records(at):
+            return False
+        return asks_for(self, layer, at)
 
     def check(self, plan: Any) -> None:
         super().check(plan)
