@@ -4,6 +4,7 @@
     python experiments/benchmarks/rollouts.py --random_weights --device cuda --what plain mass maps
     torchrun --nproc-per-node 2 experiments/benchmarks/rollouts.py --random_weights --what plain mass
     python experiments/benchmarks/rollouts.py --random_weights --graphs --what video
+    python experiments/benchmarks/rollouts.py --random_weights --device cuda --what gradients
     python experiments/benchmarks/rollouts.py --write_random_weights wan_models/random --text_encoder
 
 Rows run in turn, round after round, after a round that is not counted. A ratio is the median over rounds of
@@ -26,9 +27,9 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from torch.backends import cudnn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from experiments.caches.files import require_writable, save_report
-from experiments.extraction import video
+from experiments.extraction import memory, video
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
@@ -62,10 +63,11 @@ from wan.checkpoint import (
 )
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
+from wan.gradients import Gradients
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.model import CausalWanModel
 from wan.policies import read_policy
-from wan.sites import watched
+from wan.sites import SITES, ActivationSite, Watcher, watched
 from wan.vae import VAE, StreamedDecoder
 from wan.wings import parallel
 from wan.wings.graphs import apply_cuda_graphs
@@ -326,6 +328,93 @@ def by_diffusers(vae: VAE, latents: Tensor) -> Tensor:
     """Decode by AutoencoderKLWan, frame by frame -> [B, frames, 3, H, W] in 0..1."""
     z = latents.transpose(1, 2).float() * vae.latents_std + vae.latents_mean
     return vae.vae.decode(z.to(vae.vae.dtype)).sample.float().transpose(1, 2) / 2 + 0.5
+
+
+# --- Gradients of a pass
+@dataclass
+class PassClock(Watcher):
+    """Time one pass: from its x_t to its x0, with what watchers before this one do there."""
+
+    block: int
+    step: int
+    seconds: float = 0.0
+
+    def on_activation(self, x: Any, where: ActivationSite) -> None:
+        if (where.block, where.step) == (self.block, self.step) and where.site in ("x_t", "x0"):
+            wait()
+            self.seconds = time.perf_counter() - self.seconds  # begun, and then passed
+
+
+def gradients(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
+    """Yield the last block's first pass without kernels of ours, and with gradients at z and resid_post.
+
+    Seconds are of the pass, peaks of the whole rollout. Then gradients at every site, in the second block:
+    whether they have the activations' shapes, and are finite.
+    """
+    rollout, last = Rollout(config, args.random_weights), len(config.block_sizes) - 1
+    model, chosen = rollout.model, SiteCapture(("z", "resid_post"), blocks=[last], steps=[0])
+
+    def seconds(*contexts: Active) -> float:
+        clock = PassClock(last, 0)
+        entered: list[Active] = [*contexts, partial(watched, clock)]  # the clock is asked last
+        with ExitStack() as stack:
+            for enter in entered:
+                stack.enter_context(enter())
+            rollout.generate()
+        return clock.seconds
+
+    def recorded(to: str | None = None, recompute: bool = False) -> float:
+        recorder = recorder_of(chosen, to)
+        return seconds(
+            partial(watched, recorder), partial(recorder.recomputed, model) if recompute else nullcontext
+        )
+
+    imported = ("wan.model.fused_kernels", "wan.cache.fused_kernels")
+    unfused = [partial(mock.patch, name, return_value=None) for name in imported]
+    rows: Timed = {
+        "pass, unfused": partial(seconds, *unfused),
+        "pass": seconds,
+        "gradients": recorded,
+        "gradients, to the host": partial(recorded, "cpu"),
+        "gradients, recomputed": partial(recorded, recompute=True),
+    }
+    about = warmed_up(rows)
+    for name in rows:
+        if name.startswith("gradients"):
+            how = config, rollout.sizes, chosen, "pass", rollout.dtype, "recomputed" in name
+            about[name]["estimated_mib"] = round(memory.bytes_of_graphs(*how) / MIB, 1)
+    yield rows, about
+
+    found: Rows = {}
+    yield (
+        {"gradients at every site": partial(seconds_of, partial(every_site, rollout, found))},
+        {"gradients at every site": found},
+    )
+
+
+def recorder_of(chosen: SiteCapture, to: str | None = None) -> Gradients:
+    """Record what is chosen, and differentiate each pass when it is complete."""
+    where: Any = {"layers": chosen.layers, "blocks": chosen.blocks, "steps": chosen.steps}
+    return Gradients(chosen.sites, **where, metric=lambda x0: x0.float().square().mean(), to=to)
+
+
+def every_site(rollout: Rollout, found: dict[str, Any]) -> None:
+    """Note of each site its gradients' shape and dtype, whether that is the activations', and finiteness."""
+    last, matrices = rollout.sizes.num_layers - 1, ("scores", "pattern")  # gigabytes a layer
+    blocks = [min(1, len(rollout.config.block_sizes) - 1)]
+    others = tuple(name for name in SITES if name not in matrices)
+    for sites, layers in ((matrices, [last]), (others, [0, last])):
+        shapes = SiteCapture(sites, layers, blocks, [0], reduce=lambda x: torch.tensor(x.shape))
+        recorder = recorder_of(shapes)
+        with watched(shapes, recorder):
+            rollout.generate()
+        expected = {one.where: one.value.tolist() for one in shapes.kept}
+        for one in recorder.found:
+            about = found.setdefault(one.where.site, {"is_finite": True, "is_zero": True, "is_shaped": True})
+            about |= {"shape": [*one.value.shape], "dtype": str(one.value.dtype).removeprefix("torch.")}
+            about["is_finite"] &= bool(one.value.isfinite().all())
+            about["is_zero"] &= not one.value.any()
+            about["is_shaped"] &= [*one.value.shape] == expected[one.where]
 
 
 # --- While the model runs
@@ -603,7 +692,7 @@ def write_random_weights(folder: Path, config: RunConfig, text_encoder: bool) ->
         shutil.copytree(TOKENIZER, folder / TOKENIZER_DIR, dirs_exist_ok=True)
 
 
-GROUPS = {"models": models, "decoder": decoder, "video": with_video}
+GROUPS = {"models": models, "decoder": decoder, "video": with_video, "gradients": gradients}
 
 if __name__ == "__main__":
     main(run)

@@ -12,6 +12,7 @@ from experiments.benchmarks import peers, rollouts
 from experiments.benchmarks.rollouts import in_turn
 from wan.model import CausalWanModel
 from wan.policies import of_window
+from wan.sites import SITES
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]
 ON_CPU = [*MINI, "--device", "cpu"]
@@ -47,6 +48,10 @@ def test_rows_of_the_miniature(tmp_path, monkeypatch):
     assert found["mass"]["same_bits"] and found["mass"]["sha256"] != found["plain"]["sha256"]
     assert not found["interventions: knockout of frame 0, all heads"]["same_bits"]
     assert found["plain"]["last_block_ms"] > 0
+    rollouts.run([*ON_CPU, *flags, "--num_frames", "3", "--what", "gradients"])
+    sites = json.loads(output.read_text())["rows"]["gradients at every site"]
+    found = [sites[name] for name in SITES]
+    assert all(one["is_finite"] and one["is_shaped"] and not one["is_zero"] for one in found)
 
 
 # --- The public code beside ours: a stand-in with its names and calls, whose sums are ours
