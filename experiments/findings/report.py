@@ -1,8 +1,10 @@
-"""The flags that all findings have."""
+"""The flags that all findings have, and the config that they name."""
 
+import argparse
 from pathlib import Path
 
 from experiments.running.cli import Parser, count
+from wan.config import RunConfig, load_config
 
 
 def finding_parser(description: str, folder: str) -> Parser:
@@ -15,3 +17,11 @@ def finding_parser(description: str, folder: str) -> Parser:
     flag("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     flag("--judges", type=count, help="processes that judge videos")
     return parser
+
+
+def miniature_config(args: argparse.Namespace, ckpt_dir: str | None = None) -> RunConfig:
+    """Return the config of --config_path and --device in float32, with the weights of another training."""
+    settings = {"device": args.device, "dtype": "float32"}
+    if ckpt_dir:
+        settings |= {"ckpt_dir": ckpt_dir, "checkpoint_path": f"{ckpt_dir}/self_forcing_mini.pt"}
+    return load_config(args.config_path, settings)

@@ -78,7 +78,7 @@ class Track:
         alpha, centre, area = (x[frames][shown] for x in (self.alpha, self.centre, self.area))
         likeness = []
         for number in range(len(made.SHAPES) if shown.any() else 0):
-            unit_area, drop = _outline(number)
+            unit_area, drop = outline_size(number)
             # A template [F, H, W] of the same area and centre of mass
             radius = (area / unit_area).sqrt()
             place = centre - torch.stack([torch.zeros_like(radius), drop * radius], 1)
@@ -132,7 +132,7 @@ def track(video: Tensor, sight: Tensor, ground: Tensor | None = None) -> Track:
     ground = background(video, sight) if ground is None else ground
     difference = video - ground[:, None, None]
     red, green, blue = difference.unbind(1)  # a norm over a dimension that is not the last is slow
-    core = _shrunk(((red * red + green * green + blue * blue).sqrt() > DIFFERS) & sight)  # [F, H, W]
+    core = shrunk(((red * red + green * green + blue * blue).sqrt() > DIFFERS) & sight)  # [F, H, W]
     # 2. Its colour in each frame [F, 3]
     color = torch.stack(
         [
@@ -143,7 +143,7 @@ def track(video: Tensor, sight: Tensor, ground: Tensor | None = None) -> Track:
     # 3. How far each pixel is on the way from the background's colour to the shape's [F, H, W]
     axis = color.nanmedian(0).values - ground
     alpha = ((difference * axis[:, None, None]).sum(1) / axis.square().sum()).clamp(0, 1)
-    return _measure((alpha * _grown(core) * sight).nan_to_num(), color)
+    return _measure((alpha * grown(core) * sight).nan_to_num(), color)
 
 
 def track_colors(video: Tensor, names: list[str]) -> list[Track]:
@@ -155,17 +155,17 @@ def track_colors(video: Tensor, names: list[str]) -> list[Track]:
     owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
     owned = (owner == i for i in range(1, len(palette)))
     return [
-        _measure((mine & _grown(_shrunk(mine))).float(), palette[i].expand(len(video), 3))
+        _measure((mine & grown(shrunk(mine))).float(), palette[i].expand(len(video), 3))
         for i, mine in enumerate(owned, 1)
     ]
 
 
-def _shrunk(mask: Tensor) -> Tensor:
+def shrunk(mask: Tensor) -> Tensor:
     """Return the pixels whose eight neighbours belong too: no edges, no specks."""
-    return ~_grown(~mask, 1)
+    return ~grown(~mask, 1)
 
 
-def _grown(mask: Tensor, pixels: int = 2) -> Tensor:
+def grown(mask: Tensor, pixels: int = 2) -> Tensor:
     return F.max_pool2d(mask.float(), 2 * pixels + 1, 1, pixels) > 0
 
 
@@ -180,7 +180,7 @@ def _measure(alpha: Tensor, color: Tensor) -> Track:
 
 
 @cache
-def _outline(number: int) -> tuple[float, float]:
+def outline_size(number: int) -> tuple[float, float]:
     """Return the area of a shape of radius 1, and how far its centre of mass is below its centre."""
     radius = 0.4
     alpha = coverage(torch.tensor([0.5, 0.5]), torch.tensor(radius), number, 512)

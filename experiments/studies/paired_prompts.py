@@ -93,7 +93,7 @@ class PairedRuns:
         self.first = [self.batch.encoded([pair.captions[n] for pair in self.pairs]) for n in range(2)]
         self.ranges = self.batch.ranges
 
-    def rollout(self, which: int, *records: RecordedCalls, **kwargs: Any) -> Tensor:
+    def rollout(self, which: int, *records: Watcher, **kwargs: Any) -> Tensor:
         """Roll out all pairs in their first or second colour -> latents [B, F, C, h, w]."""
         # Block 0 reads its own caption; all later blocks read the caption that both share.
         switch = PromptSwitch(self.ranges[1].start, prompt_embeds=self.batch.text)

@@ -14,6 +14,13 @@ from experiments.analysis.stats import head_correlation
 from experiments.extraction.rollout import Progress
 from experiments.findings.head_memory import run as finding
 from experiments.findings.head_memory import trials as shapes
+from experiments.findings.head_memory.presence_trials import (
+    BlindHeads,
+    agrees,
+    judge_returns,
+    knockouts_of,
+    plain_pairs,
+)
 from experiments.findings.head_memory.trials import (
     PAST,
     Design,
@@ -21,12 +28,15 @@ from experiments.findings.head_memory.trials import (
     Sizes,
     Trials,
     attention_measures,
+    captions_behind_a_wall,
     measures_of_pass,
     regressed,
     unnamed_captions,
 )
+from experiments.miniature.moving_shapes import rendered
 from experiments.studies import causal_atlas
 from experiments.studies.batches import Runs, knockouts, outside
+from experiments.studies.paired_prompts import PairedRuns
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import intervene
 
@@ -138,7 +148,7 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
         assert heads[0] == (7, 11)
         assert 96 * budget - 6 < 9 * len(heads) + 4 * (96 - len(heads)) <= 96 * budget
     for draw in range(5):
-        found = few.matched([(3, 1), (3, 2), (1, 0)], draw)
+        found = shapes.matched(few.heads, [(3, 1), (3, 2), (1, 0)], draw)
         assert sorted(layer for layer, _ in found) == [1, 3, 3] and not {(3, 1), (3, 2), (1, 0)} & {*found}
 
 
@@ -196,3 +206,25 @@ def test_a_report_of_planted_answers(memory, monkeypatch, tmp_path):
     rules = {"effect", "interactions", "random", "Dummy Forcing"}
     assert {f"{rule}, 7, 4 with sink 1" for rule in rules} | {"uniform, 7, sink 1"} <= shares.keys()
     assert budgets["miniatures"]["other"]["chosen"]["effect"]["rho with effect"] == 1
+
+
+def test_a_batch_of_videos_is_judged_as_the_tracker_judges_each():
+    # Every other shape hides for ever after frame 30, two are never there, and the colour of some changes.
+    scenes = [scene for _, scene in captions_behind_a_wall(DESIGN)[0]] * 4
+    videos = torch.stack(rendered(scenes, 81))
+    videos[2:4, 30:] = videos[2:4, 30:31]
+    videos[4:6] = videos[4:6, 30:31]
+    videos[6:, 50:] = videos[6:, 50:].flip(2)
+    answers = judge_returns(videos, scenes, [3] * 7)
+    assert agrees(answers, videos, scenes) == len(scenes)
+    assert len({*answers["comes_back"]}) == 2
+
+
+def test_a_head_of_each_video_sees_its_own_block_alone(tiny):
+    pairs = plain_pairs([(1, scene) for _, scene in captions_behind_a_wall(DESIGN)[0]])
+    runs = PairedRuns(tiny.config, tiny.session, pairs)
+    heads = [(0, 1), (1, 0)]
+    found = runs.rollout(0, BlindHeads(heads))
+    for n, head in enumerate(heads):
+        with intervene(*knockouts_of([head])):
+            torch.testing.assert_close(found[n], runs.rollout(0)[n], atol=2e-4, rtol=0)

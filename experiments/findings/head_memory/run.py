@@ -65,14 +65,14 @@ from experiments.findings.head_memory.trials import (
     measures_of_pass,
     unnamed_captions,
 )
-from experiments.findings.report import finding_parser
+from experiments.findings.report import finding_parser, miniature_config
 from experiments.miniature import SHIPPED
 from experiments.running.cli import count, main
 from experiments.running.ranks import workers_of
 from experiments.session import Session, load
 from experiments.studies import causal_atlas
 from experiments.studies.batches import Runs
-from wan.config import RunConfig, load_config
+from wan.config import RunConfig
 from wan.files import read_json
 from wan.interventions import Knockout
 
@@ -112,14 +112,6 @@ def run(argv=None):
 
 
 # --- Making the answers
-def miniature_config(args: argparse.Namespace, ckpt_dir: str | None = None) -> RunConfig:
-    """Return the config of --config_path and --device in float32, with the weights of another training."""
-    settings = {"device": args.device, "dtype": "float32"}
-    if ckpt_dir:
-        settings |= {"ckpt_dir": ckpt_dir, "checkpoint_path": f"{ckpt_dir}/self_forcing_mini.pt"}
-    return load_config(args.config_path, settings)
-
-
 def measured_shapes(args: argparse.Namespace) -> dict[str, Any]:
     """Make the trials that are missing; return what came back, and what frame 0 does."""
     config, design = miniature_config(args, args.ckpt_dir[0]), Design(args.captions or 96, seeds=args.seeds)

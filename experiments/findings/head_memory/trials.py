@@ -325,6 +325,18 @@ class HiddenShapes:
         return {"effect": found.pop("effect"), "change": found.pop("change of x0")} | found
 
 
+def matched(everyone: Sequence[Head], heads: Sequence[Head], draw: int) -> list[Head]:
+    """Return random other heads, as many in each layer as there are among these, where it has as many."""
+    chosen, layers = random.Random(draw), [layer for layer, _ in heads]
+    found: list[Head] = []
+    for layer in sorted(set(layers)):
+        whole = [head for head in everyone if head[0] == layer]
+        others = [head for head in whole if head not in heads]
+        count = layers.count(layer)
+        found += chosen.sample(others if len(others) >= count else whole, count)
+    return found
+
+
 # --- Which heads keep their past at equal bytes
 @dataclass(frozen=True)
 class Sizes:
@@ -400,20 +412,9 @@ class HeadMemory(Trials):
         for draw in range(self.sizes.draws):
 
             def others(fold: int, draw: int = draw) -> list[Head]:
-                return self.matched(self.known_of(fold), len(self.folds) * draw + fold)
+                return matched(self.heads, self.known_of(fold), len(self.folds) * draw + fold)
 
             yield from self.by_folds(f"matched; {draw}", others, PAST["past"])
-
-    def matched(self, heads: Sequence[Head], draw: int) -> list[Head]:
-        """Return random other heads, as many in each layer as there are among these, where it has as many."""
-        chosen, layers = random.Random(draw), [layer for layer, _ in heads]
-        found: list[Head] = []
-        for layer in sorted(set(layers)):
-            whole = [head for head in self.heads if head[0] == layer]
-            others = [head for head in whole if head not in heads]
-            count = layers.count(layer)
-            found += chosen.sample(others if len(others) >= count else whole, count)
-        return found
 
     def sampled(self, window: int, sink: int) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
@@ -451,7 +452,7 @@ class HeadMemory(Trials):
         frames, window = self.config.num_frames, window or self.sizes.narrow[0][0]
         count = int(len(self.heads) * (budget - window) / (frames - window) + 1e-9)
         best = self.highest(scores["effect" if rule == "random" else rule], count)
-        return self.matched(best, fold) if rule == "random" else best
+        return matched(self.heads, best, fold) if rule == "random" else best
 
     def highest(self, scores: np.ndarray, count: int) -> list[Head]:
         """Return the heads of highest score [layers, H]."""
