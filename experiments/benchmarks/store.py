@@ -3,8 +3,9 @@
     python experiments/benchmarks/store.py /tmp/acts --captions 200 --output_path store.json
 
 Captions are the miniature's held-out ones. A folder that has runs already is added to, and their seconds are
-not counted. Memory is what the process has for itself beside the shared pages of mapped files, which the
-system takes back when it needs them.
+not counted. Memory is what the process holds beyond the beginning, sampled every 20 ms: its own, and resident
+pages of mapped files. Files' pages in the system's cache are in neither; after writing they are mostly there,
+so reading is from memory unless the cache is dropped.
 """
 
 import statistics
@@ -25,26 +26,28 @@ from experiments.running.cli import Parser, count, main
 
 
 @contextmanager
-def peak_memory(found: dict[str, float], name: str) -> Iterator[None]:
-    """Note seconds and the largest memory that is not of files, in MB beyond that of the beginning."""
-    process, done, sizes = psutil.Process(), Event(), list[int]()
+def measured(found: dict[str, float], name: str) -> Iterator[None]:
+    """Note seconds, those of the CPU, and the largest memory beyond that of the beginning, in MB."""
+    process, done, sizes = psutil.Process(), Event(), list[tuple[int, int]]()
 
     def sample() -> None:
         while True:
             now = process.memory_info()
-            sizes.append(now.rss - now.shared)
+            sizes.append((now.rss - now.shared, now.shared))
             if done.wait(0.02):
                 return
 
-    watch, begin = Thread(target=sample, daemon=True), time.perf_counter()
+    watch, begin, worked = Thread(target=sample, daemon=True), time.perf_counter(), time.process_time()
     watch.start()
     try:
         yield
     finally:
         found[f"{name}_seconds"] = round(time.perf_counter() - begin, 2)
+        found[f"{name}_cpu_seconds"] = round(time.process_time() - worked, 2)
         done.set()
         watch.join()
-        found[f"{name}_peak_mb"] = round((max(sizes) - sizes[0]) / 1e6, 1)
+        for kind, values in zip(("own", "mapped"), zip(*sizes, strict=True), strict=True):
+            found[f"{name}_peak_{kind}_mb"] = round((max(values) - values[0]) / 1e6, 1)
 
 
 def run(argv=None):
@@ -64,15 +67,16 @@ def run(argv=None):
     captions = [scene.caption for scene in islice(sample_scenes(HELD_OUT_SEED, held_out=True), args.captions)]
     found: dict[str, float] = {}
     # 1. Write: a caption has its number as seed.
-    with peak_memory(found, "write"), capture(session, args.site, stream_to=args.folder):
+    with measured(found, "write"), capture(session, args.site, stream_to=args.folder):
         for first in range(0, len(captions), args.batch):
             some = captions[first : first + args.batch]
             session.generate(some, seeds=[*range(first, first + len(some))])
     files = [path.stat().st_size for path in args.folder.rglob("*.safetensors")]
     found |= {"runs": len(captions), "files": len(files), "gb": round(sum(files) / 1e9, 3)}
     # 2. Read: every row of each layer once, in a random order.
-    store, seconds = ActivationStore(args.folder), list[float]()
-    with peak_memory(found, "read"):
+    seconds = list[float]()
+    with measured(found, "read"):
+        store = ActivationStore(args.folder)
         for layer in range(session.model_config.num_layers):
             begin, rows = time.perf_counter(), 0
             for x in store.batches(args.site, layer, size=args.size):

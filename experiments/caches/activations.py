@@ -20,11 +20,12 @@ ActivationStore(FOLDER) reads single layers, and shuffled rows of all runs, from
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
-from itertools import product
+from functools import cached_property
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -369,33 +370,61 @@ def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # --- Rows of a folder, for torch.utils.data
-MAX_OPEN = 8192  # shards that stay mapped at a time; Linux allows 65,530 mappings, and a shard takes two
 ROW_AXES = ("L", "T", "F")  # what a row may be of: a token, a prompt token, a frame
-
-
-@lru_cache(MAX_OPEN)
-def opened(path: Path, sha256: str) -> Any:
-    """Map a shard, of which a tensor is read from the disk where it is indexed."""
-    return safe_open(path, "pt")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
+DTYPES |= {"U8": torch.uint8, "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
 class StoredCall:
-    """An activation in a shard: its file and its content's SHA-256, its name there, place and shape."""
+    """An activation in a shard: its file, where its numbers begin there, its place, shape and dtype."""
 
     path: Path
-    sha256: str
-    name: str
+    start: int
     place: Place
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
     def read(self) -> Tensor:
-        """Return a view of the mapped file. CacheError where it is gone or damaged."""
-        try:
-            found: Tensor = opened(self.path, self.sha256).get_tensor(self.name)
-        except (OSError, SafetensorError) as error:
-            raise unreadable(self.path, error) from None
+        """Return the activation. CacheError where its file is gone or shorter."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        with OpenShard(self.path) as shard:
+            shard.read_into(found.view(-1).view(torch.uint8).numpy(), self.start)
         return found
+
+
+class OpenShard:
+    """A shard whose parts are read as they are asked for.
+
+    It is not mapped: pages of a map count as the process's memory as long as it is there, so that shuffled
+    rows would take as much as the store has, and a map of a file that became shorter ends the process.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __enter__(self) -> "OpenShard":
+        try:
+            self.file = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise unreadable(self.path, error) from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.file)
+
+    def read_into(self, target: np.ndarray, start: int) -> None:
+        """Fill an array of bytes [n] with those of the file from start on."""
+        view = target.data
+        while len(view):  # a call reads 2 GB at most
+            try:
+                count = os.preadv(self.file, [view], start)
+            except OSError as error:
+                raise unreadable(self.path, error) from None
+            if not count:
+                raise unreadable(self.path, ValueError("it is shorter than its header says"))
+            view, start = view[count:], start + count
 
 
 def unreadable(path: Path, error: Exception) -> CacheError:
@@ -405,22 +434,24 @@ def unreadable(path: Path, error: Exception) -> CacheError:
     )
 
 
-def calls_of(path: Path, sha256: str, site: str) -> list[StoredCall]:
-    """Return the calls of a site in a shard, by its header. CacheError where it is not the one written."""
+def calls_of(path: Path, sha256: str, site: str) -> Iterator[StoredCall]:
+    """Yield the calls of a site in a shard, by its header. CacheError where it is not the one written."""
     try:
-        file = opened(path, sha256)
-        metadata = file.metadata() or {}
+        with safe_open(path, "pt") as file:  # which checks the header, and that the file has all that it says
+            metadata = file.metadata() or {}
         if metadata.get("sha256") != sha256:
             raise ValueError("it is not the shard that the manifest names")
-        places = json.loads(metadata["sites"]).get(site, {"places": []})["places"]
-        found = []
-        for n, one in enumerate(places):
-            name = f"{site}/{n:06d}"
+        # https://huggingface.co/docs/safetensors: 8 bytes of length, the header, the numbers
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        for n, one in enumerate(json.loads(metadata["sites"]).get(site, {"places": []})["places"]):
+            about = header[f"{site}/{n:06d}"]
             place = Place(**{**one, "frames": tuple(one["frames"])})
-            found.append(StoredCall(path, sha256, name, place, tuple(file.get_slice(name).get_shape())))
+            start = 8 + length + about["data_offsets"][0]
+            yield StoredCall(path, start, place, tuple(about["shape"]), DTYPES[about["dtype"]])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise unreadable(path, error) from None
-    return found
 
 
 class ActivationStore(ActivationFolder):
@@ -433,8 +464,9 @@ class ActivationStore(ActivationFolder):
     ...     loss = train(x)  # [4096, 192]
     >>> DataLoader(store.batches("resid_post", 5), batch_size=None, num_workers=2)
 
-    Its complete runs alone are read. tensor() and batches() look at headers and manifests, and map the files;
-    check() reads all bytes. Raises CacheError for what capture(..., stream_to=FOLDER) did not write.
+    Its complete runs alone are read. tensor() and batches() look at headers and manifests, and read what is
+    asked for, in memory of a batch; check() reads all bytes. Raises CacheError for what
+    capture(..., stream_to=FOLDER) did not write.
     """
 
     def __init__(self, path: str | Path):
@@ -464,12 +496,10 @@ class ActivationStore(ActivationFolder):
         """
         chosen = self.runs[run] if isinstance(run, int) else run
         calls = self._calls(site, layer, [chosen], None if step is None else [step])
-        # 1. A tensor of its own: files may change below a view.
-        is_reduced = self.is_reduced
         table = Activations(
-            site, tuple(c.place for c in calls), tuple(c.read().clone() for c in calls), is_reduced
+            site, tuple(c.place for c in calls), tuple(c.read() for c in calls), self.is_reduced
         )
-        # 2. One layer, one step where it is given, and one video: these axes say nothing.
+        # One layer, one step where it is given, and one video: these axes say nothing.
         x, axes = table.stack(), table.axes
         alone = {"layer", "B"} | ({"step"} if step is not None else set())
         return x.squeeze([n for n, axis in enumerate(axes) if axis in alone])
@@ -522,22 +552,29 @@ class ActivationStore(ActivationFolder):
         there = self.shared["request"]["sites"]
         if site not in there:
             raise CacheError(f"{self.path} has {', '.join(there)}, not {site!r}{did_you_mean(site, there)}")
-        found = [
-            call for run in runs for path, sha in run.shards.items() for call in calls_of(path, sha, site)
-        ]
-        for name, wanted in ("layer", None if layer is None else [layer]), ("step", steps):
-            if wanted is None and (name == "step" or site in OF_FORWARD):
-                continue
-            known = sorted({n for call in found if (n := getattr(call.place, name)) is not None})
-            if name == "step":  # the last that denoises
-                last = max((call.place.step for call in found if not call.place.is_clean_pass), default=-1)
-                wanted = [last if n == -1 else n for n in wanted or ()]
-            if not wanted or not {*wanted} <= {*known}:
-                raise CacheError(
-                    f"{self.path}: {site} of {name} {short_repr(wanted)} is not there, but {known}"
-                )
-            found = [call for call in found if getattr(call.place, name) in wanted]
-        return found
+        # 1. Those of the layer; of all layers of many runs they would take more memory than a batch.
+        of_layer = layer is not None or site not in OF_FORWARD
+        found, layers = list[StoredCall](), set[int | None]()
+        for run in runs:
+            for path, sha256 in run.shards.items():
+                for call in calls_of(path, sha256, site):
+                    layers.add(call.place.layer)
+                    if not of_layer or call.place.layer == layer:
+                        found.append(call)
+        if of_layer and layer not in layers:
+            raise self._absent(site, "layer", layer, layers)
+        if steps is None:
+            return found
+        # 2. Those of the steps; -1 is the last that denoises.
+        last = max((call.place.step for call in found if not call.place.is_clean_pass), default=-1)
+        wanted, known = {last if n == -1 else n for n in steps}, {call.place.step for call in found}
+        if not wanted or not wanted <= known:
+            raise self._absent(site, "step", sorted(wanted), known)
+        return [call for call in found if call.place.step in wanted]
+
+    def _absent(self, site: str, name: str, asked: Any, known: Iterable[Any]) -> CacheError:
+        there = sorted(n for n in known if n is not None)
+        return CacheError(f"{self.path}: {site} of {name} {short_repr(asked)} is not there, but {there}")
 
     def _parts(self, site: str, call: StoredCall, frames: list[int] | None) -> "RowParts":
         """Return which rows of a call are taken: those of the chosen frames, where it has rows of frames."""
@@ -561,7 +598,7 @@ RowParts = tuple[tuple[int, ...], int]  # which parts of a call's rows are taken
 
 
 class ActivationBatches(IterableDataset[Tensor]):
-    """Batches of rows from memory-mapped shards: what ActivationStore.batches returns."""
+    """Batches of rows, read from the shards as they are asked for: what ActivationStore.batches returns."""
 
     def __init__(
         self,
@@ -571,8 +608,20 @@ class ActivationBatches(IterableDataset[Tensor]):
         seed: int | None,
         is_reduced: bool,
     ):
-        self.calls, self.parts, self.size, self.seed, self.is_reduced = calls, parts, size, seed, is_reduced
-        self.ends = np.cumsum([len(numbers) * length for numbers, length in parts])  # in the store's order
+        self.size, self.seed = size, seed
+        kinds = {(math.prod(c.shape[-1:] if is_reduced else c.shape[2:]), c.dtype) for c in calls}
+        if len(kinds) > 1:
+            raise CacheError(f"rows of several lengths or types make no batch: {short_repr(kinds)}")
+        [(self.width, self.dtype)] = kinds
+        self.row_bytes = self.width * self.dtype.itemsize
+        # Rows lie in pieces: the file of each, where it begins there, and its end in the store's order.
+        self.paths = list(dict.fromkeys(call.path for call in calls))
+        files, found = {path: n for n, path in enumerate(self.paths)}, list[tuple[int, int, int]]()
+        for call, (numbers, length) in zip(calls, parts, strict=True):
+            start, piece = call.start, length * self.row_bytes
+            found += ((files[call.path], start + number * piece, length) for number in numbers)
+        self.files, self.starts, self.lengths = np.array(found).T
+        self.ends = self.lengths.cumsum()
         self.num_rows = int(self.ends[-1])
 
     def __len__(self) -> int:
@@ -591,23 +640,24 @@ class ActivationBatches(IterableDataset[Tensor]):
 
     def read(self, places: np.ndarray) -> Tensor:
         """Return the rows [n, d] at places 0 ... num_rows - 1 of the store's order."""
-        # 1. Which call has each; those of one call are read together.
-        owners = np.searchsorted(self.ends, places, side="right")
-        order = np.argsort(owners, kind="stable")
-        found: Tensor | None = None
-        for mine in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1):
-            n = int(owners[mine[0]])
-            numbers, length = self.parts[n]
-            part, row = np.divmod(places[mine] - self.ends[n] + len(numbers) * length, length)
-            rows = np.asarray(numbers)[part] * length + row
-            # 2. Only the pages of these rows are read from the mapped file.
-            x = self.calls[n].read()
-            x = x.reshape(-1, x.shape[-1]) if self.is_reduced else x.flatten(0, 1).flatten(1)
-            if found is None:
-                found = x.new_empty(len(places), x.shape[1])
-            found[torch.from_numpy(mine)] = x[torch.from_numpy(rows)]
-        assert found is not None
-        return found
+        # 1. Where each is, in the order of files; rows that follow each other are read at once.
+        pieces = np.searchsorted(self.ends, places, side="right")
+        rows = places - self.ends[pieces] + self.lengths[pieces]
+        files, starts = self.files[pieces], self.starts[pieces] + rows * self.row_bytes
+        order = np.lexsort((starts, files))
+        files, starts = files[order], starts[order]
+        follows = (np.diff(starts) == self.row_bytes) & (np.diff(files) == 0)
+        bounds = [0, *(np.flatnonzero(~follows) + 1).tolist(), len(places)]
+        # 2. Read them, each file open as long as it takes.
+        found = np.empty((len(places), self.row_bytes), np.uint8)
+        for file, runs in groupby(pairwise(bounds), key=lambda run: files[run[0]]):
+            with OpenShard(self.paths[file]) as shard:
+                for first, last in runs:
+                    shard.read_into(found[first:last].reshape(-1), int(starts[first]))
+        # 3. Back to the order that was asked for.
+        mixed = np.empty_like(found)
+        mixed[order] = found
+        return torch.from_numpy(mixed).view(self.dtype)
 
 
 def permuted(places: np.ndarray, count: int, seed: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,6 +62,8 @@ def test_every_row_comes_once(folder, chosen):
     plain = [*store.batches(**own, size=37, shuffle=False)]
     assert [len(x) for x in plain[:-1]] == [37] * (len(plain) - 1) and torch.equal(torch.cat(plain), wanted)
     mixed = torch.cat([*store.batches(**own, size=37)])
+    maps = Path("/proc/self/maps")  # whose pages would count as this process's memory
+    assert not maps.exists() or str(folder) not in maps.read_text()
     assert not torch.equal(mixed, wanted) and torch.equal(in_order(mixed), in_order(wanted))
     again, other = (torch.cat([*store.batches(**own, size=37, seed=seed)]) for seed in (0, 1))
     assert torch.equal(mixed, again) and not torch.equal(mixed, other)
@@ -98,7 +101,7 @@ def test_a_permutation_without_a_table(count):
     "asked, said",
     [
         ({"site": "resid_pots"}, "has resid_post, z, pattern, mod_shift, x0, not 'resid_pots'.*resid_post"),
-        ({"layer": 7}, r"resid_post of layer \[7\] is not there, but \[0, 1\]"),
+        ({"layer": 7}, r"resid_post of layer 7 is not there, but \[0, 1\]"),
         ({"layer": None}, "resid_post of layer None is not there"),
         ({"steps": [9]}, r"step \[9\] is not there, but \[0, 1, 2\]"),
         ({"frames": [99]}, r"frames \[99\] are in no call"),
@@ -127,6 +130,11 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
         shard.write_bytes(damaged)
         with pytest.raises(CacheError, match=r"cannot be read as activations.*capture that run again"):
             ActivationStore(own).batches("resid_post", 1)
+    shard.write_bytes(whole)
+    batches = ActivationStore(own).batches("resid_post", 1)
+    shard.write_bytes(whole[: len(whole) // 2])  # while it is in use
+    with pytest.raises(CacheError, match="shorter than its header says"):
+        torch.cat([*batches])
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # headers say nothing of a flipped bit
     with pytest.raises(CacheError, match="cannot be read as activations"):
         ActivationStore(own).check()
