@@ -37,7 +37,8 @@ class Call:
     lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
     tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
     mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
-    around: tuple[int, int] = (0, 0)  # tokens of text or images before and behind the frames', in q and in k
+    around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
+    around_q: tuple[int, int] = (0, 0)  # and queries
 
     @property
     def shard(self) -> HeadShard:

@@ -221,7 +221,7 @@ MASS_OF = {"cross": "cross_mass", "cross_image": "image_mass"}  # of every token
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
     # 1. What edits added to the logits [H, Lk]: what is captured is what the softmax saw.
-    if call.mask is not None or any(call.around):
+    if call.mask is not None or any(call.around) or any(call.around_q):
         return _masked_values(request, call)
     q, k = call.q, call.k
     on_host = None if call.bias is None else call.bias.per_token()
@@ -288,7 +288,8 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if request.granularity == "token":
         name = "token_logits" if request.is_logits else "token_probabilities"
         return {name: reductions.token_matrix(call.q, k, request.is_logits, request.token_dtype, bias, mask)}
-    rows, keys = slice(before, call.q.shape[1] - behind), slice(before, k.shape[1] - behind)
+    keys = slice(before, k.shape[1] - behind)
+    rows = slice(call.around_q[0], call.q.shape[1] - call.around_q[1])
     q, mask = call.q[:, rows], reductions.rows_of_mask(mask, rows)
     # 2. A curve, maps, or cross-attention's words.
     if request.granularity == "key":

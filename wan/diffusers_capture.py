@@ -15,6 +15,7 @@ around a forward of one's own loop comes before all of them.
 """
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,10 +51,16 @@ SAY_WHERE = "say where frames lie, layout=(frames, tokens of each)"
 
 
 class VideoTokens(NamedTuple):
-    """Frames of a forward and tokens of each. Other tokens of a joint call lie behind them."""
+    """Frames of a forward and tokens of each, and what comes in front of them in self-attention.
+
+    Other tokens of a call, text or padding, lie behind them.
+    """
 
     frames: int
     tokens: int
+    before: int = 0  # tokens in front: a history at another resolution
+    past: int | None = None  # frames whose cached keys lie between; a rollout block by block says 0 or more
+    start: int = 0  # the number of its first frame
 
     @property
     def total(self) -> int:
@@ -69,6 +76,37 @@ def of_latents(config: Any, given: Mapping[str, Any]) -> VideoTokens:
     time, high, wide = size if not isinstance(size, int) else (config.patch_size_t, size, size)
     *_, frames, rows, columns = given["hidden_states"].shape
     return VideoTokens(frames // time, (rows // high) * (columns // wide))
+
+
+def with_history(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+    """Tokens of latents behind those of three histories (Helios), each coarser than the one before."""
+    before = 0
+    for name, times in (("short", 1), ("mid", 2), ("long", 4)):
+        if (x := given.get(f"latents_history_{name}")) is not None:
+            sizes = zip(x.shape[2:], config.patch_size, strict=True)
+            before += math.prod(math.ceil(size / (times * patch)) for size, patch in sizes)
+    return of_latents(config, given)._replace(before=before)
+
+
+def of_chunks(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+    """Tokens of latents [B, F, C, h, w], of which early chunks are compressed to larger patches (FAR).
+
+    With a cache the last chunk alone is computed, and the keys of the others lie in front.
+    """
+    flags = given.get("kv_cache_flag") or {}
+    is_cache_step = bool(flags.get("is_cache_step"))
+    rows, columns = given["hidden_states"].shape[-2:]
+    full, compressed = (
+        (rows // high) * (columns // wide)
+        for _, high, wide in (config.patch_size, config.compressed_patch_size)
+    )
+    chunks = given["chunk_partition"]
+    far = max(0, len(chunks) - (config.full_chunk_limit - is_cache_step))
+    first, past = sum(chunks[:far]), None
+    if given.get("kv_cache") is not None and not is_cache_step:
+        past = sum(chunks[far:-1])
+    start = first + (past or 0)
+    return VideoTokens(sum(chunks) - start, full, first * compressed, past, start)
 
 
 def of_sequence(config: Any, given: Mapping[str, Any]) -> VideoTokens:
@@ -99,6 +137,11 @@ FAMILIES: dict[str, Family] = {
     "SkyReelsV2Transformer3DModel": WAN,
     "CosmosTransformer3DModel": Family(of_latents, ("transformer_blocks",), mlp="ff"),
     "LTXVideoTransformer3DModel": Family(of_sequence, ("transformer_blocks",), mlp="ff"),
+    "LTX2VideoTransformer3DModel": Family(
+        of_sequence, ("transformer_blocks",), mlp="ff"
+    ),  # without its audio
+    "HeliosTransformer3DModel": Family(with_history),
+    "AnyFlowFARTransformer3DModel": Family(of_chunks),
     "HunyuanVideo15Transformer3DModel": JOINT,
     "HunyuanVideoTransformer3DModel": replace(
         JOINT, layers=("transformer_blocks", "single_transformer_blocks")
@@ -127,11 +170,11 @@ class Forward:
 
 @dataclass(eq=False)
 class Caller:
-    """The attention module that runs, and the keys that it made of image tokens."""
+    """The attention module that runs, and whether its next call is that of image tokens."""
 
     site: Site
     outer: "Caller | None"
-    image_keys: Tensor | None = None
+    has_image_keys: bool = False
 
 
 _FORWARD: ContextVar[Forward | None] = ContextVar("diffusers_forward", default=None)
@@ -231,12 +274,11 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
                 stack.callback(module.register_forward_hook(after, always_call=always).remove)
 
         for site, module in callers:
-            if hasattr(module, "k_img"):
-                raise ConfigError(f"{title}: the keys of its images cannot be told from those of the text")
             _replace_dispatch(site, module, stack)
             hook(module, partial(_enter_attention, site), None)
-            if (norm := getattr(module, "norm_added_k", None)) is not None and site.kind == "cross":
-                hook(norm, None, _keep_image_keys)
+            norms = (getattr(module, name, None) for name in ("norm_added_k", "k_img_norm"))
+            if site.kind == "cross" and (norm := next(filter(None, norms), None)) is not None:
+                hook(norm, None, _expect_image_call)
             out = {"self": "attn_out", "cross": "cross_out"}[site.kind]
             hook(module, None, partial(_show_output, out, site.layer))
             hook(module, None, _leave_attention, always=True)
@@ -325,7 +367,7 @@ def _enter(watched: Watched, module: nn.Module, args: tuple, kwargs: dict[str, A
         return
     given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     video = VideoTokens(*watched.family.locate(module.config, given))
-    at, frames = current_pass(), tuple(range(video.frames))
+    at, frames = current_pass(), tuple(range(video.start, video.start + video.frames))
     parts: tuple[tuple[Pass, slice], ...]
     if at is None:
         timestep, levels = _timesteps(given.get("timestep"), video)
@@ -335,8 +377,11 @@ def _enter(watched: Watched, module: nn.Module, args: tuple, kwargs: dict[str, A
     else:
         frames, parts = at.query_frames, ((at, slice(None)),)
     _check_watchers(watched)
-    # Frames are named by number, "first" or "past": no frame of such a call is of an earlier block.
-    layout = replace(KeyLayout.of_frames(frames, video.total), own=range(0))
+    # Edits name the frames of a whole video by number, "first" or "past", not as the queries' own.
+    keys = (*range(frames[0] - (video.past or 0), frames[0]), *frames)
+    layout = KeyLayout.of_frames(keys, len(keys) * video.tokens)
+    own = range(0) if video.past is None else range(video.past, len(keys))
+    layout = replace(layout, own=own, query_positions=frames)
     announced = during(parts[0][0] if len(parts) == 1 else at)
     _FORWARD.set(Forward(parts, video, layout, outer, announced))
     announced.__enter__()
@@ -421,10 +466,10 @@ def _leave_attention(module: nn.Module, args: tuple, out: Any) -> None:
         _CALLER.set(caller.outer)
 
 
-def _keep_image_keys(module: nn.Module, args: tuple, out: Tensor) -> None:
-    """Keep the keys of image tokens, by which their call is told from that of the text."""
+def _expect_image_call(module: nn.Module, args: tuple, out: Tensor) -> None:
+    """Note that the keys of image tokens are made: processors make them right before their call."""
     if (caller := _CALLER.get()) is not None:
-        caller.image_keys = out
+        caller.has_image_keys = True
 
 
 def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any) -> Any:
@@ -433,16 +478,22 @@ def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any
     if forward is None or not watchers():
         return None
     x = out[0] if isinstance(out, tuple) else out
-    new = _show(forward, name, layer, x)
+    new = _show(forward, name, layer, x, _around(forward.video, x.shape[1]))
     if new is x:
         return None
     return (new, *out[1:]) if isinstance(out, tuple) else new
 
 
-def _show(forward: Forward, name: str, layer: int, x: Tensor, is_video: bool = True) -> Tensor:
+def _around(video: VideoTokens, length: int) -> tuple[int, int]:
+    """Return how many of a sequence's tokens lie before and behind those of a forward's frames."""
+    before = video.before if length >= video.before + video.total else 0
+    return before, length - before - video.total
+
+
+def _show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int, int] = (0, 0)) -> Tensor:
     """Show x [B, L, ...] to watchers, each pass by itself and without tokens that are of no frame -> x."""
     pieces, is_changed = [], False
-    own = slice(forward.video.total) if is_video else slice(None)
+    own = slice(around[0], x.shape[1] - around[1])
     for at, items in forward.parts:
         piece = x[items]
         seen = piece[:, own]
@@ -450,8 +501,7 @@ def _show(forward: Forward, name: str, layer: int, x: Tensor, is_video: bool = T
             new = hook_point(name, layer, seen)
         if new is not seen:
             is_changed = True
-            behind = piece[:, own.stop :] if is_video else piece[:, :0]
-            piece = torch.cat([new, behind], 1)
+            piece = torch.cat([piece[:, : own.start], new, piece[:, own.stop :]], 1)
         pieces.append(piece)
     if not is_changed:
         return x
@@ -476,28 +526,34 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
     q, k, v = given["query"], given["key"], given["value"]
     # 1. Which call this is, and which of its tokens are of no frame.
     site, is_self = caller.site, caller.site.kind == "self"
-    if caller.image_keys is not None and k.data_ptr() == caller.image_keys.data_ptr():
-        site = Site(site.layer, "cross_image")
+    if caller.has_image_keys:
+        site, caller.has_image_keys = Site(site.layer, "cross_image"), False
     edits, layout = bool(watchers()) and site.kind != "cross_image", forward.layout if is_self else None
-    rest = k.shape[1] - forward.video.total if is_self else 0
-    if rest < 0 or (is_self and q.shape[1] != k.shape[1]):
+    video, len_q, len_k = forward.video, q.shape[1], k.shape[1]
+    around, around_q = (0, 0), _around(video, len_q)
+    if is_self:  # what lies behind the frames does so in the queries, too
+        behind = len_k - video.before - len(forward.layout.slots) * video.tokens
+        around, around_q = (video.before, behind), (len_q - behind - video.total, behind)
+    if min(*around, *around_q) < 0 or (video.past is None and is_self and len_q != len_k):
         raise ConfigError(
-            f"layer {site.layer}: {q.shape[1]} queries and {k.shape[1]} keys are not {forward.video.frames} "
-            f"frames of {forward.video.tokens} tokens: give layout=(frames, tokens of each)"
+            f"layer {site.layer}: {len_q} queries and {len_k} keys are not {video.frames} "
+            f"frames of {video.tokens} tokens: give layout=(frames, tokens of each)"
         )
     # 2. Edits change q, k, v, and add a bias to the logits of keys.
     calls = [
-        Call(site, at, q[items], k[items], v[items], layout, around=(0, rest)) for at, items in forward.parts
+        Call(site, at, q[items], k[items], v[items], layout, around=around, around_q=around_q)
+        for at, items in forward.parts
     ]
     is_changed = False
     if edits:
         names = [site_name(site, name) for name in ("q", "k", "v")]
         q, k, v = (
-            _show(forward, name, site.layer, x, is_self or name[-1] == "q")
-            for name, x in zip(names, (q, k, v), strict=True)
+            _show(forward, name, site.layer, x, beside)
+            for name, x, beside in zip(names, (q, k, v), (around_q, around, around), strict=True)
         )
         if is_self:
-            q, k = _show(forward, "q_rot", site.layer, q), _show(forward, "k_rot", site.layer, k)
+            q = _show(forward, "q_rot", site.layer, q, around_q)
+            k = _show(forward, "k_rot", site.layer, k, around)
         for call, (at, items) in zip(calls, forward.parts, strict=True):
             is_changed |= _edit(call, at, [x[items] for x in (q, k, v)])
         if is_changed:
@@ -512,7 +568,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
         by = observer()
         is_kept = by is not None and any(_is_wanted(by, call) for call in calls)
         given = given | {"query": q, "key": k, "value": v}
-        out, lse = _attend_as_they_do(original, given, is_kept and mask is None and not rest)
+        out, lse = _attend_as_they_do(original, given, is_kept and mask is None and not any(around))
     # 4. Captures get what the softmax saw; a scale other than 1/√D goes into their q.
     if (by := observer()) is not None:
         for call, (at, items) in zip(calls, forward.parts, strict=True):
@@ -526,7 +582,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
                 call.lse = lse[items]
             with during(at):
                 by.observe(call)
-    return _show(forward, site_name(site, "z"), site.layer, out) if edits else out
+    return _show(forward, site_name(site, "z"), site.layer, out, around_q) if edits else out
 
 
 def _is_wanted(by: Any, call: Call) -> bool:
@@ -537,13 +593,13 @@ def _is_wanted(by: Any, call: Call) -> bool:
 
 def _edit(call: Call, at: Pass, parts: list[Tensor]) -> bool:
     """Show watchers a call, of the tokens of frames, and put their q, k, v into it -> whether any changed."""
-    before, behind = call.around
-    own = [x[:, before : x.shape[1] - behind] for x in parts]
+    beside = (call.around_q, call.around, call.around)
+    own = [x[:, before : x.shape[1] - behind] for x, (before, behind) in zip(parts, beside, strict=True)]
     call.q, call.k, call.v = own
     with during(at):
         hook_point(call.site.kind, call.site.layer, call)
     new, is_changed = (call.q, call.k, call.v), False
-    for name, whole, old, now in zip("qkv", parts, own, new, strict=True):
+    for name, whole, old, now, (before, behind) in zip("qkv", parts, own, new, beside, strict=True):
         if now is not old:
             is_changed = True
             whole = torch.cat([whole[:, :before], now, whole[:, whole.shape[1] - behind :]], 1)
@@ -574,6 +630,9 @@ def _mask_of(given: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
         return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None, None]
     if mask is None:
         return None
+    if type(mask).__name__ == "BlockMask":  # of flex_attention, which computes it where it is needed
+        sizes = (*mask.shape[:2], q.shape[1], k.shape[1])
+        return sys.modules[type(mask).__module__].create_mask(mask.mask_mod, *sizes, device=str(q.device))
     if not isinstance(mask, Tensor):
         raise ConfigError(f"a {type(mask).__name__} as a mask of attention cannot be seen")
     if mask.ndim == 2 and mask.shape == (len(q), k.shape[1]):  # of keys, as diffusers reads it

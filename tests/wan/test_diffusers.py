@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import diffusers
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_attention
 from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.models import attention_dispatch
 from helpers.checkpoints import sample, small_wan_pipeline
-from helpers.video_transformers import MODELS, made, noise
+from helpers.video_transformers import BEFORE, MODELS, made, noise
 
 from wan.activations import SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest, MapQuery
@@ -23,6 +24,12 @@ from wan.sites import Pass, Site, watched
 
 ALL_KINDS = ("self", "cross", "cross_image")
 pipeline = pytest.fixture(scope="module")(small_wan_pipeline)
+
+
+@pytest.fixture(autouse=True)
+def eager_flex(monkeypatch):
+    """On a CPU flex_attention would be traced anew for every mask."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 @pytest.fixture
@@ -37,7 +44,18 @@ def seen(monkeypatch):
         found.append((query.double(), key.double(), mask.double()))
         return original(query, key, value, attn_mask=attn_mask, **more)
 
+    flex = flex_attention.flex_attention
+
+    def record_flex(query, key, value, block_mask=None, **more):
+        mask = torch.zeros(())
+        if block_mask is not None:  # as its function says it, pair by pair
+            rows, columns = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
+            mask = mask.masked_fill(~block_mask.mask_mod(0, 0, rows, columns), -torch.inf)
+        found.append((query.double(), key.double(), mask.double()))
+        return flex(query, key, value, block_mask=block_mask, **more)
+
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(flex_attention, "flex_attention", record_flex)
     return found
 
 
@@ -63,26 +81,28 @@ def test_values_are_those_of_a_softmax_in_float64_and_no_bit_changes(name, seen)
     with capture_diffusers(model, granularity="frame", kinds=ALL_KINDS) as calls:
         captured = run(model, given)
     assert torch.equal(plain, captured) and torch.equal(plain, run(model, given))
-    # Text is refined by attention of its own, in layers that are not the transformer's.
-    F = len(calls[0]["query_frames"])
-    video = F * 6
-    oracle = [each for each in seen[: len(seen) // 2] if each[0].shape[2] >= video]
+    # Text is refined by attention in layers that are not the transformer's; sound has 8 dims a head.
+    F, K = len(calls[0]["query_frames"]), len(calls[0]["key_frames"])
+    video, before = F * 6, BEFORE.get(name, (0, 0))
+    oracle = [one for one in seen[: len(seen) // 2] if one[0].shape[2] >= video and one[0].shape[3] == 16]
     oracle = oracle[2:] if name == "wan_vace" else oracle  # its first block is of the control branch
     assert len(calls) == len(oracle) == sum(len(c.values) > 0 for c in calls)
     for call, (q, k, mask) in zip(calls, oracle, strict=True):
-        logits = logits_of(q, k, mask)[:, :, :video]
+        first = before[0] if q.shape[2] > video else 0
+        logits = logits_of(q, k, mask)[:, :, first : first + video]
         mass = logits.softmax(-1).unflatten(2, (F, 6)).mean(3)
         if call["kind"] != "self":
-            name = {"cross": "cross_mass", "cross_image": "image_mass"}[call["kind"]]
-            close(call.values[name], mass, 1e-6)
-            close(call.values[name].sum(-1), torch.ones_like(mass[..., 0]), 1e-5)
+            value = {"cross": "cross_mass", "cross_image": "image_mass"}[call["kind"]]
+            close(call.values[value], mass, 1e-6)
+            close(call.values[value].sum(-1), torch.ones_like(mass[..., 0]), 1e-5)
             continue
-        pairs = logits[..., :video].unflatten(3, (F, 6)).unflatten(2, (F, 6))  # [B, H, Fq, S, Fk, S]
+        keys = slice(before[1], before[1] + K * 6)
+        pairs = logits[..., keys].unflatten(3, (K, 6)).unflatten(2, (F, 6))  # [B, H, Fq, S, Fk, S]
         pairs = pairs.transpose(3, 4).flatten(4)
         close(call.values["frame_logits"], pairs.masked_fill(pairs.isinf(), torch.nan).nanmean(-1), 1e-5)
-        close(call.values["frame_mass"], mass[..., :video].unflatten(-1, (F, 6)).sum(-1), 1e-6)
+        close(call.values["frame_mass"], mass[..., keys].unflatten(-1, (K, 6)).sum(-1), 1e-6)
         rest = call.values.get("condition_mass", torch.zeros(*mass.shape[:3], 0))
-        close(rest, mass[..., video:], 1e-6)
+        close(rest, torch.cat([mass[..., : keys.start], mass[..., keys.stop :]], -1), 1e-6)
 
 
 def test_the_image_call_is_told_from_the_text_and_each_sums_to_one():
@@ -301,7 +321,7 @@ def test_the_hooks_leave_nothing_and_pipelines_in_two_threads_do_not_meet(pipeli
 
 
 # --- Edits, and activations
-@pytest.mark.parametrize("name", ["wan", "hunyuan15", "skyreels", "ltx"])
+@pytest.mark.parametrize("name", ["wan", "hunyuan15", "skyreels", "ltx", "helios"])
 def test_knocked_out_and_biased_frames_are_seen_so(name):
     model, given = made(name)
     with capture_diffusers(model, layers=[0, 1], granularity="frame") as plain:
@@ -325,6 +345,18 @@ def test_knocked_out_and_biased_frames_are_seen_so(name):
         rest = calls[0].values.get("condition_mass")
         close(total + (0 if rest is None else rest[:, head].sum(-1)), torch.ones_like(total).double(), 1e-5)
     assert calls[0].values["frame_logits"][:, 2, :, 1].isnan().all()
+
+
+def test_a_rollout_chunk_by_chunk_names_its_past():
+    model, given = made("anyflow_cached")
+    edit = Knockout(frames="past", layers=[0], heads=[1], passes="all")
+    capturing = capture_diffusers(model, layers=[0], granularity="frame")
+    with intervene(edit), capturing as (calls):
+        run(model, given)
+    mass = calls[0].values["frame_mass"]  # of frames 4 and 5 on frames 1 to 5
+    assert (mass[:, 1, :, :3] == 0).all() and (mass[:, 1, :, 3:] > 0).all() and (mass[:, [0, 2]] > 0).all()
+    whole = mass.sum(-1) + calls[0].values["condition_mass"].sum(-1)
+    close(whole, torch.ones_like(whole).double(), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan15", "skyreels"])
@@ -364,8 +396,10 @@ def test_every_site_is_shown_for_the_tokens_of_frames_and_looking_changes_no_bit
         assert torch.equal(plain, run(model, given))
     for one in look.kept:
         shapes.setdefault(one.where.site, set()).add(tuple(one.value.shape[1:]))
-    video = 24 if name == "skyreels" else 18
-    assert all(shapes[each] == {(video, 3, 16)} for each in ("q", "k", "q_rot", "k_rot", "v", "z"))
+    video = {"skyreels": 24, "anyflow": 30, "anyflow_cached": 12}.get(name, 18)
+    keys = 30 if name == "anyflow_cached" else video
+    assert all(shapes[each] == {(video, 3, 16)} for each in ("q", "q_rot", "z"))
+    assert all(shapes[each] == {(keys, 3, 16)} for each in ("k", "k_rot", "v"))
     assert shapes["attn_out"] == shapes["mlp_out"] == shapes["resid_post"] == {(video, 48)}
     assert ("cross_out" in shapes) == ("cross_k" in shapes) == ("hunyuan" not in name)
     for site in shapes:  # and an edit of each changes the video
