@@ -130,9 +130,10 @@ def time_rows(args: argparse.Namespace, config: RunConfig, parts: Iterable[Part]
 
     with torch.no_grad():
         for rows, about in parts:
+            keep({name: row for name, row in about.items() if name not in rows})
             found = in_turn(rows, args.repeats, about, keep)
             if rank.is_first:
-                print_rows(found)
+                print_rows(found | {name: row for name, row in about.items() if name not in rows})
     if rank.count > 1:
         parallel.leave()
         end_at_once()
@@ -535,6 +536,9 @@ def print_rows(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Print a line a row: median seconds, the ratio with its interval, and what else is known of it."""
     numbers = ("median_seconds", "ratio", "ratio_interval", "seconds", "sha256")
     for name, row in rows.items():
+        if "absent" in row:
+            print(f"    absent  {name}: {row['absent']}", flush=True)
+            continue
         more = "".join(f", {field} {value}" for field, value in row.items() if field not in numbers)
         ratio = "{} ({}-{})".format(row["ratio"], *row["ratio_interval"])
         print(f"{row['median_seconds']:10.5f} s  {name}: {ratio} x{more}", flush=True)

@@ -127,10 +127,16 @@ def test_the_same_weights_noise_and_passes(checkout, tmp_path):
     output = tmp_path / "peers.json"
     flags = ["--num_frames", "6", "--repeats", "1", "--output_path", str(output)]
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "wan"}
-    peers.run(["--checkout", str(checkout), *ON_CPU, *flags])
+    peers.run(["--checkout", str(checkout), "--what", "rollouts", "pipelines", *ON_CPU, *flags])
     assert before.items() <= sys.modules.items()  # our own package is there again
     report = json.loads(output.read_text())
     found = report["rows"]
-    assert list(found) == ["public code", "ours, plain", "ours, logits", "ours, mass"]
+    shared = ["public code", "public code, our kernel", "ours, plain", "ours, logits", "ours, mass"]
+    assert shared == [name for name, row in found.items() if "difference" in row]
     assert found["public code"]["public_attention"] == "PyTorch's scaled_dot_product_attention"
-    assert all(row["difference"] == row["error"] == 0 for row in found.values())
+    assert all(found[name]["difference"] == found[name]["error"] == 0 for name in shared)
+    assert found["FlashDreams 0.1.0"]["absent"]
+    theirs = [row for name, row in found.items() if name.startswith("WanPipeline")]
+    assert len(theirs) == 5 and all(row["same_bits"] for row in theirs)
+    maps = [row for name, row in found.items() if name.startswith("attention-map-diffusers")]
+    assert len(maps) == 3 and all("seconds" in row or "attention_map" in row["absent"] for row in maps)
