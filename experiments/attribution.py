@@ -23,7 +23,7 @@ from experiments.analysis.panels import table
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
-from experiments.captured import as_numbers, check_capture, drawing, tables
+from experiments.captured import as_numbers, check_capture, drawing, resolved_steps, tables
 from experiments.extraction import memory
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.edits import source_of
@@ -54,16 +54,18 @@ def gradients(
 ) -> Iterator["SiteGradients"]:
     """Record videos made in this context with autograd, for gradients at some sites (wan.sites.SITES).
 
-    chosen are layers, blocks and steps (a number or several; every one where not given) and to (a device, or
-    None to stay). through says of which x0: of each chosen "pass", of a whole "block", whose steps depend on
-    each other, or of the "rollout" from the first chosen block on, through the KV cache. Else the keys and
-    values of earlier blocks are constants. metric(x0) is given here, and each graph is freed at once, or to
-    backward(). recompute keeps less of each layer, and takes about one forward more. The video is the plain
-    one, in the bits of a CPU; a GPU computes recorded passes without fused kernels and graphs. Raises
-    ConfigError for what the model does not have, cannot be differentiated or does not fit in memory.
+    chosen are layers, blocks and steps (a number or several, every one where not given; step -1 is the last)
+    and to (a device, or None to stay). through says of which x0: of each chosen "pass", of a whole "block",
+    whose steps depend on each other, or of the "rollout" from the first chosen block on, through the KV
+    cache. Else the keys and values of earlier blocks are constants. metric(x0) is given here, and each graph
+    is freed at once, or to backward(). recompute keeps less of each layer, and takes about one forward more.
+    The video is the plain one, in the bits of a CPU; a GPU computes recorded passes without fused kernels and
+    graphs. Raises ConfigError for what the model does not have, cannot be differentiated or does not fit in
+    memory.
     """
     for name in {"layers", "blocks", "steps"} & {*chosen}:
         chosen[name] = as_numbers(name, chosen[name])
+    chosen["steps"] = resolved_steps(session, chosen.get("steps"))
     recorder = Gradients(tuple(check_site(name) for name in sites), through=through, metric=metric, **chosen)
     check_gradients(session, recorder, recompute)
     with watched(recorder), recorder.recomputed(session.model) if recompute else nullcontext():
@@ -187,7 +189,8 @@ def attribute(
     given: dict[str, Any] = {"prompt": prompt, "seed": seed}
     config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
     chosen: dict[str, Any] = {"layers": as_numbers("layers", layers), "blocks": as_numbers("blocks", blocks)}
-    chosen["steps"] = as_numbers("steps", steps) or [*range(config.num_passes - 1)]
+    numbers = as_numbers("steps", steps) or [*range(config.num_passes - 1)]
+    chosen["steps"] = resolved_steps(session, numbers)
     # 1. Refuse before anything runs.
     for site in sites:
         if check_site(site) in OF_FORWARD:

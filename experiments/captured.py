@@ -93,6 +93,13 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
     return sorted(set(chosen))
 
 
+def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] | None:
+    """Return steps with the number of the last denoising step in place of -1."""
+    config = session.config
+    last = (config.base.num_steps if session.bidirectional else len(config.denoising_step_list)) - 1
+    return None if steps is None else sorted({last if step == -1 else step for step in steps})
+
+
 @checked
 @reusable
 def capture(
@@ -117,10 +124,7 @@ def capture(
         with _captured_pipeline(session, captured, sites, chosen):
             yield captured
         return
-    if chosen.get("steps"):  # -1, as of a list; inside it is a pass that computes the cache again
-        config = session.config
-        last = (config.base.num_steps if session.bidirectional else len(config.denoising_step_list)) - 1
-        chosen["steps"] = sorted({last if step == -1 else step for step in chosen["steps"]})
+    chosen["steps"] = resolved_steps(session, chosen.get("steps"))
     if sites:
         check_chosen(chosen)
         captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)

@@ -43,7 +43,7 @@ Reduce = Callable[..., Tensor]  # fn(x, where), or fn(x)
 
 @dataclass(eq=False)
 class SiteCapture(Watcher):
-    """Keep activations of some sites; None selects all, step -1 excepted.
+    """Keep activations of some sites; None selects all, but no recache (Pass).
 
     frames are kept of sites with tokens, heads of sites with heads. reduce(x, where) makes what is kept of
     what was chosen. to: a device, or None to stay. on_block is called with what a block gave, when the next

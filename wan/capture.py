@@ -146,7 +146,7 @@ def queries_of(queries: Sequence[MapQuery], query_frames: Sequence[int]) -> list
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """Which calls to keep and what of them. None selects all, step -1 excepted.
+    """Which calls to keep and what of them. None selects all, but no recache (Pass).
 
     granularity: "token" keeps [B, H, Lq, Lk] on the CPU in token_dtype, logits q·k/√D or probabilities; "key"
     the query-averaged logits [B, H, Lk]; "frame" mean logits and, with mass, the mass per frame [B, H, Fq,
@@ -211,7 +211,7 @@ class CaptureRequest:
         check_indices("call index", self.call_indices, count)
         check_indices("layer", self.layers, num_layers)
         check_indices("block", self.blocks, num_blocks)
-        check_indices("step", {*(self.steps or ())} - {-1}, num_passes)
+        check_indices("step", self.steps, num_passes)
 
 
 MASS_OF = {"cross": "cross_mass", "cross_image": "image_mass"}  # of every token, where there are no frames

@@ -96,7 +96,7 @@ class Gradients(Watcher):
     # --- As a watcher
     def records(self, at: Pass | None) -> bool:
         """Return whether autograd is on in a pass."""
-        if at is None or self._plan is None or at.step is None or at.step < 0:
+        if at is None or self._plan is None or at.step is None or at.is_recache:
             return False
         if self.through == "rollout":
             return self._first <= at.block and not (at.is_clean_pass and at.block == self._last)

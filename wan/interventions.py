@@ -193,10 +193,10 @@ class Edit(ABC):
         if config.offload and source.weights is None:
             raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {self}")
 
-    def selects_pass(self, step: int | None, is_clean_pass: bool) -> bool:
-        """Return whether a pass of a block is chosen; step -1, a cache computed again, is Jitter's alone."""
-        if step == -1 or is_clean_pass:
-            return is_clean_pass and step != -1 and self.passes != "denoise"
+    def selects_pass(self, step: int | None, is_clean_pass: bool, is_recache: bool = False) -> bool:
+        """Return whether a pass of a block is chosen; one that computes the cache again is Jitter's alone."""
+        if is_clean_pass or is_recache:
+            return not is_recache and self.passes != "denoise"
         return self.passes != "clean" and (self.steps is None or step in self.steps)
 
     def selects(self, site: str, layer: int | None, at: Pass) -> bool:
@@ -206,7 +206,7 @@ class Edit(ABC):
             and (self.layers is None or layer in self.layers)
             and (self.blocks is None or at.block in self.blocks)
             and (self.branch is None or at.branch == self.branch)
-            and self.selects_pass(at.step, at.is_clean_pass)
+            and self.selects_pass(at.step, at.is_clean_pass, at.is_recache)
         )
 
     def conflict(self) -> str:
@@ -561,8 +561,8 @@ class Jitter(Edit):
     seed: Annotated[int, 0, 2**63 - 1] = 0
     passes: Passes = field(default="all", kw_only=True)
 
-    def selects_pass(self, step: int | None, is_clean_pass: bool) -> bool:
-        return step == -1 or super().selects_pass(step, is_clean_pass)
+    def selects_pass(self, step: int | None, is_clean_pass: bool, is_recache: bool = False) -> bool:
+        return is_recache or super().selects_pass(step, is_clean_pass)
 
     def bases(self, layer: int, num_heads: int) -> Tensor:
         """Return the RoPE base of each head of a layer, float64 [H]."""

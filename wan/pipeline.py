@@ -16,7 +16,6 @@ from wan.noise import Noise, TensorNoise, check_frames
 from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
-RECACHE = -1  # the step of a forward that computes the cache again
 
 
 class FlowSchedule:
@@ -109,10 +108,12 @@ class CausalInferencePipeline:
         if recompute_context:
             self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 
-    def at(self, block: int, frames: range, step: int) -> Pass:
-        """Announce a pass; step -1, where the cache is computed again, has the clean pass's timestep."""
-        how = {"timestep": self.pass_timesteps[step], "is_clean_pass": step in (len(self.timesteps), RECACHE)}
-        return Pass(query_frames=tuple(frames), block=block, step=step, **how)
+    def at(self, block: int, frames: range, step: int | None) -> Pass:
+        """Announce a pass; None, where the cache is computed again, has the clean pass's timestep."""
+        last, is_recache = len(self.timesteps), step is None
+        timestep = self.pass_timesteps[last if step is None else step]
+        how: Any = {"timestep": timestep, "is_clean_pass": is_recache or step == last}
+        return Pass(query_frames=tuple(frames), block=block, step=step, is_recache=is_recache, **how)
 
     @torch.no_grad()
     def inference(
@@ -268,7 +269,7 @@ class CausalInferencePipeline:
                 sink |= {*earlier[: len(cache.layouts[0].sink)]}
             remembered = min(left + len(block), policy.recomputed_frames or block.stop)
             # A forward over clean frames of the past comes first where the cache is computed again.
-            first = [RECACHE] if how == "recache" or (context and past) else []
+            first = [None] if how == "recache" or (context and past) else []
             own = self.later_steps if number else self.first_steps
             steps = (*first, *(() if block.start < given else own), len(self.timesteps))
             more = bool(past) and not knows_all
@@ -323,7 +324,7 @@ class Rollout:
         if again:
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
             self.kv_cache.recache(past, text, lasts=not self.context)
-            self.predict_flow(torch.cat(self.past[-again:], 1), block, past, RECACHE)
+            self.predict_flow(torch.cat(self.past[-again:], 1), block, past, step=None)
         # 3. Slots for the block; what has no room leaves.
         self.kv_cache.advance(frames, text, cut=how == "cut")
 
@@ -342,8 +343,8 @@ class Rollout:
                 x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])
         return x0
 
-    def predict_flow(self, x: Tensor, block: int, frames: range, step: int) -> Tensor:
-        """Run the model once, announced to those who observe it."""
+    def predict_flow(self, x: Tensor, block: int, frames: range, step: int | None) -> Tensor:
+        """Run the model once, announced to those who observe it; step None computes the cache again."""
         at = self.pipeline.at(block, frames, step)
         self.kv_cache.begin_pass(at.is_clean_pass)
         with during(at):

@@ -102,10 +102,10 @@ class Pass:
 
     query_frames: tuple[int, ...]
     block: int = 0
-    # Index of the pass in its block; -1 where a switch of prompts computes the cache again, None: not told.
-    step: int | None = 0
+    step: int | None = 0  # index of the pass in its block; None: of none of its own, or not told
     timestep: float = 0.0
     is_clean_pass: bool = False
+    is_recache: bool = False  # clean frames of the past, whose keys are computed again before the block
     branch: str | None = "cond"  # classifier-free guidance runs a second branch, "uncond"; None: not told
     model: str | None = None  # the transformer of a pipeline that has several
     parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
@@ -313,11 +313,12 @@ def check_watchers(
 
 
 def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
-    """Return whether layers, blocks and steps of a request have a pass; None is all, step -1 excepted."""
+    """Return whether layers, blocks and steps of a request have a pass; None is all but a recache."""
     return (
         (layer is None or chosen.layers is None or layer in chosen.layers)
         and (chosen.blocks is None or at.block in chosen.blocks)
-        and (at.step != -1 if chosen.steps is None else at.step in chosen.steps)
+        and not at.is_recache
+        and (chosen.steps is None or at.step in chosen.steps)
     )
 
 
@@ -348,7 +349,7 @@ class BlockKeys:
     """The passes of a block, and the frames whose keys it sees, as far as they have a number."""
 
     own: tuple[int, ...]
-    steps: tuple[int, ...]  # -1 where keys of its past are computed again; a clean pass is the last
+    steps: tuple[int | None, ...]  # None where keys of its past are computed again; a clean pass is the last
     past: tuple[int, ...] = ()  # of earlier blocks
     sink: tuple[int, ...] = ()
     sees_more: bool = False  # keys of its past may have no frame number
@@ -381,12 +382,15 @@ class RolloutPlan:
         """The clean pass too, where there is one."""
         return self.num_steps + self.has_clean_pass
 
-    def passes(self, edit: Any, block: int) -> list[int]:
-        """Return the steps of a block that an edit selects."""
-        is_clean = (-1, self.num_steps)
-        return [step for step in self.blocks[block].steps if edit.selects_pass(step, step in is_clean)]
+    def passes(self, edit: Any, block: int) -> list[int | None]:
+        """Return the steps of a block that an edit selects; None is a recache."""
+        return [
+            step
+            for step in self.blocks[block].steps
+            if edit.selects_pass(step, step in (None, self.num_steps), is_recache=step is None)
+        ]
 
-    def calls(self, edit: Any) -> list[tuple[int, int]]:
+    def calls(self, edit: Any) -> list[tuple[int, int | None]]:
         """Return (block, step) of the calls of one layer and branch that an edit changes."""
         chosen, names = range(len(self.blocks)) if edit.blocks is None else edit.blocks, edit.key_frames
         if edit.branch not in (None, *self.branches):

@@ -390,7 +390,7 @@ def check_requests(
             raise ConfigError(f"{config.model}: {error}") from None
         last = max(range(blocks) if request.blocks is None else request.blocks)
         there = config.passes_of_block(last)
-        absent = [step for step in request.steps or () if step not in there and step >= 0]
+        absent = [step for step in request.steps or () if step not in there]
         if absent and num_passes is None:
             raise ConfigError(
                 f"step {absent[0]} is a pass of other blocks than block {last}, which has "

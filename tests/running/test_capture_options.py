@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from experiments import Atlas, at, capture, intervene, load, run_extraction_maps
+from experiments import Atlas, at, capture, gradients, intervene, load, run_extraction_maps
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.running import cli
@@ -37,6 +37,10 @@ def test_step_minus_one_is_the_last_denoising_step(pipe):
     with capture(pipe, layers=[0], steps=[-1], granularity="key") as seen:
         pipe.generate(PROMPTS[0], seed=1)
     assert {call.at.step for call in seen.calls} == {1}
+    with gradients(pipe, "z", layers=[0], steps=-1) as grads:
+        pipe.generate(PROMPTS[0], seed=1)
+        grads.backward(lambda x0: x0.mean())
+    assert {place.step for place in grads["z"].places} == {1}
 
 
 def test_prompts_by_seeds_in_one_call(pipe):

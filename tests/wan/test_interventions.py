@@ -184,7 +184,7 @@ def run(*edits, data=None, at=HERE, layout=LAYOUT, site=SITE, **request):
     with intervene(*edits, data=data), capture as calls, ATTENTION_WEIGHT_CAPTURE.during(at):
         out = attention(q, k, v, site, layout=layout)
     assert all(map(torch.equal, inputs(), (q, k, v)))  # views of the cache stay what they are
-    return out, calls[0]
+    return out, calls[0] if calls else None
 
 
 def logits_of(q, k):
@@ -358,14 +358,16 @@ def test_prompt_tokens_are_knocked_out_of_cross_attention():
 
 
 def test_a_call_that_is_not_selected_keeps_its_bits_and_an_edit_without_calls_warns():
-    recache, first = Pass(query_frames=OWN, step=-1, is_clean_pass=True), {"frames": "first", "passes": "all"}
+    recache = Pass(query_frames=OWN, step=None, is_clean_pass=True, is_recache=True)
+    first = {"frames": "first", "passes": "all"}
     others = [{"layers": [1]}, {"blocks": [0]}, {"branch": "uncond"}, {"frames": [2, 6]}]
     edits = [Knockout(**first | other) for other in (*others, {"steps": [0], "passes": "denoise"})]
     edits += [Ablate("zero", attention="cross", passes="all"), Knockout(**first)]
     for edit in edits:
         at = recache if edit is edits[-1] else HERE
         with pytest.warns(UserWarning, match="no call was edited by"):
-            out, _ = run(edit, at=at, steps=[at.step])
+            out, call = run(edit, at=at)
+        assert (call is None) == at.is_recache  # which is not captured
         assert torch.equal(out, attention(*inputs(), SITE, layout=LAYOUT)), edit
 
 

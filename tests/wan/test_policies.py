@@ -84,7 +84,7 @@ class Watch:
         at, layer = ATTENTION_WEIGHT_CAPTURE.current_pass, module.site.layer
         oracle, is_first = self.oracles[layer], self.block[layer] != at.block
         block = range(at.query_frames[0], at.query_frames[-1] + 1)
-        if is_first and at.step >= 0:
+        if is_first and not at.is_recache:
             self.block[layer] = at.block
             oracle.begin(block, self.text, self.how_at.get(at.block, "keep"))
         q, k = (norm(to(x)).double() for norm, to in ((module.norm_q, module.q), (module.norm_k, module.k)))
@@ -93,14 +93,14 @@ class Watch:
         frames = [
             Frame(raw, v, torch.full_like(tokens, f), tokens, torch.full_like(tokens, f)) for f, raw, v in own
         ]
-        expected = oracle.recache(q, frames) if at.step < 0 else oracle.attend(q, frames, is_first)
+        expected = oracle.recache(q, frames) if at.is_recache else oracle.attend(q, frames, is_first)
         expected = expected.flatten(2) @ module.o.weight.double().T + module.o.bias.double()
         torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
         layout = cache.layouts[layer]
         told = torch.stack([*key_frames(layout, len(x)), key_tokens(layout, len(x))], -1).tolist()
         assert list(map(sorted, told)) == list(map(sorted, oracle.seen.tolist()))
         assert len(layout.slots) <= cache.capacity
-        if at.step >= 0:  # a block sees itself, last
+        if not at.is_recache:  # a block sees itself, last
             own = layout.slots[layout.own.start :]
             assert [slot.frame for slot in own] == list(block) and len(own) == len(layout.own)
             assert list(layout.query_positions) == [slot.position for slot in own]
