@@ -87,7 +87,8 @@ def run(argv=None):
     for name, value in found.items():
         print(f"{name:24} {value}")
     if args.output_path:
-        asked = {name: str(value) for name, value in vars(args).items() if name != "output_path"}
+        names = ("config_path", "site", "captions", "batch", "num_frames", "size")
+        asked = {name: getattr(args, name) for name in names}
         save_report(asked | found | {"environment": environment(session.device)}, args.output_path)
 
 
