@@ -4,6 +4,7 @@ Differences are root mean squares of x0 per latent frame, in units of the distan
 rollout feeds on itself, so that any edit ends as far away as another seed would.
 """
 
+import random
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -99,6 +100,18 @@ def by_layer(heads: Iterable[Head]) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     for layer, head in sorted(heads):
         found[layer] = (*found.get(layer, ()), head)
+    return found
+
+
+def matched(everyone: Sequence[Head], heads: Sequence[Head], draw: int) -> list[Head]:
+    """Return random other heads, as many in each layer as there are among these, where it has as many."""
+    chosen, layers = random.Random(draw), [layer for layer, _ in heads]
+    found: list[Head] = []
+    for layer in sorted(set(layers)):
+        whole = [head for head in everyone if head[0] == layer]
+        others = [head for head in whole if head not in heads]
+        count = layers.count(layer)
+        found += chosen.sample(others if len(others) >= count else whole, count)
     return found
 
 

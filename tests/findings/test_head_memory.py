@@ -14,6 +14,7 @@ from experiments.analysis.stats import head_correlation
 from experiments.extraction.rollout import Progress
 from experiments.findings.head_memory import run as finding
 from experiments.findings.head_memory import trials as shapes
+from experiments.findings.head_memory.captions import Design, captions_behind_a_wall, unnamed_captions
 from experiments.findings.head_memory.presence_trials import (
     BlindHeads,
     agrees,
@@ -23,19 +24,16 @@ from experiments.findings.head_memory.presence_trials import (
 )
 from experiments.findings.head_memory.trials import (
     PAST,
-    Design,
     HeadMemory,
     Sizes,
     Trials,
     attention_measures,
-    captions_behind_a_wall,
     measures_of_pass,
     regressed,
-    unnamed_captions,
 )
 from experiments.miniature.moving_shapes import rendered
 from experiments.studies import causal_atlas
-from experiments.studies.batches import Runs, knockouts, outside
+from experiments.studies.batches import Runs, knockouts, matched, outside
 from experiments.studies.paired_prompts import PairedRuns
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import intervene
@@ -49,7 +47,7 @@ def study(tmp_path_factory, tiny):
     """A finished study."""
     folder = tmp_path_factory.mktemp("shapes")
     test, selection = (
-        Trials(scenes, tiny.config, tiny.session, folder) for scenes in shapes.captions_behind_a_wall(DESIGN)
+        Trials(scenes, tiny.config, tiny.session, folder) for scenes in captions_behind_a_wall(DESIGN)
     )
     one = shapes.HiddenShapes(DESIGN, selection, test)
     one.run(QUIET)
@@ -148,7 +146,7 @@ def test_chosen_heads_cost_what_they_say_and_matched_ones_are_others_of_their_la
         assert heads[0] == (7, 11)
         assert 96 * budget - 6 < 9 * len(heads) + 4 * (96 - len(heads)) <= 96 * budget
     for draw in range(5):
-        found = shapes.matched(few.heads, [(3, 1), (3, 2), (1, 0)], draw)
+        found = matched(few.heads, [(3, 1), (3, 2), (1, 0)], draw)
         assert sorted(layer for layer, _ in found) == [1, 3, 3] and not {(3, 1), (3, 2), (1, 0)} & {*found}
 
 

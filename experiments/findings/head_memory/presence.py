@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from experiments.extraction.provenance import environment
+from experiments.findings.head_memory.captions import Design
 from experiments.findings.head_memory.presence_trials import PresenceTrials
-from experiments.findings.head_memory.trials import Design
 from experiments.findings.report import finding_parser, miniature_config
 from experiments.running.cli import count, main
 from experiments.session import load

@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.findings.head_memory.trials import (
+from experiments.findings.head_memory.captions import (
     SEED_STEP,
     Design,
     NumberedScenes,
     captions_behind_a_wall,
-    matched,
 )
 from experiments.miniature.moving_shapes import (
     BACKGROUNDS,
@@ -39,7 +38,7 @@ from experiments.miniature.moving_shapes import (
 )
 from experiments.miniature.tracking import DIFFERS, SMALLEST, grown, in_sight, judge, outline_size, shrunk
 from experiments.session import Session
-from experiments.studies.batches import Head, by_layer
+from experiments.studies.batches import Head, by_layer, matched
 from experiments.studies.paired_prompts import OTHER, Pair, PairedRuns, RecordedCalls
 from wan.blocks import block_ranges
 from wan.config import RunConfig

@@ -48,22 +48,24 @@ from experiments.extraction.provenance import environment
 from experiments.extraction.rollout import Progress, stopping_when_asked
 from experiments.figures.atlas import effect_against, knockout_shares
 from experiments.figures.style import save_svg
+from experiments.findings.head_memory.captions import (
+    SEED_STEP,
+    Design,
+    captions_behind_a_wall,
+    captions_of_all_kinds,
+    unnamed_captions,
+)
 from experiments.findings.head_memory.trials import (
     HALVES,
     MEASURED,
     QUESTIONS,
     RULES,
-    SEED_STEP,
-    Design,
     HeadMemory,
     HiddenShapes,
     Sizes,
     Trials,
     by_claim,
-    captions_behind_a_wall,
-    captions_of_all_kinds,
     measures_of_pass,
-    unnamed_captions,
 )
 from experiments.findings.report import finding_parser, miniature_config
 from experiments.miniature import SHIPPED

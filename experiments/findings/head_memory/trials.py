@@ -24,8 +24,9 @@ from experiments.analysis.results import BACK
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import Progress
-from experiments.miniature.moving_shapes import FRAMES, KINDS, Scene, rendered
-from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
+from experiments.findings.head_memory.captions import Design, NumberedScenes
+from experiments.miniature.moving_shapes import FRAMES, rendered
+from experiments.miniature.tracking import EvalPool, hashes
 from experiments.running.engine import Results, cached, work_through
 from experiments.session import Session
 from experiments.studies.batches import (
@@ -35,16 +36,15 @@ from experiments.studies.batches import (
     distance,
     frame_matrices,
     knockouts,
+    matched,
     outside,
 )
 from wan.config import RunConfig
-from wan.errors import ConfigError
 from wan.interventions import Edit, intervene
 from wan.vae import VAE
 
 QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
 DECODED_AT_ONCE = 96  # videos
-SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
 PAST: dict[str, Dropped] = {  # parts of the past, as the frames that a block loses
     "past": lambda own: range(own.start),
@@ -60,37 +60,6 @@ RULES = (
     *("Pyramid Forcing", "Forcing-KV", "Dummy Forcing", "path patching", "interactions"),
 )
 MEASURED = "effect", "change of x0", "path patching", "interactions"  # rules by edits; the others: attention
-
-NumberedScenes = list[tuple[int, Scene]]
-
-
-# --- Scenes
-def different(
-    kinds: Sequence[str], count: int, wanted: Callable[[Scene], bool] = lambda scene: True, among: int = 4
-) -> NumberedScenes:
-    """Return the first held-out scenes of different captions, with their numbers."""
-    found: dict[str, tuple[int, Scene]] = {}
-    for number, scene in enumerate(held_out_scenes(kinds, among * count)):
-        if wanted(scene):
-            found.setdefault(scene.caption, (number, scene))
-    if len(found) < count:
-        raise ConfigError(f"{count} captions of {', '.join(kinds)} are asked for, {len(found)} are held out")
-    return list(found.values())[:count]
-
-
-def unnamed_captions(count: int, without: Iterable[str] = ()) -> NumberedScenes:
-    """Return held-out scenes behind a wall whose captions do not name the colour, and are none of others."""
-    others = {*without}
-
-    def wanted(scene: Scene) -> bool:
-        return scene.unnamed_color and scene.caption not in others
-
-    return different(SETS["behind a wall"], count, wanted, among=12)
-
-
-def captions_of_all_kinds(count: int) -> dict[str, int]:
-    """Return the first held-out captions of all kinds, each with its number, which is its first seed."""
-    return {scene.caption: number for number, scene in different(KINDS, count)}
 
 
 # --- What heads attend to in unedited runs
@@ -267,23 +236,6 @@ class Trials:
 
 
 # --- More and more heads without a past
-@dataclass(frozen=True)
-class Design:
-    """Sizes of the study."""
-
-    captions: int = 96
-    selection: int = 24
-    seeds: int = 3
-    draws: int = 20  # of random orders
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
-
-
-def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
-    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
-    chosen = different(SETS["behind a wall"], design.captions + design.selection)
-    return chosen[: design.captions], chosen[design.captions :]
-
-
 @dataclass
 class HiddenShapes:
     """The study of one model: heads are ranked by trials of selection, and judged by those of test."""
@@ -323,18 +275,6 @@ class HiddenShapes:
         """Return, by order, a number per head [layers, H], from the selection captions."""
         found = self.selection.scores(self.selection.everyone)
         return {"effect": found.pop("effect"), "change": found.pop("change of x0")} | found
-
-
-def matched(everyone: Sequence[Head], heads: Sequence[Head], draw: int) -> list[Head]:
-    """Return random other heads, as many in each layer as there are among these, where it has as many."""
-    chosen, layers = random.Random(draw), [layer for layer, _ in heads]
-    found: list[Head] = []
-    for layer in sorted(set(layers)):
-        whole = [head for head in everyone if head[0] == layer]
-        others = [head for head in whole if head not in heads]
-        count = layers.count(layer)
-        found += chosen.sample(others if len(others) >= count else whole, count)
-    return found
 
 
 # --- Which heads keep their past at equal bytes
