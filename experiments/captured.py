@@ -21,9 +21,10 @@ from torch import Tensor
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson
 from experiments.caches import load_cache, save_cache
-from experiments.caches.activations import ActivationFolder, Activations, Place, model_of, save_activations
+from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
 from experiments.caches.files import CacheError, RunError
 from experiments.caches.formats import AtlasCache, declared_fields
+from experiments.caches.store import require_one_model
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import memory
 from experiments.extraction.cache_builders import (
@@ -536,26 +537,6 @@ class Atlas(dict[str, Any]):
         return "\n".join(lines)
 
 
-def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run was made, but for its model, prompts and seed, and what was kept of it."""
-    config = {name: value for name, value in (atlas.get("config") or {}).items() if name != "prompt_schedule"}
-    switches = [switch.get("frame") for switch in (atlas.get("config") or {}).get("prompt_schedule") or ()]
-    names: tuple[str, ...] = (
-        "layers",
-        "pass_timesteps",
-        "pass_steps",
-        "pass_is_clean",
-        "num_frames",
-        "block_sizes",
-        "branch",
-    )
-    names += ("blocks_done", "rolling_timesteps", "guidance_scale")
-    found = {name: atlas.get(name) for name in names}
-    lists = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in found.items()}
-    edits = (atlas.get("interventions") or {}).get("hash")
-    return lists | {"config": config, "frames of later prompts": switches, "edits": edits}
-
-
 class MeanAtlas:
     """Means over atlases by quantity, their deviations (n - 1) and 95 % intervals over runs (Student's t).
 
@@ -569,18 +550,7 @@ class MeanAtlas:
             raise ConfigError("a mean takes a list of atlases")
         if len(atlases) < 2:
             raise CacheError(f"a mean takes two atlases or more, not {len(atlases)}")
-        first = atlases[0]
-        for other in atlases[1:]:
-            one, another = ({**model_of(each), **schedule_of(each)} for each in (first, other))
-            for name in one:
-                if one[name] != another[name]:
-                    raise CacheError(
-                        "a mean takes atlases of one model and schedule, which differ in prompt and seed: "
-                        f"{name} is {short_repr(one[name])} and {short_repr(another[name])}"
-                    )
-        runs = [fingerprint for each in atlases if (fingerprint := each.get("fingerprint"))]
-        if len({*runs}) < len(runs):
-            raise CacheError("a mean takes every run once: two of these atlases are of the same run")
+        require_one_model({f"atlas {n}": atlas for n, atlas in enumerate(atlases)}, "a mean")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.atlases = list(atlases)
         self.quantile = float(scipy.stats.t.ppf(0.975, self.count - 1))

@@ -18,7 +18,7 @@ from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import yaml
 
-from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of
+from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of, refuse
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -59,7 +59,15 @@ def read_json(path: str | Path, error: type[UserError] = ConfigError) -> dict[st
     """Read a JSON file that holds a table of settings. Raise error for any other."""
     text = read_text(path, error=error)
     with library_reads(path, error):
-        return dict(json.loads(text))
+        twice = f"{path} cannot be read: a name stands in it twice"
+        return dict(
+            json.loads(
+                text,
+                object_pairs_hook=lambda pairs: (
+                    dict(pairs) if len(dict(pairs)) == len(pairs) else refuse((True, twice), error=error)
+                ),
+            )
+        )
 
 
 def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit: int = CONFIG_BYTES) -> Any:
@@ -95,20 +103,23 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
 
     Every record is compared with its checksum first. With mmap, tensors of a file of more than MAPPED_BYTES
     stay on disk. torch.serialization.safe_globals allows more classes. Raise UnreadableError for any other
-    file, and for one that declares more than it holds.
+    file, and for one that declares more than it holds. A file that is replaced meanwhile is read again.
     """
     import torch  # here: a --help needs no torch
 
-    path = Path(path)
+    path, before, problem = Path(path), None, None
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
             # 1. An archive: every record has the checksum that it says.
-            zipped, size = is_archive(path), path.stat().st_size
+            before = path.stat()
+            zipped, size = is_archive(path), before.st_size
             if zipped:
                 with ZipFile(path) as archive, TemporaryDirectory() as folder:
                     records = archive.infolist()
                     packed = sum(r.file_size for r in records if r.compress_type != ZIP_STORED)
-                    if packed > MAPPED_BYTES or archive.comment:
+                    # Where something stands before an archive, zipfile and torch would read two
+                    start = min((r.header_offset for r in records), default=0)
+                    if packed > MAPPED_BYTES or archive.comment or start:
                         raise UnreadableError("its records are not as torch.save writes them")
                     threads = os.cpu_count() or 1  # zlib computes without Python's lock
                     with ThreadPoolExecutor(threads) as pool:
@@ -135,11 +146,17 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                 value.requires_grad_(False)
             # 4. A small file is copied, so that it may be written again while its tensors are in use.
             stays = not zipped or (mmap and size > MAPPED_BYTES)
-            return content if stays else copy.deepcopy(content)
-    except (UnreadableError, MemoryError):
+            found = content if stays else copy.deepcopy(content)
+    except MemoryError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise UnreadableError(reason_of(error)) from error
+        problem = error
+    # 5. A writer that replaced the file meanwhile would leave parts of two: read the new one.
+    if before and path.exists() and not os.path.samestat(before, path.stat()):
+        return load_tensors(path, mmap)
+    if problem:
+        raise problem if isinstance(problem, UnreadableError) else UnreadableError(reason_of(problem))
+    return found
 
 
 def is_archive(path: Path) -> bool:

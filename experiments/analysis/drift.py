@@ -120,7 +120,9 @@ def summaries(video: np.ndarray) -> dict[str, float]:
 
 
 def ends(values: np.ndarray) -> tuple[float, float]:
-    """Return the means of the beginning and of the end of values by frame."""
+    """Return the means of the beginning and of the end of values by frame; NaN without a value."""
+    if not len(values):
+        return float("nan"), float("nan")
     count = max(1, round(ENDS * len(values)))
     return float(values[:count].mean()), float(values[-count:].mean())
 
@@ -150,7 +152,8 @@ def clipped(video: np.ndarray) -> np.ndarray:
 def flicker(video: np.ndarray) -> np.ndarray:
     """Mean absolute difference to the next frame, in shares of full scale -> [T − 1]."""
     parts = [video[start : start + FPS + 1].astype(np.float32) for start in range(0, len(video) - 1, FPS)]
-    return np.concatenate([np.abs(np.diff(part, axis=0)).mean((1, 2, 3)) / 255 for part in parts])
+    found = [np.abs(np.diff(part, axis=0)).mean((1, 2, 3)) / 255 for part in parts]
+    return np.concatenate([np.empty(0, np.float32), *found])  # one frame has no next one
 
 
 def distance(video: np.ndarray) -> np.ndarray:
@@ -161,8 +164,8 @@ def distance(video: np.ndarray) -> np.ndarray:
 
 def hue_kept(video: np.ndarray) -> np.ndarray:
     """Intersection of each second's hue histogram with that of the first second -> [seconds]."""
-    whole = len(video) // FPS
-    histograms = [hue_histogram(second) for second in video[: whole * FPS].reshape(whole, -1, 3)]
+    whole, pixels = len(video) // FPS, FPS * video.shape[1] * video.shape[2]
+    histograms = [hue_histogram(second) for second in video[: whole * FPS].reshape(whole, pixels, 3)]
     return np.array([1 - np.abs(histograms[0] - h).sum() / 2 for h in histograms])
 
 

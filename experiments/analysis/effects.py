@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from experiments.analysis.first_frame import context_sign_rate, first_frame_effect
 from experiments.analysis.measures import first_frame_mass
@@ -20,9 +21,13 @@ QUESTIONS |= {"comes_back": "it comes back", "same": "back in colour and shape"}
 
 
 def changes_of(cache: Mapping) -> dict[str, np.ndarray]:
-    """Return the effects of an effects cache [F] each, in units of the distance between seeds."""
+    """Return the effects of an effects cache [F] each, in units of the distance between seeds.
+
+    NaN where two seeds do not differ, as in given frames.
+    """
+    unit = cache["between_seeds"].where(cache["between_seeds"] > 0, torch.nan)
     names = [name for name in ("direct", "own_block", "total", "floor") if name in cache]
-    return {name.replace("_", " "): (cache[name] / cache["between_seeds"]).numpy() for name in names}
+    return {name.replace("_", " "): (cache[name] / unit).numpy() for name in names}
 
 
 def tracker_rows(cache: Mapping) -> list[dict[str, str]]:

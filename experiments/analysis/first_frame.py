@@ -201,13 +201,14 @@ class FirstFrame(NamedTuple):
         """Mark heads whose effect exceeds the size of every placebo of frames 1..24 [layers, heads]."""
         # Later frames exist in long videos alone: counting them would make those stricter
         first = self.placebos[..., np.asarray(self.frames) <= LAST_PLACEBO]
-        return self.fit.effect > np.abs(first).max(-1, initial=0)
+        return (self.fit.effect > np.abs(first).max(-1, initial=0)) & np.isfinite(first).any(-1)
 
     @property
     def rank(self) -> np.ndarray:
         """Rank of an effect among its placebos' sizes, 1 the highest; NaN without one [layers, heads]."""
         rank = 1 + (np.abs(self.placebos) >= self.fit.effect[..., None]).sum(-1)
-        return np.where(np.isnan(self.fit.effect), np.nan, rank)
+        known = np.isfinite(self.fit.effect) & np.isfinite(self.placebos).any(-1)
+        return np.where(known, rank, np.nan)
 
     def summary(self, threshold: float = 2.0) -> dict[str, float | int]:
         """Mean and median of s, heads above a threshold and above all placebos, first contrasts."""

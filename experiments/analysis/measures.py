@@ -106,10 +106,14 @@ def first_minus_context(profile: np.ndarray, context: Sequence[int]) -> np.ndarr
 
 
 def first_frame_mass(mass: np.ndarray, context: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mass on frame 0 (arXiv 2309.17453) of profiles [..., F]: shares of all and of context [...]."""
+    """Mass on frame 0 (arXiv 2309.17453) of profiles [..., F]: shares of all and of context [...].
+
+    NaN where the context has no mass, or not frame 0.
+    """
     A = np.asarray(mass, np.float64)
+    of_context = np.nansum(A[..., list(context)], -1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return A[..., 0], A[..., 0] / np.nansum(A[..., list(context)], -1)
+        return A[..., 0], A[..., 0] / np.where((of_context > 0) & (0 in context), of_context, np.nan)
 
 
 def wave(

@@ -15,6 +15,7 @@ from experiments.analysis.stats import pearson, rms_difference
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import Profiles, open_profiles, ranges
+from wan.errors import library_reads
 from wan.files import MAX_COUNT, read_text
 
 FOLDER = Path("cache/published")
@@ -46,11 +47,20 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
         if len(set(frames)) < len(frames) or not 0 <= min(frames) <= max(frames) < min(length, MAX_COUNT):
             raise ValueError(f"key_frame must count frames of 0..{length - 1}, each once")
         names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
+        header = next(csv.reader(io.StringIO(text, newline="")))
+        if not names or len(set(header)) < len(header):
+            raise ValueError("it names a column twice, or no curve")
+        if any(None in row or None in row.values() for row in rows):
+            raise ValueError("a row has more or fewer cells than the first line")
         curves = {name: Curve(np.full(length, np.nan), np.zeros(length, bool)) for name in names}
         for frame, row in zip(frames, rows, strict=True):
             for name in names:
-                curves[name].values[frame] = float(row[name] or "nan")
-                curves[name].clipped[frame] = name in (row.get("clipped") or "").split()
+                value = float(row[name] or "nan")
+                if np.isinf(value) or "_" in row[name]:
+                    raise ValueError(f"{row[name]} is no number of a figure")
+                curves[name].values[frame] = value
+            for name in (row.get("clipped") or "").split():
+                curves[name].clipped[frame] = True
         return curves
     except (KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
         raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
@@ -115,7 +125,8 @@ def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray,
     """Return published kinds and locality [layers, H] for a view; None for another model or an edit."""
     if view.model != FIGURE4_MODEL or view.edits or not Path(folder).is_dir():
         return None
-    kinds, locality = (read_labels(Path(folder) / name) for name in (HEAD_LABELS_CSV, STATIC_HEADS_CSV))
+    files = {HEAD_LABELS_CSV: (1, -1, 2), STATIC_HEADS_CSV: (1, 0)}
+    kinds, locality = (read_labels(Path(folder) / name, known) for name, known in files.items())
     if view.num_heads != kinds.shape[1] or max(view.layers) >= len(kinds):
         return None
     return kinds[list(view.layers)], locality[list(view.layers)]
@@ -133,9 +144,17 @@ def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profile
     return found
 
 
-def read_labels(path: str | Path) -> np.ndarray:
-    """Read labels of heads [layers, H], one row per layer; lines that start with # are comments."""
-    return np.loadtxt(path, delimiter=",", dtype=int, ndmin=2)
+def read_labels(path: str | Path, known: Sequence[int]) -> np.ndarray:
+    """Read labels of heads [layers, H], one row per layer; lines that start with # are comments.
+
+    CacheError for anything but rows of one length of the known labels.
+    """
+    lines = read_text(path, error=CacheError).splitlines()
+    with library_reads(f"{path}: labels of heads", CacheError):
+        labels = np.array([[*map(int, line.split(","))] for line in lines if line and line[0] != "#"])
+        if not np.isin(labels, known).all() or labels.ndim != 2:
+            raise ValueError(f"its rows are not of one length, of {', '.join(map(str, known))}")
+    return labels
 
 
 def compared_frames(view: Profiles, curve: Curve) -> list[int]:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from experiments.analysis.stats import ENOUGH_PROMPTS, Interval, spearman
 from experiments.caches.files import CacheError
+from wan.errors import library_reads
 from wan.files import read_json
 
 
@@ -58,7 +59,9 @@ class LongRollouts:
     @classmethod
     def open(cls, path: str | Path) -> "LongRollouts":
         """Read findings. Raises CacheError for a missing file, or one that is no JSON."""
-        return cls(read_report(path, "long_rollouts"))
+        report = read_report(path, "long_rollouts")
+        with library_reads(f"{path}: results of long_rollouts", CacheError):
+            return cls(report)
 
     def interval(self, label: str, measure: str = PRIMARY) -> Interval:
         """A measure of a policy or control, mean over prompts."""

@@ -96,6 +96,9 @@ def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray
     B = len(frequencies)
     columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
     penalty = np.sqrt(ridge) * np.eye(2 * B + 1)[1:]  # rows that ask the waves to be 0
+    if not len(distances):  # of nothing no wave is known
+        nothing = np.full((*np.shape(curves)[:-1], 2 * B + 1), np.nan)
+        return Waves(np.asarray(frequencies), nothing[..., 0], nothing[..., :B], nothing[..., :B])
     flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
     inverse = np.linalg.pinv(np.concatenate([columns, penalty]))[:, : len(distances)]
     found = (flat @ inverse.T).reshape(*np.shape(curves)[:-1], -1)
@@ -150,7 +153,8 @@ def first_by_block(
     queries = block_ranges(list(block_sizes))[1:]
     rows = [matrix[..., b.start : b.stop, : b.start].mean(-2) for b in queries]
     excess = [row[..., 0] - mean_without_nan(row[..., 1:]) for row in rows]
-    rank = [1 + (row > row[..., :1]).sum(-1) for row in rows]
+    # Where a window has left frame 0 behind it has no rank
+    rank = [np.where(np.isnan(row[..., 0]), np.nan, 1 + (row > row[..., :1]).sum(-1)) for row in rows]
     return queries, np.stack(excess, -1), np.stack(rank, -1)
 
 

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy  # its submodules are imported when they are first named
 
+from wan.errors import ConfigError
+
 DRAWS = 2000  # resamples of a bootstrap
 ENOUGH_PROMPTS = 16  # below, a bootstrap over prompts says little
 # Share of its largest value by which what varies must differ from a constant, or from a line: rounding of
@@ -116,10 +118,10 @@ def bootstrap(values: np.ndarray) -> Interval:
     if not is_known(values):
         return Interval(np.nan, np.nan, np.nan)
     per_prompt = np.asarray(values, np.float64).reshape(len(values), -1).mean(1)
-    return percentiles(float(per_prompt.mean()), _resampled((per_prompt,), np.mean, DRAWS))
+    return percentiles(float(per_prompt.mean()), resampled((per_prompt,), np.mean, DRAWS))
 
 
-def _resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], draws: int) -> np.ndarray:
+def resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], draws: int) -> np.ndarray:
     """Return a statistic of draws from samples, each [n], which are resampled apart from each other."""
     # scipy wants two values or more; one value, twice, gives the same draws of it
     several = [np.resize(values, max(2, len(values))) for values in samples]
@@ -146,7 +148,11 @@ def crossed_bootstrap(values: np.ndarray) -> Interval:
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Return the mean of a few independent values and Student's 95 % interval."""
+    """Return the mean of a few independent values and Student's 95 % interval; NaN as in bootstrap()."""
+    if not is_known(values):
+        return Interval(np.nan, np.nan, np.nan)
+    if len(values) < 2:  # no spread is known of one
+        return Interval(float(values[0]), np.nan, np.nan)
     mean = float(np.mean(values))
     half = float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))
     return Interval(mean, mean - half, mean + half)
@@ -168,11 +174,11 @@ def head_correlation(
         return partial_spearman(x, y, others)
 
     prompts, layers = map(np.arange, effects.shape[:2])
-    return percentiles(rho(prompts, layers), _resampled((prompts, layers), rho, draws))
+    return percentiles(rho(prompts, layers), resampled((prompts, layers), rho, draws))
 
 
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
-    """Return the two-sided p of paired differences [prompts] having mean 0, by flipping their signs.
+    """Return the two-sided p of paired differences [prompts, ...] having mean 0, by flipping their signs.
 
     It is exact where there are no more than `draws` ways to flip them. NaN where a difference is not known.
     """
@@ -181,6 +187,7 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
         return float("nan")
     if len(differences) < 2:  # the sign of one alone says nothing
         return 1.0
+    differences = differences.reshape(len(differences), -1).mean(1)  # a prompt's signs flip together
 
     def size_of_mean(x: np.ndarray, axis: int) -> np.ndarray:
         return np.abs(x.mean(axis))
@@ -202,9 +209,17 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 # --- Differences of videos
 
 
+def _of_one_shape(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return both videos as float64. ConfigError for two shapes, of which NumPy would repeat one."""
+    if np.shape(one) != np.shape(other):
+        raise ConfigError(f"videos of {list(np.shape(one))} and {list(np.shape(other))} are not compared")
+    return np.asarray(one, np.float64), np.asarray(other, np.float64)
+
+
 def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1."""
-    squared = ((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean((-3, -2, -1))
+    x, y = _of_one_shape(one, other)
+    squared = ((x - y) ** 2).mean((-3, -2, -1))
     with np.errstate(divide="ignore"):
         return -10 * np.log10(squared)
 
@@ -219,7 +234,7 @@ def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
         corners = right[..., window:, :] + left[..., :-window, :]
         return (corners - left[..., window:, :] - right[..., :-window, :]) / window**2
 
-    x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    x, y = _of_one_shape(one, other)
     mean_x, mean_y, c1, c2 = mean(x), mean(y), 0.01**2, 0.03**2
     variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
     index = (2 * mean_x * mean_y + c1) * (2 * (mean(x * y) - mean_x * mean_y) + c2)

@@ -14,13 +14,12 @@ from experiments.analysis.stats import mean_without_nan, spearman, varying
 from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.caches.store import from_root
+from experiments.caches.store import from_root, require_one_model
 from experiments.caches.view import Profiles, open_profiles, require_alike
 
 MAKE = "python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --seeds 0 1"
 PUBLISHED = tuple(f"self_forcing_dmd_{name}_21f.pt" for name in ("castle", "eagle"))
 MEASURES = {"effect": "Effect s", "delta": "First − middle"}
-SAME = ("model", "layers", "num_heads", "block_sizes", "step", "query_frames", "num_averages")
 
 Views = Mapping[str, Profiles]
 Measures = Mapping[str, np.ndarray]  # name -> [atlases, N, H], logits
@@ -42,10 +41,7 @@ def open_sweep(
         raise CacheError(f"{folder} has {len(paths)} atlases, a sweep needs two or more; {make}")
     caches = {path.stem: load_cache(path, expect=("atlas",)) for path in paths}
     views = {name: open_profiles(cache, step, "mean_logit") for name, cache in caches.items()}
-    # Heads are compared by index: model, sizes, pass and queries must be the same
-    (first, one), *others = views.items()
-    for name, view in others:
-        require_alike(view, one, SAME, f"{name} and {first} are not of one sweep")
+    require_one_model(caches, "a sweep")  # heads are compared by index
     return views, note
 
 
@@ -77,7 +73,8 @@ def sweep_maps(measures: Measures) -> list[HeadMap]:
     """Mean, spread, and log₁₀ of |mean| / spread of every measure, layers × heads."""
     maps = []
     for name, values in measures.items():
-        title, log_ratio = MEASURES[name], np.log10(stability(values))  # 0 where mean and spread are alike
+        title, ratio = MEASURES[name], stability(values)
+        log_ratio = np.log10(np.where(ratio > 0, ratio, np.nan))  # 0 where mean and spread are alike
         mean, spread = np.mean(values, 0), np.std(values, 0, ddof=1)
         maps += [
             HeadMap(f"{name}_mean", f"{title}: mean", "logits", "diverging", mean),

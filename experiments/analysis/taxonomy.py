@@ -5,7 +5,7 @@ hold what the rule needs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -15,10 +15,10 @@ import numpy as np
 
 from experiments.analysis.first_frame import NO_CONTEXT, NO_LOGITS, NO_MASS, context_sign_rate
 from experiments.analysis.panels import ALL_QUERIES, LabelMap
-from experiments.analysis.stats import bootstrap
+from experiments.analysis.stats import DRAWS, percentiles, resampled
 from experiments.caches.view import Profiles
-from wan.errors import ConfigError
-from wan.files import read_yaml
+from wan.errors import ConfigError, check_fields, from_values, named
+from wan.files import Count, Frames, Share, read_yaml
 
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
 KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
@@ -29,13 +29,14 @@ LOCALITY: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dyna
 class Thresholds:
     """The defaults agree with the published labels on the published data; see configs/taxonomy.yaml."""
 
-    anchor_min: float = 0.84
-    veil_max: float = 0.12
-    static_min: float = 0.80
-    skip_frames: int = 3
-    near_frames: int = 4
+    anchor_min: Share = 0.84
+    veil_max: Share = 0.12
+    static_min: Share = 0.80
+    skip_frames: Frames = 3
+    near_frames: Count = 4
 
     def __post_init__(self):
+        check_fields(self)
         if not 0 <= self.veil_max < self.anchor_min <= 1:
             said = f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}"
             raise ConfigError(f"{said}, both shares of 1")
@@ -43,11 +44,8 @@ class Thresholds:
 
 def load_thresholds(path: str | Path) -> Thresholds:
     """Read thresholds from a YAML file. ConfigError for a missing file, unknown key or wrong value."""
-    try:
-        return Thresholds(**read_yaml(path))
-    except TypeError as error:
-        known = ", ".join(f.name for f in fields(Thresholds))
-        raise ConfigError(f"{path}: {error}; known keys: {known}") from None
+    with named(path):
+        return from_values(Thresholds, read_yaml(path))
 
 
 def kinds(rate: np.ndarray, thresholds: Thresholds) -> np.ndarray:
@@ -162,23 +160,33 @@ def label_agreements(
     rates: Mapping[str, np.ndarray], thresholds: Thresholds, labels: np.ndarray
 ) -> list[LabelAgreement]:
     """Compare the kinds by rates [layers, H] of every view to published labels [layers, H]."""
-    majority, found = float(np.unique(labels, return_counts=True)[1].max() / labels.size), []
+    found = []
     for name, rate in rates.items():
         ours = kinds(rate, thresholds)
-        by_layer = bootstrap((ours == labels).mean(1))
+        known = (ours != ABSENT) & (labels != ABSENT)  # heads with both labels
+        if not known.any():
+            found.append(LabelAgreement(name, *[float("nan")] * 5))
+            continue
+
+        def share(layers: np.ndarray, right=(ours == labels) & known, known=known) -> float:
+            count = known[layers].sum()
+            return float(right[layers].sum() / count) if count else float("nan")
+
+        layers = np.arange(len(labels))
+        interval = percentiles(share(layers), resampled((layers,), share, DRAWS))
+        majority = float(np.unique(labels[known], return_counts=True)[1].max() / known.sum())
         # Any threshold between two rates gives the same labels: the rates themselves are enough
         single = max(
-            float((np.where(rate > cut, above, below) == labels).mean())
-            for cut, above, below in product(np.unique(rate), KINDS, KINDS)
+            float((np.where(rate > cut, above, below) == labels)[known].mean())
+            for cut, above, below in product(np.unique(rate[known]), KINDS, KINDS)
         )
-        shares = agreement(ours, labels), by_layer.low, by_layer.high
-        found.append(LabelAgreement(name, *shares, majority, single))
+        found.append(LabelAgreement(name, *interval, majority, single))
     return found
 
 
 def threshold_transfer(rates: Mapping[str, np.ndarray], labels: np.ndarray) -> list[dict[str, Any]]:
     """A row per view: thresholds chosen on it, and the share of labels that they give on every view."""
-    rows, grid = [], np.linspace(0, 1, 101)
+    rows, grid = [], np.linspace(0, 1, 101).tolist()
     # Every pair of hundredths
     pairs = [Thresholds(anchor, veil) for anchor, veil in product(grid, grid) if veil < anchor]
     for name, rate in rates.items():

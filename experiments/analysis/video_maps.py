@@ -9,6 +9,7 @@ import numpy as np
 from experiments.caches.files import CacheError
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
+from wan.errors import short_repr
 
 UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·k/√D"}
 
@@ -100,6 +101,8 @@ def open_map(
     there = _queries(typed)
     place: Any = next(iter(there), None)
     if query is not None:
+        if len(query) > 3:
+            raise CacheError(f"query {short_repr(query)} is not a frame, row and column, or a frame alone")
         place = (*query, ANY, ANY)[:3]  # a frame alone is its mean
     # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
     _, n, p, h = _indices(typed, layer, step, head, ("query", place, there))

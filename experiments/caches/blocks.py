@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from experiments.caches.files import CacheError, replacing, require_same
 from experiments.caches.formats import NO_KEY
@@ -68,16 +69,13 @@ class BlockCapture:
         """List wanted blocks that a folder lacks. CacheError for blocks of another run, pass or band."""
         wanted, kept = self.blocks(num_blocks), set()
         for path in sorted(folder.glob("block_*.pt")):
-            try:
-                block = load_tensors(path)
-            except (UnreadableError, OSError):
+            if (block := read_block(path)) is None:
                 continue
             require_same(path, block.get("fingerprint"), run, f"move {folder} away, or --overwrite")
             if wanted and (block["step"], block["band"]) != (self.step, self.band):
                 said = "was captured in another pass or with other keys than --capture and --step say"
                 raise CacheError(f"{path} {said}; move {folder} away, or say what they said then")
-            if path == path_of(folder, block["block"]):
-                kept.add(block["block"])
+            kept.add(block["block"])
         return [block for block in wanted if block not in kept]
 
     def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], run: str, row: int = 0) -> None:
@@ -107,17 +105,47 @@ def path_of(folder: Path, block: int) -> Path:
     return folder / f"block_{block:05d}.pt"
 
 
+FIELDS = {"block": int, "step": int, "band": int, "query_frames": list, "timestep": float}
+FIELDS |= {
+    "fingerprint": str,
+    "logits": Tensor,
+    "mass": Tensor,
+    "key_frames": Tensor,
+    "key_positions": Tensor,
+}
+
+
+def read_block(path: Path) -> dict[str, Any] | None:
+    """Read a block's file; None where it is torn, or no block of its number."""
+    try:
+        block = load_tensors(path, mmap=False)
+        if block["format"] != "block_attention" or path != path_of(path.parent, block["block"]):
+            return None
+        if not all(isinstance(block[name], kind) for name, kind in FIELDS.items()):
+            return None
+        logits, (layers, keys) = block["logits"], block["key_frames"].shape
+        of_keys = logits.shape[0] == layers and logits.shape[-1] == keys
+        fits = logits.ndim == 4 and of_keys and logits.shape[2] == len(block["query_frames"])
+        same = logits.shape == block["mass"].shape and block["key_positions"].shape == (layers, keys)
+    except (UnreadableError, OSError, TypeError, KeyError, ValueError):
+        return None
+    return block if fits and same else None
+
+
 def read_blocks(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the blocks of a folder in order. Raises CacheError for a folder without, and for other files."""
-    found = []
+    """Read the blocks of a folder in order.
+
+    Raises CacheError for a folder without, for other files, several runs, and a hole among the blocks.
+    """
+    found = list[dict[str, Any]]()
     for path in sorted(Path(folder).glob("block_*.pt")):
-        try:
-            block = load_tensors(path, mmap=False)
-            is_block = block["format"] == "block_attention"
-        except (UnreadableError, OSError, TypeError, KeyError):
-            is_block = False
-        if not is_block:
+        if (block := read_block(path)) is None:
             raise CacheError(f"{path} is damaged or no captured block; run run_rollout.py again")
+        if found:
+            require_same(path, block["fingerprint"], found[0]["fingerprint"], f"move {path} away")
+            if block["block"] != found[-1]["block"] + 1:
+                missing = path_of(Path(folder), found[-1]["block"] + 1)
+                raise CacheError(f"{missing} is missing between others; run run_rollout.py again")
         found.append(block)
     if not found:
         raise CacheError(f"{folder} holds no captured blocks; run_rollout.py --capture all writes them")

@@ -12,6 +12,7 @@ import re
 import shutil
 import struct
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -67,6 +68,8 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     try:
+        with suppress(FileNotFoundError):
+            part.unlink()  # of a killed process that had this number
         with open(part, "xb") as file:
             yield file
             file.flush()
@@ -95,10 +98,10 @@ def target_of(path: str | Path) -> Path:
 
 
 def part_of(path: Path) -> Path:
-    """Return where a file is while it is being written by this process of this host."""
+    """Return where a file is while it is being written by this thread of this process and host."""
     # Two hosts may write to one disk, and their processes may have one number
-    host = zlib.crc32(platform.node().encode(errors="surrogateescape"))
-    return path.with_name(f".{path.name}.{os.getpid()}-{host:08x}.part")
+    writer = f"{platform.node()} {threading.get_ident()}".encode(errors="surrogateescape")
+    return path.with_name(f".{path.name}.{os.getpid()}-{zlib.crc32(writer):08x}.part")
 
 
 def require_writable(path: str | Path) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
@@ -21,14 +22,17 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import CacheError, replacing
+from wan.blocks import block_ranges
 from wan.errors import UserError, reason_of, require_text, short_repr
-from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_TEXT
+from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_LAYERS, MAX_TEXT
 from wan.keys import later_block
+from wan.sites import SITES
 
 SCHEMA_VERSION = 2  # the newest that is read; caches carry the first that has all their fields
 READ_BY = "0.1.0"  # the first version of this project that reads this schema; caches carry it
 QUANTITIES = ("mean_logit", "mass", "mean_prob")
 MASS_TOLERANCE = 1e-3  # float32 rows are good to 1e-5; a lost or doubled key frame is at least 1e-2
+HALF_TOLERANCE = 0.1  # of 32,760 keys, of which most have less than the smallest float16
 
 # In key_frame and slot_frame, where a key or slot is not of one frame:
 AVERAGE = -1  # of evicted frames
@@ -50,6 +54,8 @@ class Fields:
 
     nested: ClassVar[Mapping[str, type[Fields]]] = {}  # fields that are lists of dicts
     one_of: ClassVar[tuple[str, ...]] = ()  # at least one of these fields is there
+    named_by: ClassVar[tuple[str, ...]] = ()  # of an entry of a list: no other has the same in these fields
+    unique: ClassVar[tuple[str, ...]] = ()  # lists in which nothing is twice
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -204,6 +210,7 @@ class Figure4Layer(Tokens):
     """One layer of a figure4 cache. attn_weights of logits are attn_logits: older notebooks read either."""
 
     one_of: ClassVar = (*Tokens.one_of, "key_curve", "frame_logits", "frame_mass")
+    named_by: ClassVar = ("layer_idx",)
 
     num_frames: int
     frame_seq_length: int
@@ -238,6 +245,8 @@ class Figure4Cache(OnePass, Cache):
 @dataclass(frozen=True, kw_only=True)
 class InferenceCall(OnePass, Tokens):
     """One captured call of an inference cache."""
+
+    named_by: ClassVar = ("layer_idx", "block", "step")
 
     block: int | None
     query_frames: Annotated[list[int], "int [Fq]"]
@@ -316,6 +325,7 @@ class AtlasCache(Sampling, Cache):
     script, notebook, default = "run_extraction_all.py", "layer_atlas.ipynb", "atlas.pt"
     flags = "--key_curve --cross --rope_bands"
     one_of: ClassVar = ("frame_logits", "frame_mass", "last_block_frame_logits")
+    unique: ClassVar = ("layers", "pass_steps")
 
     layers: Annotated[list[int], "int [N]"]
     pass_timesteps: Annotated[list[float] | Tensor, "float [P] | f32 [P]"]
@@ -362,6 +372,7 @@ class BlockMaps(Fields):
     """The maps of one block. N layers, P passes, h heads, n queries, Lk keys."""
 
     one_of: ClassVar = ("map_mass", "word_map")
+    named_by: ClassVar = ("block",)
 
     block: int
     query_frames: Annotated[list[int], "int [Fq]"]
@@ -382,6 +393,7 @@ class MapsCache(Cache):
     script, notebook, default = "run_extraction_maps.py", "on_the_video.ipynb", "maps.pt"
     flags = "--query_patch 18,2,1 --words --save_video"
     nested: ClassVar = {**Cache.nested, "blocks": BlockMaps}
+    unique: ClassVar = ("layers", "heads", "pass_steps")
 
     layers: Annotated[list[int], "int [N]"]
     heads: Annotated[list[int], "int [h]"]
@@ -425,6 +437,7 @@ class CausalAtlasCache(Cache):
     """Direct effects of one edit on every unit. R runs, N layers, U units; NaN: nothing to edit there."""
 
     script, notebook, default = "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"
+    unique: ClassVar = ("layers", "units")
     interventions: dict[str, Any]
     prompts: Annotated[list[str], "str [R]"]
     seeds: Annotated[list[int], "int [R]"]
@@ -443,6 +456,8 @@ class CausalAtlasCache(Cache):
 class AttributionSite(Fields):
     """The scores of one site: of its heads, or of a layer's whole activation."""
 
+    named_by: ClassVar = ("site",)
+
     site: str
     scores: Annotated[Tensor, "f32 [N, P, U]"]
 
@@ -453,6 +468,7 @@ class AttributionCache(Cache):
 
     script, notebook, default = "run_attribution.py", "interventions.ipynb", "attribution.pt"
     nested: ClassVar = {**Cache.nested, "sites": AttributionSite}
+    unique: ClassVar = ("layers",)
 
     source: dict[str, Any]  # what the other run has: prompt, seed or weights
     metric: str  # towards: the way of x0 to the source's; or the name of a function
@@ -498,6 +514,8 @@ def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
         check(values)
     except UserError as error:
         raise CacheError(f"{path} not written: {error}") from None
+    except RecursionError:
+        raise CacheError(f"{path} not written: it holds itself") from None
     try:
         with replacing(path) as file:
             torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
@@ -555,7 +573,20 @@ LENGTHS = {  # letter: an int field, or a list of this length
     "words": "words",
 }
 PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
-FINITE = (*PAIRS, "last_block_frame_logits", "last_block_frame_attention", "slot_mass", "map_mass", "effects")
+LAYERS = ("layers", "layer_indices", "layer_idx", "layer_index")
+PART_OF = {"key_frame": "F", "slot_frame": "F", "key_token": "S"}  # tensors of numbers below F or S
+NOT_NEGATIVE: tuple[str, ...] = (
+    "frame_mass",
+    "slot_mass",
+    "map_mass",
+    "cross_mass",
+    "direct",
+    "own_block",
+    "total",
+)
+NOT_NEGATIVE += ("floor", "between_seeds", "effects")
+SAME = ("num_frames", "frame_seq_length", "num_heads", "is_logits")  # of an entry that repeats the cache's
+WORDS = {"each": ("head", "layer", "frame", "site"), "quantity": (None, *QUANTITIES)}
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -588,7 +619,7 @@ def check(values: Mapping[str, Any]) -> None:
 
 def check_counts(values: Mapping[str, Any]) -> None:
     """Raise CacheError for counts that no video has: lists and masks are made from them early."""
-    for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
+    for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads", "head_dim"):
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
             raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
@@ -603,6 +634,8 @@ def _check_fields(
     for letter, name in LENGTHS.items():
         if isinstance(value := values.get(name), (int, list, Tensor)):
             sizes[letter] = value if isinstance(value, int) else len(value)
+    if isinstance(blocks := values.get("block_sizes"), list):
+        sizes["done"] = len(blocks) if values.get("blocks_done") is None else values["blocks_done"]
     for tokens, frames in (("L", "F"), ("Lq", "Fq"), ("Lk", "Fk")):
         if frames in sizes and "S" in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
@@ -618,6 +651,13 @@ def _check_fields(
             known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared)
             known = f" ({known})" * bool(known and "[" in declared)
             raise CacheError(f"{where}{name} is {_describe(value)}, not {declared}{known}")
+        # 3. Numbers that count, such as a layer, and timesteps
+        low, high = (-(2**63) if name in ("seed", "seeds") else 0), MAX_LAYERS if name in LAYERS else 2**63
+        for one in value if isinstance(value, list) else [value]:
+            is_int, is_float = type(one) is int, type(one) is float
+            if (is_int and not low <= one < high) or (is_float and not isfinite(one)):
+                fits = f"whole numbers in {low}..{high - 1}" if is_int else "finite"
+                raise CacheError(f"{where}{name} is {_describe(value)}; must be {fits}")
 
 
 def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
@@ -665,24 +705,84 @@ def _check_values(values: Fields, cache: Cache, where: str) -> None:
     for name in there.keys() & {"key_curve", "attn_logits", "attn_weights"}:
         fits = "key_frame" in there or there[name].shape[-1] == keys * S
         require(fits, name, f"must be of {keys} key frames of {S} tokens")
-    # 3. Numbers, but for those that stay on disk: finite, absent in later blocks, rows of mass that sum to 1
-    small = {name for name in FINITE if name in there and there[name].nbytes <= MAPPED_BYTES}
+    # 3. Everything has one name, and entries repeat what the cache says
+    for name in values.unique:
+        some = there.get(name, ())
+        require(len(set(some)) == len(some), name, "must have each once")
+    for name, kind in values.nested.items():
+        ids = [tuple(getattr(one, key) for key in kind.named_by) for one in there.get(name, ())]
+        twice = next((one for one in ids if ids.count(one) > 1), None) if kind.named_by else None
+        if twice is not None:
+            raise CacheError(f"{where}{name} has {', '.join(kind.named_by)} {short_repr(twice)} twice")
+    for name in there.keys() & set(SAME) if where else ():
+        require(there[name] == getattr(cache, name), name, f"the cache has {getattr(cache, name)}")
+    for name, known in WORDS.items():
+        require(name not in there or there[name] in known, name, f"must be of {', '.join(map(str, known))}")
+    if "heads" in there:
+        require(max(there["heads"], default=0) < cache.num_heads, "heads", f"must be of {cache.num_heads}")
+    if isinstance(values, (Figure4Cache, InferenceCache)) and not cache.partial:
+        found = {entry.layer_idx for entry in values.attention_weights}
+        require({*values.layer_indices} == found, "layer_indices", f"its entries are of {sorted(found)}")
+    if isinstance(values, InferenceCache):
+        fine = max(values.layer_indices, default=0) < values.num_transformer_blocks
+        require(fine, "num_transformer_blocks", f"it has layers {values.layer_indices}")
+    if isinstance(values, AttributionSite):
+        require(values.site in SITES, "site", "is no site of activations")
+        require(values.scores.shape[-1] in (1, cache.num_heads), "scores", f"must be of {cache.num_heads}")
+    # 4. Blocks hold their queries, and queries, keys and slots are of the video
+    ranges = block_ranges(blocks)
+    if "block" in there and "query_frames" in there:
+        n = there["block"]
+        fine = n < len(ranges) and {*there["query_frames"]} <= {*ranges[n]}
+        require(fine, "block", f"its queries are {there['query_frames']}")
+    if "last_block_query_frames" in there:
+        fine = {*there["last_block_query_frames"]} <= {*ranges[cache.done - 1]}
+        require(fine, "last_block_query_frames", f"the last block is {[*ranges[cache.done - 1]]}")
+    for name in there.keys() & PART_OF.keys():
+        most = F if PART_OF[name] == "F" else S
+        require((there[name] < most).all(), name, f"must be below {most}")
+    if isinstance(cache, MapsCache) and "queries" in there:
+        places: Tensor = there["queries"]
+        limits = torch.tensor([F, cache.rows, cache.columns])
+        fine = (places >= ANY).all() and (places < limits).all()
+        fine = fine and {*places[:, 0].tolist()} <= {ANY, *there["query_frames"]}
+        require(fine, "queries", f"must be frame, row and column of {limits.tolist()}, in {ANY}: all")
+    # 5. Numbers, but for those that stay on disk: finite, absent in later blocks, rows of mass that sum to 1
+    tensors = {name for name, x in there.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    small = {
+        name
+        for name in tensors & declared_fields(type(values)).keys()  # type: ignore[arg-type]
+        if there[name].nbytes <= MAPPED_BYTES
+    }
     for name in small:
         require(not there[name].isinf().any(), name, "must be finite; absent is NaN")
+        require(name not in NOT_NEGATIVE or not (there[name] < 0).any(), name, "must not be negative")
+    for name in small & {"latents_base", "latents_edited"}:
+        require(not there[name].isnan().any(), name, "must be finite")
+    for name in small & {"attn_logits", "attn_weights"} if not cache.interventions else ():
+        # Heads may see other keys: whole columns
+        missing = there[name].isnan()
+        require(torch.equal(missing.any(2), missing.all(2)), name, "must be finite; whole keys may be absent")
     for name in small & set(PAIRS) if not where else ():
         cells = there[name].movedim(-1, 0) if name == "frame_logits_by_band" else there[name]  # [..., F, F]
         absent = later_block(blocks, cache.ahead)
         absent[sum(blocks[: cache.done]) :] = True
         require(cells[..., absent].isnan().all(), name, "must be NaN in later blocks, and in those not done")
-    for mass in [name for name in ("map_mass", "slot_mass", "frame_mass") if name in there][:1]:
+    of_tokens = ["attn_weights"] * (there.get("is_logits") is False and not cache.interventions)
+    for mass in [n for n in ("map_mass", "slot_mass", "frame_mass", *of_tokens) if n in there][:1]:
         rows, unit = there[mass] if mass in small else torch.empty(0, 1), S if mass == "map_mass" else 1
         rows = rows.float()
         total = rows.nansum(-1) / unit
         if "condition_mass" in there and mass in small:  # of text that frames attend to in the same softmax
             total = total + there["condition_mass"].float().sum(-1)
         off = (total - 1)[~rows.isnan().all(-1)].abs()
-        fine = (off <= MASS_TOLERANCE).all() and not (rows < 0).any()
+        # Of the many small probabilities of a token matrix float16 loses some
+        lost = HALF_TOLERANCE if mass == "attn_weights" and there[mass].dtype == torch.float16 else 0.0
+        fine = (off <= MASS_TOLERANCE + lost).all() and not (rows < 0).any()
         require(fine, mass, f"must have rows that sum to {unit}")
+    if "cross_mass" in small:  # the tokens of padding may be left out
+        fine = (there["cross_mass"].float().nansum(-1) <= 1 + MASS_TOLERANCE).all()
+        require(fine, "cross_mass", "must have rows of at most 1")
     if isinstance(values, MapsCache):
         fine = values.rows * values.columns == S
         require(fine, "rows", f"must make {S} tokens of a frame with {values.columns} columns")

@@ -7,6 +7,7 @@ format. Data flows extraction -> formats.save_cache -> load_cache -> experiments
     save_cache("cache/layer20.pt", layer_from_atlas(cache, 20))
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.caches import legacy
-from experiments.caches.activations import load_activations
+from experiments.caches.activations import load_activations, model_of
 from experiments.caches.files import CacheError
 from experiments.caches.formats import (
     FORMATS,
@@ -79,7 +80,7 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
 
 def from_root(path: str | Path) -> Path:
     """Return a path as a command in the root of the repository names it."""
-    whole = Path(path).resolve()
+    whole = Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for a link to itself
     return whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole
 
 
@@ -135,6 +136,34 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     return build_layer_cache(common, at, layer, matrix.float(), last, profile.float(), averages=averages)
 
 
+# --- Runs that count together: of one model and schedule, each once
+def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a run was made, but for its model, prompts and seed, and what was kept of it."""
+    config = {name: value for name, value in (atlas.get("config") or {}).items() if name != "prompt_schedule"}
+    switches = [switch.get("frame") for switch in (atlas.get("config") or {}).get("prompt_schedule") or ()]
+    names: tuple[str, ...] = ("layers", "pass_timesteps", "pass_steps", "pass_is_clean", "num_frames")
+    names += ("block_sizes", "branch", "blocks_done", "rolling_timesteps", "guidance_scale")
+    found = {name: atlas.get(name) for name in names}
+    lists = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+    edits = (atlas.get("interventions") or {}).get("hash")
+    return lists | {"config": config, "frames of later prompts": switches, "edits": edits}
+
+
+def require_one_model(caches: Mapping[str, Mapping[str, Any]], what: str) -> None:
+    """Raise CacheError, which says what takes them, unless caches by name differ in prompt and seed alone."""
+    (first, one), *others = [(name, model_of(each) | schedule_of(each)) for name, each in caches.items()]
+    for name, other in others:
+        if differs := [key for key in one if one[key] != other[key]]:
+            values = f"{short_repr(one[differs[0]])} and {short_repr(other[differs[0]])}"
+            raise CacheError(
+                f"{what} takes atlases of one model and schedule, which differ in prompt and seed: "
+                f"{differs[0]} is {values} in {first} and {name}"
+            )
+    runs = [run for each in caches.values() if (run := each.get("fingerprint"))]
+    if len({*runs}) < len(runs):
+        raise CacheError(f"{what} takes every run once: two of {', '.join(caches)} are of the same run")
+
+
 # --- A folder of layerN.pt: one rollout, each layer once
 def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[str, Any]]:
     """Open every layerN.pt of a folder by number. CacheError unless all belong to one rollout."""
@@ -152,6 +181,7 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         {
             **{"source": view.source, "frames": view.num_frames, "heads": view.num_heads},
             **{"pass": view.pass_label, "edits": view.edits, "settings": view.settings},
+            **{"model": model_of(cache), "given frames": cache.get("first_frames")},
             "fingerprint": cache.get("fingerprint"),  # of all that numbers depend on; older files have none
         }
         for cache, view in zip(caches.values(), views, strict=True)

@@ -54,7 +54,7 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Stop for SIGTERM as for Ctrl-C. A rollout has handlers of its own (rollout.observed)."""
+    """Stop for SIGTERM and a closed terminal as for Ctrl-C. A rollout has its own (rollout.observed)."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         interrupt(frame)
@@ -62,7 +62,8 @@ def stopped_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where no signals arrive
         yield
         return
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [n for n in stopping if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield

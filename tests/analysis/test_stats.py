@@ -4,9 +4,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
+import torch
+from helpers import synthetic_caches
 from hypothesis import given, settings, strategies
 
-from experiments.analysis import drift, first_frame, measures, rope_waves, stats, sweeps
+from experiments.analysis import drift, effects, first_frame, measures, rope_waves, stats, sweeps, video_maps
+from experiments.caches.files import CacheError
+from wan.errors import ConfigError
 
 
 def draw(*shape, seed=0):
@@ -57,6 +61,37 @@ def test_missing_is_never_a_number(case):
     assert np.isnan(intervals).all()
     adjusted = stats.holm([0.01, np.nan, 0.2])  # of two comparisons
     assert adjusted[[0, 2]] == pytest.approx([0.02, 0.2]) and np.isnan(adjusted[1])
+
+
+def test_what_is_not_known_has_no_interval_share_or_rank():
+    nan, inf = np.nan, np.inf
+    assert np.isnan(
+        [*stats.t_interval([1, inf, 2]), *stats.t_interval([]), *stats.t_interval([2.0])[1:]]
+    ).all()
+    assert stats.sign_flip_p(np.ones((5, 2))) == stats.sign_flip_p(np.ones(5))
+    for of_videos in (stats.psnr, stats.ssim):  # NumPy would repeat the one frame
+        with pytest.raises(ConfigError, match=r"videos of \[3, 3, 8, 8\] and \[1, 3, 8, 8\]"):
+            of_videos(np.zeros((3, 3, 8, 8)), np.zeros((1, 3, 8, 8)))
+    even = sweeps.sweep_maps({"effect": np.array([[[1.0]], [[-1.0]]])})[-1]
+    assert np.isnan(even.values).all()
+    assert np.isnan(measures.first_frame_mass(np.array([0.5, 0, 0, 0.5]), [1, 2])[1])
+    assert np.isnan(measures.first_frame_mass(np.array([0.5, 0.1, 0, 0.4]), [1, 2])[1])
+    # A window that has left frame 0 behind, and placebos that nobody knows
+    gone = np.where(np.arange(6) == 0, nan, draw(6, 6))
+    assert np.isnan(rope_waves.first_by_block(gone, [1] * 6)[2]).all()
+    for frames, placebos in (([30, 31], [1.0, 1.0]), ([1, 2], [nan, nan])):
+        fit = first_frame.FirstFrameEffect(*[np.array([[2.0]])] * 4)
+        found = first_frame.FirstFrame(fit, frames, np.array([[placebos]]), np.zeros((1, 1, 12)))
+        assert not found.above_placebos.any() and np.isnan(found.rank).all() == np.isnan(placebos).all()
+    for n in (0, 2):  # with two, a fold holds out all
+        assert np.isnan(rope_waves.held_out_r_squared(draw(3, n), np.arange(n), np.ones(1))).all()
+    frame = moving()[:1]
+    assert np.isnan([*drift.ends(drift.flicker(frame)), drift.non_repetition(frame)]).all()
+    assert not any(map(len, drift.per_second(frame).values())) and "flicker_change" in drift.summaries(frame)
+    changes = effects.changes_of({"total": torch.ones(2), "between_seeds": torch.tensor([0.0, 2.0])})
+    assert np.isnan(changes["total"][0]) and changes["total"][1] == 0.5
+    with pytest.raises(CacheError, match="is not a frame, row and column"):
+        video_maps.open_map(synthetic_caches.maps(), 2, 1, query=(1, 1, 0, 0))
 
 
 @settings(deadline=None, max_examples=40)

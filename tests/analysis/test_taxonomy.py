@@ -6,7 +6,7 @@ import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
-from experiments.analysis import published, sweeps, taxonomy
+from experiments.analysis import published, results, sweeps, taxonomy
 from experiments.analysis.first_frame import effects_of, first_frame_effect
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadMap
@@ -38,13 +38,26 @@ def test_thresholds_that_are_chosen_on_labels_give_them_back():
     assert 0.5 < row["anchor from"] <= 0.7 and 0.2 <= row["veil to"] < 0.5 and row["on a"] == 1
     (found,) = taxonomy.label_agreements({"a": rate}, Thresholds(0.6, 0.3), labels)
     assert found[:4] == ("a", 1, 1, 1) and 1 / 3 < found.majority < found.single < 1
+    # Heads without a rate count in neither the share nor its interval
+    rate[np.random.default_rng(1).random(rate.shape) < 0.4] = np.nan
+    (found,) = taxonomy.label_agreements({"a": rate}, Thresholds(0.6, 0.3), labels)
+    assert found[:4] == ("a", 1, 1, 1) and found.single < 1
+    (found,) = taxonomy.label_agreements({"a": np.full((8, 5), np.nan)}, Thresholds(), labels)
+    assert np.isnan(found[1:]).all()
 
 
 def test_thresholds_are_checked(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text("anchor_min: 0.9\n")
     assert Thresholds() == RULE and taxonomy.load_thresholds(path) == Thresholds(anchor_min=0.9)
-    for text in ("anchor: 1\n", "veil_max: 0.9\n", "veil_max: much\n"):
+    wrong = (
+        "near_frames: 0",
+        "near_frames: yes",
+        "skip_frames: 1e9",
+        "static_min: .nan",
+        "anchor_min: '0.9'",
+    )
+    for text in ("anchor: 1\n", "veil_max: 0.9\n", "veil_max: much\n", *wrong):
         path.write_text(text)
         with pytest.raises(ConfigError):
             taxonomy.load_thresholds(path)
@@ -83,6 +96,16 @@ def test_the_published_atlases_keep_the_order_of_heads_and_others_are_no_sweep(t
     assert "published" in note and sweeps.rank_correlations(effect)[0, 1] > 0.8
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
     with pytest.raises(CacheError, match="sweep"):
+        sweeps.open_sweep(tmp_path, tmp_path)
+    edits = {"interventions": {"edits": [], "words": "x", "hash": "0" * 16}}
+    others = ({"weights_sha256": "1" * 64}, {"pass_timesteps": [1000.0, 3.0]}, edits)
+    for other in (*others, {"config": {"cache_policy": {"name": "window"}}}):
+        save_cache(tmp_path / "b.pt", synthetic_caches.atlas() | other)
+        with pytest.raises(CacheError, match="a sweep takes atlases of one model and schedule"):
+            sweeps.open_sweep(tmp_path, tmp_path)
+    for name in ("a.pt", "b.pt"):  # a copy is no second run
+        save_cache(tmp_path / name, synthetic_caches.atlas() | {"fingerprint": "f" * 32})
+    with pytest.raises(CacheError, match="a sweep takes every run once"):
         sweeps.open_sweep(tmp_path, tmp_path)
     save_cache(tmp_path / "b.pt", synthetic_caches.atlas(H=2))
     with pytest.raises(CacheError, match="sweep"):
@@ -159,12 +182,22 @@ def test_other_curves(tmp_path):
     (curve,) = published.read_curves(path, 21).values()
     assert len(curve.values) == 21 and np.flatnonzero(np.isfinite(curve.values)).tolist() == [0, 9]
     wrong = ("frame,m\n0,1\n", "key_frame,m\n1,2\n1,1\n", "key_frame,m\n21,1\n", "", "key_frame,m\n0,x")
+    wrong += ("key_frame,m\n0,inf", "key_frame,m\n0,1_0", "key_frame,m,m\n0,1,2", "key_frame\n0")
+    wrong += ("key_frame,m,clipped\n0,1,n", "key_frame,m\n0,1,2", "key_frame,m,n\n0,1")
     for text in wrong:
         path.write_text(text)
         with pytest.raises(CacheError, match=r"a\.csv is not a table of curves"):
             published.read_curves(path, 21)
     with pytest.raises(CacheError, match=r"c\.csv"):
         published.read_curves(tmp_path / "c.csv")
+    for text in ("1,2\n-1\n", "1,x\n", "", "1,5\n"):
+        path.write_text(text)
+        with pytest.raises(CacheError, match=r"a\.csv: labels of heads cannot be read"):
+            published.read_labels(path, (1, -1, 2))
+    for text in ("{}", '{"policies": 3}', '{"a": 1, "a": 2}'):
+        path.write_text(text)
+        with pytest.raises(CacheError, match=r"a\.csv.* cannot be read: "):
+            results.LongRollouts.open(path)
 
 
 def test_heads_worth_a_look():

@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from helpers.synthetic_caches import MAKERS, older_figure4, older_inference, old
 from omegaconf import OmegaConf
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, part_of
 from experiments.caches.formats import FORMATS, check, declared_fields, peek
 from experiments.caches.store import open_layers
 from experiments.caches.view import open_profiles
+from wan import files
 
 INF = float("inf")
 
@@ -59,6 +61,10 @@ def in_maps(cache_changes=(), **changes):
     return cache | {"blocks": [changed(cache["blocks"][0], **changes)]}
 
 
+def one_nan(x):
+    return x.clone().index_put_(tuple(torch.zeros(x.ndim, 1, dtype=torch.long)), x.new_tensor(torch.nan))
+
+
 ONES = torch.zeros(1, 3, 3, 9)
 WRONG = [
     (told("layer", seed="42"), "seed is '42', not int | none"),
@@ -69,7 +75,11 @@ WRONG = [
     (told("layer", files=[{"name": "a"}]), r"files\[0\].size is missing"),
     (told("layer", block_sizes=[3, 3]), r"block_sizes \[3, 3\] do not add up to num_frames 9"),
     (told("layer", partial=True, blocks_done=4), "or blocks_done 4 is not in 1..3"),
-    (told("layer", partial=True, blocks_done=2), "full_frame_attention .*must be NaN in later blocks"),
+    (told("layer", partial=True, blocks_done=2), r"the last block is \[3, 4, 5\]"),
+    (
+        told("layer", partial=True, blocks_done=2, last_block_query_frames=[3, 4, 5]),
+        "full_frame_attention .*must be NaN in later blocks",
+    ),
     (told("layer", last_block_query_frames=[6, 7, 9]), r"\[6, 7, 9\]; must be increasing frames of 0 to 8"),
     (told("layer", full_frame_attention=ONES[0, :, :, :8]), r"float32 \[3, 3, 8\], not f16/f32 \[H, F, F\]"),
     (told("layer", full_frame_attention=torch.zeros(3, 9, 9)), "must be NaN in later blocks"),
@@ -89,6 +99,40 @@ WRONG = [
     (in_maps({"rows": 3}), "rows is 3; must make 4 tokens of a frame with 2 columns"),
     (in_maps(map_mass=None), r"blocks\[0\].none of map_mass, word_map is there"),
     (told("causal_atlas", effects=lambda x: x * INF), "effects .*must be finite"),
+    # Everything has one name, and counts from 0
+    (told("atlas", layers=[0, 1, 1]), "layers is .*must have each once"),
+    (told("atlas", layers=[-1, 0, 1]), r"layers is .*must be whole numbers in 0\.\.255"),
+    (told("atlas", pass_steps=[0, 0]), "pass_steps is .*must have each once"),
+    (told("atlas", pass_timesteps=[float("nan"), 0.0]), "pass_timesteps is .*must be finite"),
+    (told("atlas", sink_slots=[1]), r"sink_slots is \[1\], not int \[done\]"),
+    (told("layer", layer_index=-3), "layer_index is -3; must be whole numbers"),
+    (told("layer", seed=2**70), "seed is .*must be whole numbers"),
+    (told("layer", head_dim=0), "head_dim is 0, not a number of 1"),
+    (told("layer", quantity="probs"), "quantity is 'probs'; must be of"),
+    (told("causal_atlas", units=[0, 1, 1]), "units is .*must have each once"),
+    (told("causal_atlas", each="heads"), "each is 'heads'; must be of head"),
+    (told("attribution", sites=lambda x: x[:1] * 2), "sites has site .*twice"),
+    (told("attribution", sites=lambda x: [x[0] | {"site": "zzz"}]), "site is 'zzz'; is no site"),
+    (in_calls("inference", layer_idx=1), "attention_weights has layer_idx, block, step .*twice"),
+    (in_maps({"heads": [1, 9]}), "heads is .*must be of 3"),
+    (in_maps(block=7), "block is 7; its queries are"),
+    (in_maps(key_frame=lambda x: x + 50), "key_frame is .*must be below 3"),
+    (in_maps(key_token=lambda x: x + 50), "key_token is .*must be below 4"),
+    (in_maps(queries=lambda x: x + 4), "queries is .*must be frame, row and column"),
+    # Entries repeat what the cache says
+    (told("figure4", layer_indices=[2, 7]), r"layer_indices is .*entries are of \[1, 5\]"),
+    (in_calls("figure4", is_logits=False), "is_logits is False; the cache has True"),
+    (in_calls("figure4", num_frames=20), r"attention_weights\[0\]"),
+    (told("inference", num_transformer_blocks=2), "num_transformer_blocks is 2; it has layers"),
+    (told("layer", last_block_query_frames=[0, 1, 2]), "last_block_query_frames .*the last block is"),
+    # Numbers are finite, and shares add up
+    (told("effects", total=lambda x: -x), "total is .*must not be negative"),
+    (told("effects", latents_base=lambda x: x * float("nan")), "latents_base is .*must be finite"),
+    (in_calls("figure4", attn_logits=lambda x: x * INF), "attn_logits is .*must be finite"),
+    (in_calls("figure4", attn_logits=lambda x: one_nan(x)), "attn_logits is .*whole keys may be absent"),
+    (in_calls("inference", attn_weights=lambda x: x / 2), "attn_weights is .*rows that sum to 1"),
+    (told("atlas", key_curve=lambda x: x * INF), "key_curve is .*must be finite"),
+    (told("atlas", cross_mass=torch.full((3, 2, 3, 9, 4), 0.9)), "cross_mass is .*rows of at most 1"),
 ]
 
 
@@ -198,6 +242,46 @@ def test_a_look_at_a_file_never_fails(tmp_path):
     assert peek(path)["fingerprint"] == "run"
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_whole(tmp_path, monkeypatch):
+    """A notebook may open a cache while its run writes the next one."""
+    path, caches = tmp_path / "a.pt", [synthetic_caches.atlas(), synthetic_caches.layer()]
+    save_cache(path, caches[0])
+    original = files.is_archive
+
+    def replaced_after(path):
+        found = original(path)
+        if caches:
+            save_cache(path, caches.pop())
+        return found
+
+    monkeypatch.setattr(files, "is_archive", replaced_after)
+    assert same(load_cache(path), synthetic_caches.atlas())  # the last that was written
+
+
+def test_an_archive_behind_another_is_no_cache(tmp_path):
+    for name in ("layer", "atlas"):
+        save_cache(tmp_path / name, getattr(synthetic_caches, name)())
+    (tmp_path / "two.pt").write_bytes((tmp_path / "layer").read_bytes() + (tmp_path / "atlas").read_bytes())
+    with pytest.raises(CacheError, match="its records are not as"):
+        load_cache(tmp_path / "two.pt")
+
+
+def test_threads_write_one_path_and_a_killed_process_of_ones_number_blocks_nobody(tmp_path):
+    path = tmp_path / "a.pt"
+    part_of(path).write_bytes(b"of a killed process")
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: save_cache(path, synthetic_caches.layer()), range(20)))
+    save_cache(path, synthetic_caches.layer())
+    assert os.listdir(tmp_path) == ["a.pt"]
+    itself: dict = {}
+    itself["x"] = itself
+    with pytest.raises(CacheError, match="it holds itself"):
+        save_cache(path, synthetic_caches.layer() | itself)
+    (tmp_path / "loop.pt").symlink_to("loop.pt")
+    with pytest.raises(CacheError, match=r"loop\.pt not found; run: "):
+        load_cache(tmp_path / "loop.pt")
+
+
 def test_a_folder_of_layers_is_of_one_rollout(tmp_path):
     for name, layer in (("layer10.pt", 10), ("layer9.pt", 9)):
         save_cache(tmp_path / name, synthetic_caches.layer(N=layer))
@@ -207,6 +291,8 @@ def test_a_folder_of_layers_is_of_one_rollout(tmp_path):
         (synthetic_caches.layer(N=3) | {"seed": 7}, "by their source: layer9.pt .*layer11.pt has .*seed 7"),
         (synthetic_caches.layer(N=3) | {"fingerprint": "b"}, "by their fingerprint: .*layer11.pt has 'b'"),
         (synthetic_caches.layer(N=3) | {"config": {"timestep_shift": 4.0}}, "by their settings"),
+        (synthetic_caches.layer(N=3) | {"dtype": "bfloat16"}, "by their model"),
+        (synthetic_caches.layer(N=3) | {"first_frames": "3 a"}, "by their given frames"),
     ):
         save_cache(tmp_path / "layer11.pt", wrong)
         with pytest.raises(CacheError, match=message):

@@ -205,6 +205,13 @@ def test_the_decoder_looks_back_far_enough_for_the_real_one(monkeypatch):
     assert all(torch.equal(*seen[piece]) for piece in (20, 21))
 
 
+def captured_block(number, run):
+    ones, keys = torch.full((2, 3, 3, 3), 1 / 3), torch.zeros(2, 3)
+    block = {"format": "block_attention", "step": 0, "band": 0, "query_frames": [0, 1, 2], "timestep": 1.0}
+    block |= {"logits": ones, "mass": ones, "key_frames": keys, "key_positions": keys}
+    return block | {"block": number, "fingerprint": run}
+
+
 def test_files_of_others_are_left_alone(tmp_path):
     video, latents = tmp_path / "a.mp4", tmp_path / "a.latents.safetensors"
     video.write_bytes(b"not a video at all")
@@ -225,6 +232,21 @@ def test_files_of_others_are_left_alone(tmp_path):
     torch.save({"format": "atlas"}, path_of(tmp_path, 0))
     with pytest.raises(CacheError, match="no captured block"):
         read_blocks(tmp_path)
+    # Whole blocks, each of its number, of one run and one after the other
+    torch.save(captured_block(0, "f"), path_of(tmp_path, 0))
+    assert len(read_blocks(tmp_path)) == 1 and BlockCapture.read("all", 0).missing(tmp_path, 2, "f") == [1]
+    few = torch.zeros(1, 3)
+    for change in ({"block": 4}, {"logits": "x"}, {"mass": few}, {"key_frames": few}):
+        torch.save(captured_block(0, "f") | change, path_of(tmp_path, 0))
+        with pytest.raises(CacheError, match="is damaged or no captured block"):
+            read_blocks(tmp_path)
+        assert BlockCapture.read("all", 0).missing(tmp_path, 2, "f") == [0, 1]  # it is made again
+    torch.save(captured_block(0, "f"), path_of(tmp_path, 0))
+    for number, run, said in ((1, "g", "belongs to another run"), (2, "f", "block_00001.pt is missing")):
+        torch.save(captured_block(number, run), path_of(tmp_path, number))
+        with pytest.raises(CacheError, match=said):
+            read_blocks(tmp_path)
+        path_of(tmp_path, number).unlink()
 
 
 def test_a_file_of_latents_is_whole_at_every_block(tmp_path):
@@ -259,7 +281,7 @@ def test_frames_that_are_not_as_they_were_written_are_made_again(bit, count):
 
 def test_blocks_are_missing_unless_they_are_this_runs(tmp_path):
     for name, block in ((1, 0), (2, 2)):  # one under the name of another
-        torch.save({"fingerprint": "mine", "block": block, "step": 0, "band": 0}, path_of(tmp_path, name))
+        torch.save(captured_block(block, "mine"), path_of(tmp_path, name))
     assert BlockCapture("all").missing(tmp_path, 4, "mine") == [0, 1, 3]
     assert BlockCapture("none", step=1).missing(tmp_path, 4, "mine") == []
     with pytest.raises(CacheError, match="in another pass or with other keys"):
