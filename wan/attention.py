@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wan import backends
 from wan.errors import ConfigError, refuse
+from wan.kernels import fused_kernels
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
 from wan.sites import Pass, Site, current_pass, hook_point, is_changed, observer, wanted, watchers
 
@@ -256,6 +257,9 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
     if len(parts) == 1:
         return parts[0]
     # As FlashAttention joins blocks of keys (arXiv 2205.14135): a part weighs e^(its lse - lse of all).
+    kernels = None if q.dtype == torch.float64 else fused_kernels(q)
+    if kernels:  # PyTorch would write what is merged four times, in float32
+        return kernels.merge_parts(*(list(each) for each in zip(*parts, strict=True)))
     lse = torch.stack([part for _, part in parts]).logsumexp(0)  # [B, H, Lq]
     merged = torch.zeros_like(parts[0][0], dtype=torch.promote_types(q.dtype, torch.float32))
     for out, part in parts:

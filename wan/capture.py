@@ -117,12 +117,19 @@ SMALL = 1 << 15  # elements; values up to here wait for the end: pinned memory o
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
-    """Bring captured tensors to the CPU."""
+    """Bring captured tensors to the CPU: what did not set off by itself in one copy for each dtype."""
     if any(value.is_pinned() for call in calls for value in call.values.values()):
         torch.cuda.synchronize()
+    waiting: dict[torch.dtype, list[tuple[dict[str, Tensor], str, Tensor]]] = {}
     for call in calls:
-        on_gpu = {name: value for name, value in call.values.items() if value.is_cuda}
-        call.values.update({name: value.contiguous().cpu() for name, value in on_gpu.items()})
+        for name, value in call.values.items():
+            if value.is_cuda:
+                waiting.setdefault(value.dtype, []).append((call.values, name, value))
+    for small in waiting.values():  # a copy of each would wait for the GPU a thousand times
+        flat = torch.cat([value.reshape(-1) for *_, value in small]).cpu()
+        pieces = flat.split([value.numel() for *_, value in small])
+        for (values, name, value), piece in zip(small, pieces, strict=True):
+            values[name] = piece.view(value.shape).clone()  # of its own memory: one call does not keep all
 
 
 # --- What is asked for

@@ -58,3 +58,4 @@ if __name__ == "__main__":
     tables = (torch.empty(15, 1, 128),) * 2
     fused.rotate_into(x.unflatten(2, (12, 128)), x.unflatten(2, (12, 128)), *tables)
     fused.norm_rotate(x, x[0, 0], tables, 12, 1e-6)
+    fused.merge_parts([x.unflatten(2, (12, 128)).transpose(1, 2)] * 2, [torch.empty(1, 12, 15)] * 2)

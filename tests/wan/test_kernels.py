@@ -9,9 +9,9 @@ import torch
 from conftest import ROOT
 from helpers.rollouts import drawn, require_triton
 
+from wan import attention, reductions
 from wan import cache as caches
-from wan import reductions
-from wan.keys import RotaryTable, rotate
+from wan.keys import KeyBias, RotaryTable, rotate
 
 require_triton()
 from wan.kernels import fused, mass  # noqa: E402
@@ -52,6 +52,18 @@ def test_key_tokens(call):
         assert torch.equal(mass.key_token_mass(q, k, lse, frames), masses)
 
 
+def test_groups_of_keys_that_are_merged(monkeypatch):
+    """Three groups, of which heads see some; against float64."""
+    q, k, v = (drawn(2, 3, n, 24) * 2 for n in (7, 20, 20))
+    values = torch.tensor([[0, -torch.inf, 1.5, 0], [0, 0, 0, 0], [-torch.inf, -3, 0, -torch.inf]])
+    bias = KeyBias(values, 5)
+    logits = q.double() @ k.double().mT * 24**-0.5 + bias.per_token()[:, None]
+    monkeypatch.setattr(attention, "fused_kernels", lambda x: fused)
+    out, lse = attention.attend_by_groups(q, k, v, bias)
+    torch.testing.assert_close(out.double(), logits.softmax(-1) @ v.double(), atol=2e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tables", [1, 2], ids=["of all", "of each item"])
 def test_keys_that_are_turned_into_a_cache(tables, dtype, monkeypatch):
@@ -77,7 +89,7 @@ def test_they_compile(tmp_path):
     command = [sys.executable, "tests/helpers/compiled_kernels.py"]
     more = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
-    assert run.returncode == 0 and len(run.stdout.splitlines()) == 9, run.stderr
+    assert run.returncode == 0 and len(run.stdout.splitlines()) == 10, run.stderr
 
 
 # Masses from the sums that FlashAttention-4 stores where a key frame begins (wan/wings/fa4.py).

@@ -118,6 +118,55 @@ def _rotate_kernel(
     tl.store(place, turned.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _merge_kernel(
+    out_ptr,
+    lse_ptr,
+    merged_ptr,
+    merged_lse_ptr,
+    num_parts,
+    rows,
+    num_heads,
+    length,
+    head_dim,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows (token, head) of attention over parts of the keys: their mean, weighed by e^lse."""
+    row, columns = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside, there = row < rows, (row[:, None] < rows) & (columns[None, :] < head_dim)
+    # Outputs lie by token and head, log-sum-exps by head and token.
+    head, token = row % num_heads, row // num_heads
+    of_lse = (token // length * num_heads + head) * length + token % length
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    weights, total = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for part in range(num_parts):
+        lse = tl.load(lse_ptr + part * rows + of_lse, mask=inside, other=0.0)
+        higher = tl.maximum(highest, lse)
+        # A part that a row does not see has lse -inf, as have all of them until one is seen.
+        before = tl.where(highest == float("-inf"), 0.0, tl.exp(highest - higher))
+        weight = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - higher))
+        out = tl.load(
+            out_ptr + (part * rows + row)[:, None] * head_dim + columns[None, :], mask=there, other=0.0
+        )
+        total = total * before[:, None] + weight[:, None] * out.to(tl.float32)
+        weights, highest = weights * before + weight, higher
+    place = merged_ptr + row[:, None] * head_dim + columns[None, :]
+    tl.store(place, (total / weights[:, None]).to(merged_ptr.dtype.element_ty), mask=there)
+    tl.store(merged_lse_ptr + of_lse, highest + tl.log(weights), mask=inside)
+
+
+def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge attention over parts of the keys, outs [B, H, L, D] with their lses, float32 [B, H, L]."""
+    stacked, lse = torch.stack([out.transpose(1, 2) for out in outs]), torch.stack(lses)
+    parts, batch, length, heads, head_dim = stacked.shape
+    merged, merged_lse, rows = torch.empty_like(stacked[0]), torch.empty_like(lse[0]), batch * length * heads
+    sizes, block = (parts, rows, heads, length, head_dim), power_of_2(head_dim)
+    grid = (triton.cdiv(rows, 8),)
+    _merge_kernel[grid](stacked, lse, merged, merged_lse, *sizes, ROWS=8, BLOCK=block, num_warps=4)
+    return merged.transpose(1, 2), merged_lse
+
+
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
     return _launch(x, None, None, (scale, shift), eps, False, (None, out))[1]

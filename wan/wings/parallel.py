@@ -14,13 +14,14 @@ and edits stay with the heads; model.head_shard.gather_calls() joins what was ca
 import os
 import signal
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -140,18 +141,36 @@ class ProcessShard(HeadShard):
         return bool(self.sum(torch.tensor([float(flag)])).item())
 
     def gather_calls(self, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
-        """Join the calls, which must be on the CPU, CALLS_AT_ONCE at a time."""
+        """Join the calls, which must be on the CPU, as many at a time as hold BYTES_AT_ONCE."""
+        sizes = [sum(value.nbytes for value in call.values.values()) for call in calls]
         whole: list[CapturedCall] = []
-        for start in range(0, len(calls), CALLS_AT_ONCE):
-            own = calls[start : start + CALLS_AT_ONCE]
-            mine = [(dict(call.values), () if call.layout is None else call.layout.frames) for call in own]
-            parts: list[Any] | None = None if self.group.rank() else [None] * self.size
-            dist.gather_object(mine, parts, group=self.group, group_dst=0)
-            if parts is not None:
-                whole += [
-                    _joined(call, of_call, self.total) for call, *of_call in zip(own, *parts, strict=True)
-                ]
+        for some in _portions(sizes, BYTES_AT_ONCE):
+            own = calls[some.start : some.stop]
+            # 1. What the values are, as objects; there are few kinds of them, and pickling knows them again.
+            about = [
+                ({name: (value.shape, value.dtype) for name, value in call.values.items()}, _frames_of(call))
+                for call in own
+            ]
+            of_all: list[Any] | None = None if self.group.rank() else [None] * self.size
+            dist.gather_object(about, of_all, group=self.group, group_dst=0)
+            # 2. Their numbers, as one tensor of bytes.
+            values = [value for call in own for value in call.values.values()]
+            packed = self._gather_bytes(_as_bytes(values))
+            if of_all is not None:
+                parts = [_unpacked(*one) for one in zip(of_all, packed, strict=True)]
+                whole += [_joined(call, of, self.total) for call, *of in zip(own, *parts, strict=True)]
         return whole
+
+    def _gather_bytes(self, own: Tensor) -> list[Tensor]:
+        """Return the bytes of every process in the first one, nothing in the others."""
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self.group)
+        longest = int(max(sizes))  # gloo gathers tensors of one size
+        padded = own if own.numel() == longest else F.pad(own, (0, longest - own.numel()))
+        first = self.group.rank() == 0
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if first else None
+        dist.gather(padded, parts, group=self.group, group_dst=0)
+        return [part[: int(size)] for part, size in zip(parts or [], sizes, strict=False)]
 
     def tokens(self, x: Tensor, dim: int) -> Tensor:
         """Return this process's share of all tokens along dim."""
@@ -265,7 +284,44 @@ def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int] = ()
 # What was captured.
 
 WITHOUT_HEADS = ("tokens_kept", "key_frame", "key_token", "key_position", "map_queries")  # same everywhere
-CALLS_AT_ONCE = 16  # sent together
+BYTES_AT_ONCE = 1 << 26  # of a process's values that are sent together; a call may have more
+
+
+def _portions(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Yield consecutive indices whose sizes add up to a limit at most, or one alone."""
+    start = held = 0
+    for index, size in enumerate(sizes):
+        if index > start and held + size > limit:
+            yield range(start, index)
+            start, held = index, 0
+        held += size
+    if sizes:
+        yield range(start, len(sizes))
+
+
+def _frames_of(call: CapturedCall) -> Sequence[int]:
+    return () if call.layout is None else call.layout.frames
+
+
+def _as_bytes(values: Sequence[Tensor]) -> Tensor:
+    """Lay values of several dtypes one behind the other, uint8 [n]."""
+    return torch.cat(
+        [torch.empty(0, dtype=torch.uint8), *(x.contiguous().flatten().view(torch.uint8) for x in values)]
+    )
+
+
+def _unpacked(about: Sequence[tuple[dict[str, Any], Sequence[int]]], packed: Tensor) -> list[tuple]:
+    """Return what _joined() takes of each call of a process."""
+    found, start = [], 0
+    for kinds, frames in about:
+        values = {}
+        for name, (shape, dtype) in kinds.items():
+            stop = start + shape.numel() * dtype.itemsize
+            # a copy begins where its dtype may begin
+            values[name] = packed[start:stop].clone().view(dtype).view(shape)
+            start = stop
+        found.append((values, frames))
+    return found
 
 
 def _joined(
