@@ -66,6 +66,7 @@ class SiteCapture(Watcher):
     kept: list[Activation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.sees = frozenset(self.sites)
         # Other types would keep other numbers than those that were there
         if self.dtype is not None and self.dtype not in FLOATS:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)

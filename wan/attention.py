@@ -165,7 +165,7 @@ def _attend_watched(call: Call) -> Tensor:
     elif 0 < slots * backends.TILE <= k.shape[2]:
         out, call.lse, call.tails = backends.fa4_attention(q, k, v, slots)
     else:
-        out, call.lse = attention_with_lse(q, k, v)
+        out, call.lse = _fused(q, k, v)
     out = out.transpose(1, 2)
     # 3. Only who watches scores or pattern pays for the matrix [B, H, Lq, Lk].
     names = site_name(call.site, "scores"), site_name(call.site, "pattern")
@@ -216,7 +216,12 @@ def attention_with_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
 
     The backend follows from device, dtype and sizes (wan/backends.py): never from whether anybody is looking.
     """
-    aten, (q, k, v) = torch.ops.aten, readable(q, k, v)
+    return _fused(*readable(q, k, v))
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """attention_with_lse of what is readable()."""
+    aten = torch.ops.aten
     # Kernels divide by these sizes
     if not q.numel() or not k.numel() or q.shape[3] != v.shape[3]:
         return _by_formula(q, k, v)
@@ -253,7 +258,7 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
     parts = []
     for tokens, added in bias.runs():
         out, lse = attention_with_lse(q, k[:, :, tokens], v[:, :, tokens])
-        parts.append((out, lse if not added.any() else lse + send(added, lse.device)[:, None]))
+        parts.append((out, lse + send(torch.tensor(added), lse.device)[:, None] if any(added) else lse))
     if len(parts) == 1:
         return parts[0]
     # As FlashAttention joins blocks of keys (arXiv 2205.14135): a part weighs e^(its lse - lse of all).

@@ -489,13 +489,13 @@ class Capture:
     def observe(self, call: Call) -> None:
         """Keep what is asked for of a call whose softmax is done."""
         for part in call.parts():
-            if not any(request.wants(part.site, part.at) for request in self.requests):
+            asked = [request for request in self.requests if request.wants(part.site, part.at)]
+            if not asked:
                 continue
             for [one], item in items_of([part]) if len(part.q) > 1 else [([part], None)]:
-                for request in self.requests:
-                    if request.wants(one.site, one.at):
-                        layout, shapes = one.layout and one.layout.on_host, (one.q.shape, one.k.shape)
-                        self._keep(one, values_of(request, one), *shapes, layout, item)
+                layout, shapes = one.layout and one.layout.on_host, (one.q.shape, one.k.shape)
+                for request in asked:
+                    self._keep(one, values_of(request, one), *shapes, layout, item)
 
     @torch.no_grad()
     def observe_groups(self, calls: Sequence[Call]) -> None:

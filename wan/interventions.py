@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
 from contextvars import Context
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar
@@ -38,7 +38,6 @@ from wan.errors import ConfigError, check_fields, checked, from_values, library_
 from wan.files import MAX_SIZE, read_text, read_yaml
 from wan.identity import code_of, code_of_class
 from wan.keys import (
-    EMPTY,
     MIXED,
     ROPE_THETA,
     HeadShard,
@@ -276,19 +275,8 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 
     ConfigError where a number or "first" meets a slot that holds another frame for each batch item.
     """
-    layout, found = call.layout, []
-    # 1. Under which names each slot goes; frames of the block itself are "own", never a number.
-    for n, slot in enumerate(layout.slots):
-        named: set[int | str] = set()
-        for frame in slot.by_item:
-            if n in layout.own:
-                named |= {"own", f"own:{frame}"}
-            else:
-                named |= {frame, *["first"] * (frame == 0), *["past"] * (frame != EMPTY)}
-                named |= {*["sink"] * (n in layout.sink)}
-        if named & {*names}:
-            found.append(n)
-    # 2. "past" and "sink" mean the same slots in every batch item, whatever frames these hold.
+    found = [n for n, named in enumerate(call.layout.names) if not named.isdisjoint(names)]
+    # "past" and "sink" mean the same slots in every batch item, whatever frames these hold.
     if set(names) - {"past", "sink"}:
         check_items(call, found)
     return found
@@ -347,12 +335,24 @@ def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
     """Turn the temporal share of x [B, F·S, heads, D] by angles [F, heads or 1, pairs]; return float32."""
+    return rotate(x.float(), *_tables(angles, x.shape[1] // len(angles), x.shape[3], x.device))
+
+
+def _tables(angles: Tensor, tokens: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the tables of rotate() for frames of so many tokens, of angles [F, heads or 1, pairs]."""
     # Pairs of height and width behind those of time turn by 0.
-    angles = F.pad(angles, (0, x.shape[3] // 2 - angles.shape[2]))
+    angles = F.pad(angles, (0, head_dim // 2 - angles.shape[2]))
     cos, sin = angles.cos().float(), angles.sin().float()  # [F, heads, D/2]
     tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
-    there = [send(table, x.device).repeat_interleave(x.shape[1] // len(angles), 0) for table in tables]
-    return rotate(x.float(), *there)
+    cos, sin = (send(table, device).repeat_interleave(tokens, 0) for table in tables)
+    return cos, sin
+
+
+@lru_cache(maxsize=8)
+def _tables_of_turns(turns: tuple[int, ...], tokens: int, head_dim: int, device: torch.device) -> Any:
+    """Return the tables that turn frames by positions: all layers and passes of a block ask for the same."""
+    angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(head_dim)
+    return _tables(angles, tokens, head_dim, device)
 
 
 def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
@@ -543,8 +543,8 @@ class Move(Edit):
             turns = [self.position - each for each in positions_of(call, slots)]
         # RoPE turns add up: keys that were turned to p stand at p + n once they are turned by n more.
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
-        angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(call.k.shape[3])
-        replace_values(call, "k", heads, turn(select(call.k[:, tokens], heads, 2), angles), tokens)
+        tables = _tables_of_turns(tuple(turns), call.layout.tokens_per_slot, call.k.shape[3], call.k.device)
+        replace_values(call, "k", heads, rotate(select(call.k[:, tokens], heads, 2).float(), *tables), tokens)
         return call
 
 
@@ -845,6 +845,7 @@ class Edits(Watcher):
 
     def __post_init__(self) -> None:
         self.changed, self.reached = [0] * len(self.edits), [0] * len(self.edits)
+        self.sees = frozenset(site for edit in self.edits for site in edit.sites)
 
     def check(self, plan: RolloutPlan) -> None:
         plan.check(self.edits)

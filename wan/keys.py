@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +194,21 @@ class KeyLayout:
         return tuple(slot.position for slot in self.slots)
 
     @cached_property
+    def names(self) -> tuple[frozenset[int | str], ...]:
+        """The names by which edits call the frame of every slot (wan/interventions.py: Frames)."""
+        found = []
+        for n, slot in enumerate(self.slots):
+            named: set[int | str] = set()
+            for frame in slot.by_item:  # frames of the block itself are "own", never a number
+                if n in self.own:
+                    named |= {"own", f"own:{frame}"}
+                else:
+                    named |= {frame, *["first"] * (frame == 0), *["past"] * (frame != EMPTY)}
+                    named |= {*["sink"] * (n in self.sink)}
+            found.append(frozenset(named))
+        return tuple(found)
+
+    @cached_property
     def columns(self) -> tuple[int, ...]:
         """The frames of captured values, ascending: the slots' frames, or every frame that has a key.
 
@@ -268,14 +282,17 @@ class KeyBias:
     values: Tensor
     tokens_per_slot: int = 1
 
-    def runs(self) -> Iterator[tuple[slice, Tensor]]:
+    def runs(self) -> Iterator[tuple[slice, list[float]]]:
         """Yield tokens and biases [H] of each run of equal slots that some head sees."""
-        # Equal neighbours go through attention as one group of keys.
-        slots = self.values.T  # [slots, H]
-        ends = [0, *(n for n in range(1, len(slots)) if not torch.equal(slots[n - 1], slots[n])), len(slots)]
-        for start, stop in pairwise(ends):
-            if slots[start].isfinite().any():
+        # Equal neighbours go through attention as one group of keys. Lists: each call of a run asks anew, and
+        # an operation on a tensor costs as much as all of this.
+        slots, start = self.values.T.tolist(), 0  # [slots][H]
+        for stop in range(1, len(slots) + 1):
+            if stop < len(slots) and slots[stop] == slots[start]:
+                continue
+            if max(slots[start]) > -math.inf:
                 yield slice(start * self.tokens_per_slot, stop * self.tokens_per_slot), slots[start]
+            start = stop
 
     @property
     def leaves_out(self) -> bool:

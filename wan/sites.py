@@ -138,6 +138,7 @@ class Watcher:
     """See, and perhaps change, activations while installed."""
 
     edits: Sequence[Any] = ()  # of wan/interventions.py, where it makes some
+    sees: frozenset[str] | None = None  # the only sites that it is shown; None: all of them
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
         """Return what takes the place of x, or None."""
@@ -274,11 +275,18 @@ def wanted(site: str, layer: int | None) -> bool:
     return bool(_open) and any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
 
 
+def is_shown(*sites: str) -> bool:
+    """Return whether some watcher is shown one of these sites: else what is made for it alone need not be."""
+    return any(watcher.sees is None or not watcher.sees.isdisjoint(sites) for watcher in watchers())
+
+
 def hook_point(
     site: str, layer: int | None, x: Any, shard: HeadShard | None = None, of_heads: Any = None
 ) -> Any:
     """Show an activation to all watchers -> x, or its replacement."""
     for watcher in watchers():
+        if watcher.sees is not None and site not in watcher.sees:  # most hook points, of most watchers
+            continue
         at = announced_pass()
         changed = watcher.on_activation(x, ActivationSite(site, layer, at, shard, of_heads))
         x = x if changed is None else changed

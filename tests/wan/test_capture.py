@@ -116,7 +116,7 @@ def test_captured_weights_of_the_older_interface():
 # --- Refusals
 REFUSED = {
     "layer 4 is not in 0..3": {"layers": [4]},
-    "step 5 is not in 0..4": {"steps": [-1, 5]},
+    "step 5 is not in 0..4": {"steps": [0, 5]},
     "head 3 is not in 0..2": {"granularity": "map", "heads": (3,)},
     "token 5 is not in 0..4": {"granularity": "map", "queries": ((0, S),)},
     "pixel": {"granularity": "pixel"},

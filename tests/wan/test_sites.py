@@ -271,7 +271,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_does_not_fit_is_refused_in_one_line(message):
-    with pytest.raises(ConfigError, match=message) as error, watched(SiteCapture(("z",))):
+    with pytest.raises(ConfigError, match=message) as error, watched(SiteCapture(("z", "mlp_pre"))):
         REFUSED[message]()
     assert "\n" not in str(error.value)
 
