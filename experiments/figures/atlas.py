@@ -306,7 +306,12 @@ def effect_against(
 
 @styled
 def knockout_shares(
-    panels: Mapping[str, Mapping[str, Sequence[Any]]], counts: Mapping[str, int], subtitle: str
+    panels: Mapping[str, Mapping[str, Sequence[Any]]],
+    counts: Mapping[str, int],
+    subtitle: str,
+    title: str = "Which heads bring a hidden shape back",
+    y: str = "Heads without a past",
+    note: str = "right: videos in which a shape comes back",
 ) -> Figure:
     """Draw a panel an outcome, a row a condition: the share with its interval, and a small dot a training.
 
@@ -314,21 +319,18 @@ def knockout_shares(
     videos that the last panel's shares are of.
     """
     figure, axes = st.panels(len(panels), len(panels), (3.2, 1.7), sharey=True)
-    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+    for axis, (name, rows) in zip(axes, panels.items(), strict=True):
         for row, (share, low, high, each) in enumerate(rows.values()):
             known = [value for value in each if value is not None]
             axis.plot(known, [row + 0.26] * len(known), "o", color="0.55", markersize=3)
             axis.errorbar(share, row, xerr=[[share - low], [high - share]], fmt="o", color=BLUE, markersize=6)
-        axis.set(title=title, xlim=(-0.03, 1.03), ylim=(len(rows) - 0.4, -0.5))
+        axis.set(title=name, xlim=(-0.03, 1.03), ylim=(len(rows) - 0.4, -0.5))
         axis.set_yticks(range(len(rows)), list(rows))
     ends = axes[-1].secondary_yaxis("right")
     ends.set_yticks(range(len(counts)), [f"of {count}" for count in counts.values()])
     ends.tick_params(length=0)
-    note = (
-        "blue: all trainings, 95 % interval; grey: each training; right: videos in which a shape comes back"
-    )
-    title = "Which heads bring a hidden shape back"
-    st.label_figure(figure, axes, title, subtitle, "Heads without a past", x="Share of videos", note=note)
+    note = f"blue: all trainings, 95 % interval; grey: each training; {note}"
+    st.label_figure(figure, axes, title, subtitle, y, x="Share of videos", note=note)
     return figure
 
 

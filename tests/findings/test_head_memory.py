@@ -15,6 +15,7 @@ from experiments.extraction.rollout import Progress
 from experiments.findings.head_memory import run as finding
 from experiments.findings.head_memory import trials as shapes
 from experiments.findings.head_memory.captions import Design, captions_behind_a_wall, unnamed_captions
+from experiments.findings.head_memory.presence import answers_of, contrast, letters
 from experiments.findings.head_memory.presence_trials import (
     BlindHeads,
     agrees,
@@ -226,3 +227,30 @@ def test_a_head_of_each_video_sees_its_own_block_alone(tiny):
     for n, head in enumerate(heads):
         with intervene(*knockouts_of([head])):
             torch.testing.assert_close(found[n], runs.rollout(0)[n], atol=2e-4, rtol=0)
+
+
+def test_contrasts_are_means_of_differences_within_videos():
+    line = {"hides": "1111", "comes_back": "0111", "color": "1111", "last_color": "-123", "shape": "2222"}
+    text = letters(line, [2, 2, 2, 0], "2222")
+    assert {name: x.astype(int).tolist() for name, x in answers_of(text).items()} == {
+        "hides": [1, 1, 1, 1],
+        "comes_back": [0, 1, 1, 1],
+        "right": [0, 1, 0, 0],
+        "donor": [0, 0, 1, 0],
+        "shape": [1, 1, 1, 0],
+    }
+    # Six captions and two seeds, of which the first four captions are left out; one pair is missing.
+    pairs, back, gone = {"rescue": [4, 5, 10]}, "Q", "A"
+    trainings = {
+        name: {
+            "seeds": 2,
+            "pairs": pairs,
+            "answers": {"unedited": back * 12, "rescue, P": p, "rescue, random of P: 0": back * 3}
+            | {"rescue, random of P: 1": other},
+        }
+        for name, p, other in (("a", gone + back * 2, back * 3), ("b", gone * 3, back * 2 + gone))
+    }
+    found = contrast(trainings, "rescue", "comes_back", "random of P", "P")
+    # a: captions of 0.5 and 0; b: captions of 0.75 (one draw of the second seed is gone) and 1
+    assert found["each"] == [0.25, 0.875] and found["videos"] == 6
+    assert found["bootstrap"][0] == pytest.approx(0.5625, abs=1e-3)

@@ -1,36 +1,90 @@
 """Do some heads bring a hidden object back, and others know what it was? (presence_and_identity.md)
 
-    python experiments/findings/head_memory/presence.py --device cuda --ckpt_dir checkpoints/wan-mini mini1
+    python experiments/findings/head_memory/presence.py              # answers -> contrasts, figure
+    python experiments/findings/head_memory/presence.py --collect    # trials of all trainings -> answers
+    python experiments/findings/head_memory/presence.py --measure --device cuda --ckpt_dir outputs/mini1
 
-Makes the trials of each training, FOLDER/NAME.jsonl, one command a training or one for all; the same command
-goes on where it stopped.
+--measure makes the trials of each training, FOLDER/NAME.jsonl, hours of a CPU; the same command goes on where
+it stopped. presence_and_identity.json has the answer of every video, from which all else is computed.
 """
 
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy.stats
 import torch
+from matplotlib.figure import Figure
 
+from experiments.analysis.stats import DRAWS, holm, percentiles, rounded, t_interval
+from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
-from experiments.findings.head_memory.captions import Design
-from experiments.findings.head_memory.presence_trials import PresenceTrials
+from experiments.figures.atlas import knockout_shares
+from experiments.figures.style import save_svg
+from experiments.findings.head_memory.captions import Design, captions_behind_a_wall
+from experiments.findings.head_memory.presence_trials import CHOSEN, HALVES, SEEN, PresenceTrials
 from experiments.findings.report import finding_parser, miniature_config
+from experiments.miniature.moving_shapes import SHAPES
 from experiments.running.cli import count, main
 from experiments.session import load
+from wan.errors import ConfigError
+from wan.files import read_json
+
+OUTPUT = Path("experiments/findings/head_memory/presence_and_identity.json")
+QUESTIONS = "hides", "comes_back", "right", "donor", "shape"
+EDITS = "knockout", "other seed", "other color", "rescue"
+SETS = "P", "I", "random of P", "random of I", "all"
+UNEDITED = {
+    "knockout": "unedited",
+    "other seed": "unedited",
+    "other color": "own color",
+    "rescue": "unedited",
+}
+DONORS = {"other seed": "donor: other seed", "other color": "donor: other color"}
+CONTRASTS = {  # name -> edit, question, the set that should have more, the other one
+    "1: comes_back, other seed, random of P less P": ("other seed", "comes_back", "random of P", "P"),
+    "2: donor given back, other color, I less P": ("other color", "donor", "I", "P"),
+    "3: comes_back, other seed, I less P": ("other seed", "comes_back", "I", "P"),
+    "4: comes_back, rescue, P less random of P": ("rescue", "comes_back", "P", "random of P"),
+}
+FEWEST_PAIRS = 60  # of a training in contrast 2
+HARMLESS = 0.2  # contrast 1 below this, and not above 0: the knockout was an artefact
+IN_WORDS = {
+    "P": "presence heads",
+    "random of P": "others, P's layers",
+    "I": "identity heads",
+    "random of I": "others, I's layers",
+    "all": "all 96",
+}
 
 
 def run(argv=None):
     parser = finding_parser(__doc__, "head_memory")
     flag = parser.add_argument
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--measure", action="store_true", help="make the trials of --ckpt_dir that are missing")
+    what.add_argument("--collect", action="store_true", help="read the answers of all trials in --folder")
     flag("--ckpt_dir", nargs="+", default=["checkpoints/wan-mini"], help="directories of miniatures")
     flag("--captions", type=count, default=Design.captions, help="on which heads are judged")
     flag("--selection", type=count, default=Design.selection, help="captions on which heads are chosen")
     flag("--seeds", type=int, choices=range(1, 10), default=3, help="of each caption")
     flag("--folder", type=Path, default=Path("cache/presence"), help="where trials are kept")
-    measure(parser.parse_args(argv))
+    parser.set_defaults(output_path=OUTPUT)
+    args = parser.parse_args(argv)
+    if args.measure:
+        measure(args)
+        return
+    report = collected(args.folder) if args.collect else read_json(args.output_path)
+    report |= findings_of(report)
+    save_report(report, args.output_path)
+    print(args.output_path)
+    print(save_svg(figure_of(report), args.figures / "presence_and_identity.svg"))
 
 
-def measure(args: Any) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Make the trials that are missing of each miniature."""
     design = Design(args.captions, args.selection, args.seeds)
     for ckpt_dir in args.ckpt_dir:
@@ -43,6 +97,263 @@ def measure(args: Any) -> None:
             trials.write("training", about | {"environment": environment(session.device)})
         trials.run()
         print(trials.file)
+
+
+# --- Trials -> answers: a letter a video
+def letters(line: Mapping[str, str], shapes: Sequence[int], donor: Sequence[str]) -> str:
+    """Return a letter a video: visible, hides or comes back; then right, donor and shape."""
+    found = []
+    rows = zip(*(line[name] for name in ("hides", "comes_back", "color", "last_color", "shape")), strict=True)
+    for (hides, back, color, last, shape), expected, other in zip(rows, shapes, donor, strict=True):
+        state = int(hides) + int(back)
+        right, given = (back == "1" and last == one for one in (color, other))
+        found.append(chr(ord("A") + 8 * state + 4 * right + 2 * given + (shape == str(expected))))
+    return "".join(found)
+
+
+def answers_of(text: str) -> dict[str, np.ndarray]:
+    """Return what letters() wrote, 0 or 1 a video, by question."""
+    numbers = np.array([ord(letter) - ord("A") for letter in text])
+    state = numbers // 8
+    bits = {name: numbers // 2**n % 2 for n, name in enumerate(("shape", "donor", "right"))}
+    return {"hides": state > 0, "comes_back": state == 2} | bits
+
+
+def collected(folder: Path) -> dict[str, Any]:
+    """Read the trials of all trainings, and write every answer in a letter."""
+    files = sorted(folder.glob("*.jsonl"), key=lambda file: (file.stem != "wan-mini", file.stem))
+    if not files:
+        raise ConfigError(f"{folder} has no trials; make them by --measure")
+    trainings, scenes = {}, [scene for _, scene in captions_behind_a_wall(Design())[0]]
+    for file in files:
+        lines = {line["name"]: line for line in map(json.loads, file.read_text().splitlines())}
+        trainings[file.stem] = training_of(lines, [SHAPES.index(one.movers[0].shape) for one in scenes])
+    return {
+        "environments": {name: one.pop("environment") for name, one in trainings.items()},
+        "captions": [scene.caption for scene in scenes],
+        "names_color": "".join(str(int(not scene.unnamed_color)) for scene in scenes),
+        "trainings": trainings,
+    }
+
+
+def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -> dict[str, Any]:
+    """Return what the trials of one training found."""
+    about, unedited, readers = lines["training"], lines["unedited"], lines["readers"]
+    every, seeds = range(len(unedited["hides"])), about["seeds"]
+    shapes = [*shapes[: len(every) // seeds]] * seeds
+    answers, pairs = {}, {}
+    for name, line in lines.items():
+        edit, _, of = name.partition(", ")
+        if edit not in (*EDITS, "unedited", "own color") or (edit in EDITS and not of):
+            continue
+        rows, donor = line.get("rows", every), "?" * len(every)
+        if edit in DONORS:
+            pairs[edit], donor = [*rows], lines[DONORS[edit]]["color"]
+        if not of:  # the floor: how often does an unedited video come back in its donor's colour?
+            donor = lines[DONORS["other color" if edit == "own color" else "other seed"]]["color"]
+        answers[name] = letters(line, [shapes[n] for n in rows], [donor[n] for n in rows])
+    walls = {
+        name.partition(", ")[2] or "nobody": {
+            question: round(float(np.mean([x == "1" for x in line[question]])), 3)
+            for question in ("comes_back", "seen_last")
+        }
+        for name, line in lines.items()
+        if name.split(",")[0] == "wall"
+    }
+    base = np.mean([x == "1" for x in lines["selection"]["comes_back"]])
+    singles = [line for name, line in lines.items() if name.startswith("without")]
+    effects = [base - np.mean([x == "1" for x in line["comes_back"]]) for line in singles]
+    return {
+        "weights_sha256": about["weights_sha256"],
+        "environment": about["environment"],
+        "seeds": seeds,
+        "heads": lines["sets"]["heads"],
+        "effects of P": rounded(sorted(effects, reverse=True)[:CHOSEN]),
+        "pairs of readers": readers["pairs"],
+        "shares of I": sorted(readers["shares"], reverse=True)[:CHOSEN],
+        "tracker agrees": unedited["agrees"],
+        "largest difference to rollouts alone": unedited["alone"],
+        "pairs": pairs,
+        "answers": answers,
+        "walls": walls,
+        "knockout of P on the other half": [
+            round(float(np.mean([x == "1" for x in lines[f"half {half}"]["comes_back"]])), 3)
+            for half in range(HALVES)
+            if f"half {half}" in lines
+        ],
+    }
+
+
+# --- Answers -> findings
+def values_of(training: Mapping[str, Any], edit: str, of: str, question: str) -> np.ndarray:
+    """Return the answers to a question [seeds, captions], a mean over draws; NaN where there is none.
+
+    right and donor are of what comes back. The first captions, which were seen before, are left out.
+    """
+    answers = training["answers"]
+    names = [name for name in answers if name == f"{edit}, {of}" or name.startswith(f"{edit}, {of}: ")]
+    names = names or [name for name in answers if name == edit]
+    videos = len(answers["unedited"])
+    drawn = np.full((len(names), videos), np.nan)
+    for n, name in enumerate(names):
+        rows = training["pairs"].get(edit, np.arange(videos))
+        said = answers_of(answers[name])
+        value = said[question].astype(float)
+        if question in ("right", "donor"):
+            value[~said["comes_back"]] = np.nan
+        drawn[n, rows] = value
+    known = ~np.isnan(drawn)
+    mean = np.where(known, drawn, 0).sum(0) / np.where(known.any(0), known.sum(0), np.nan)
+    return mean.reshape(training["seeds"], -1)[:, SEEN:]
+
+
+def mean_of(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
+    """Return the mean without NaN; NaN where nothing is left."""
+    known = ~np.isnan(values)
+    total, counted = np.where(known, values, 0).sum(axis), known.sum(axis)
+    return np.where(counted > 0, total / np.maximum(counted, 1), np.nan)
+
+
+def contrast(
+    trainings: Mapping[str, Mapping[str, Any]], edit: str, question: str, more: str, less: str
+) -> dict[str, Any]:
+    """Return the mean difference over captions and trainings with its intervals, and p.
+
+    bootstrap resamples trainings crossed with captions; t and p are of the trainings' means.
+    """
+    rows, videos = [], 0
+    for one in trainings.values():
+        each = values_of(one, edit, more, question) - values_of(one, edit, less, question)
+        videos += int((~np.isnan(each)).sum())
+        rows.append(mean_of(each, 0))  # [captions]
+    of = np.stack(rows)
+    means = mean_of(of, 1)
+    generator, (groups, columns) = np.random.default_rng(0), of.shape
+    chosen = generator.integers(groups, size=(DRAWS, groups, 1))
+    drawn = mean_of(of[chosen, generator.integers(columns, size=(DRAWS, 1, columns))], 2).mean(1)
+    found: dict[str, Any] = {
+        "bootstrap": rounded(percentiles(float(means.mean()), drawn)),
+        "each": rounded(means),
+        "trainings": [*trainings],
+        "videos": videos,
+    }
+    if len(means) > 1:
+        found |= {
+            "t": rounded(t_interval(means.tolist())),
+            "p": float(f"{scipy.stats.ttest_1samp(means, 0).pvalue:.2g}"),
+        }
+    return found
+
+
+def row_of(trainings: Iterable[Mapping[str, Any]], edit: str, of: str, columns: Any = slice(None)) -> dict:
+    """Return shares of one set of heads under an edit: the mean of trainings with t, and each.
+
+    right and donor are of what comes back, in `returns` videos; means of draws count as one video.
+    """
+    found: dict[str, Any] = {}
+    for question in QUESTIONS:
+        if question == "donor" and edit in ("knockout", "rescue"):
+            continue
+        values = [values_of(one, edit, of, question)[:, columns] for one in trainings]
+        each = [float(mean_of(value)) for value in values]
+        known = [value for value in each if not np.isnan(value)]
+        ends = rounded(t_interval(known)) if len(known) > 1 else rounded(known)
+        found[question] = {"all": ends, "each": [None if np.isnan(x) else round(x, 3) for x in each]}
+        if question == "comes_back":
+            found["videos"] = int(sum((~np.isnan(value)).sum() for value in values))
+        if question == "right":
+            found["returns"] = int(sum((~np.isnan(value)).sum() for value in values))
+    return found
+
+
+def findings_of(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Compute contrasts, the reading, and shares by edit and set of heads, from the answers."""
+    trainings = report["trainings"]
+    pairs = {
+        edit: {
+            name: sum(n % len(report["captions"]) >= SEEN for n in one["pairs"].get(edit, ()))
+            for name, one in trainings.items()
+        }
+        for edit in DONORS
+    }
+    contrasts = {}
+    for name, what in CONTRASTS.items():
+        some = trainings
+        if name.startswith("2"):
+            some = {n: one for n, one in some.items() if pairs["other color"][n] >= FEWEST_PAIRS}
+        contrasts[name] = contrast(some or trainings, *what)
+    for one, p in zip(
+        contrasts.values(), holm([x.get("p", np.nan) for x in contrasts.values()]), strict=True
+    ):
+        one["p_holm"] = float(f"{p:.2g}")
+    named = np.array([digit == "1" for digit in report["names_color"]])[SEEN:]
+    shares: dict[str, Any] = {}
+    for edit in EDITS:
+        for of in SETS:
+            if any(name.startswith(f"{edit}, {of}") for name in next(iter(trainings.values()))["answers"]):
+                shares[f"{edit}, {of}"] = row_of(trainings.values(), edit, of)
+    for name in ("unedited", "own color"):
+        shares[name] = row_of(trainings.values(), name, "")
+    by_caption: dict[str, Any] = {}
+    for name in shares:
+        edit, _, of = name.partition(", ")
+        for label, columns in (("named", named), ("not named", ~named)):
+            row = row_of(trainings.values(), edit, of, columns)
+            means = {
+                question: (row[question]["all"] or [None])[0] for question in QUESTIONS if question in row
+            }
+            by_caption.setdefault(name, {})[label] = means | {"returns": row["returns"]}
+    return {
+        "pairs": pairs,
+        "contrasts": contrasts,
+        "reading": reading(contrasts),
+        "shares": shares,
+        "by caption": by_caption,
+    }
+
+
+def reading(contrasts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the reading that was fixed before the run."""
+    above = [one["p_holm"] < 0.05 and one["bootstrap"][0] > 0 for one in contrasts.values()]
+    first = next(iter(contrasts.values()))
+    _, low, high = first.get("t", first["bootstrap"])
+    if above[0] and above[1] and above[2]:
+        return "a double dissociation"
+    if above[0] and above[2]:
+        return "a gate for presence, identity distributed"
+    if low <= 0 <= high < HARMLESS:
+        return "the knockout was an artefact of inputs never seen"
+    return "undecided"
+
+
+def figure_of(report: Mapping[str, Any]) -> Figure:
+    """Draw what comes back under every edit, and of that the share in the donor's colour."""
+    shares, panels = report["shares"], {}
+    titles = {
+        "knockout": "No past: comes back",
+        "other seed": "Another seed's past: comes back",
+        "rescue": "Only these keep it: comes back",
+    }
+    for edit, title in titles.items():
+        panels[title] = rows_of(shares, edit, "comes_back")
+    panels["Other colour's past: its colour"] = rows_of(shares, "other color", "donor")
+    captions, trainings = len(report["captions"]) - SEEN, len(report["trainings"])
+    about = f"wan-mini, {captions} captions × 3 seeds × {trainings} trainings"
+    note = "last panel: of videos in which a shape comes back"
+    return knockout_shares(
+        panels, {}, about, title="Presence and identity", y="Heads that are edited", note=note
+    )
+
+
+def rows_of(shares: Mapping[str, Any], edit: str, question: str) -> dict[str, tuple]:
+    """Return rows of knockout_shares: nobody, then every set of heads."""
+    found = {}
+    for of in ("", *SETS):
+        row = shares.get(f"{edit}, {of}" if of else UNEDITED[edit], {}).get(question)
+        ends = row["all"] if row else []
+        ends = [*ends, *ends[:1] * 2][:3] or [np.nan] * 3
+        found[IN_WORDS.get(of, "nobody")] = (*ends, row["each"] if row else [])
+    return found
 
 
 if __name__ == "__main__":

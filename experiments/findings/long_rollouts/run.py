@@ -129,22 +129,25 @@ def draw(args: argparse.Namespace) -> None:
 
 
 def sinks_of(sink_map: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return differences of means between policies of the map, without intervals: these need its videos.
+    """Return differences of means between policies of the map; paired intervals need its videos.
 
-    moved less left: a sink whose RoPE moves with the window less one that stays, (window, sink) -> points.
+    moved less left: a sink whose RoPE moves with the window less one that stays, (window, sink) -> points,
+    with the interval of two independent samples: too wide by as much as prompts agree.
     one block less none: a window with a sink of 3 frames less the window alone, window -> points.
     """
     left, moved = (
-        {(row["window"], row["sink"]): row[PRIMARY][0] for row in sink_map[policy]}
+        {(row["window"], row["sink"]): row[PRIMARY] for row in sink_map[policy]}
         for policy in ("window", "deep_sink")
     )
+    less = {}
+    for size, one in sorted(moved.items()):
+        difference, halves = one[0] - left[size][0], [(x[2] - x[1]) / 2 for x in (one, left[size])]
+        half = np.hypot(*halves)
+        less["{}/{}".format(*size)] = rounded([difference, difference - half, difference + half])
     windows = sorted({window for window, _ in left})
     return {
-        "moved less left": {
-            f"{window}/{sink}": round(moved[window, sink] - left[window, sink], 3)
-            for window, sink in sorted(moved)
-        },
-        "one block less none": {str(one): round(left[one, 3] - left[one, 0], 3) for one in windows},
+        "moved less left": less,
+        "one block less none": {str(one): round(left[one, 3][0] - left[one, 0][0], 3) for one in windows},
     }
 
 
