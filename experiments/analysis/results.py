@@ -10,7 +10,7 @@ import numpy as np
 import scipy  # scipy.stats is loaded by its first use
 from PIL import Image
 
-from experiments.analysis.stats import ENOUGH_PROMPTS, Interval, spearman
+from experiments.analysis.stats import ENOUGH_PROMPTS, Interval, bootstrap, spearman
 from experiments.caches.files import CacheError
 from wan.errors import library_reads
 from wan.files import read_json
@@ -250,7 +250,10 @@ def attribution_pairs(report: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, 
 
 
 def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return Spearman's ρ over all heads of each comparison, and the heads that differ most in rank."""
+    """Return Spearman's ρ over all heads of each comparison, and the heads that differ most in rank.
+
+    Intervals are of 95 %, from resampling pairs of captions.
+    """
     rows = []
     for name, (score, effect) in attribution_pairs(report).items():
         each = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
@@ -262,7 +265,7 @@ def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             {
                 "compared": name,
                 "pairs": len(each),
-                "ρ of a pair, median": float(np.median(each)),
+                "ρ of a pair": str(bootstrap(np.array(each))),
                 "least": min(each),
                 "ρ of the means": spearman(means[0].ravel(), means[1].ravel()),
                 "ranks apart": ", ".join(f"L{a}H{b} by {apart[a, b]:.0f}" for a, b in order),

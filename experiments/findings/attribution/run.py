@@ -1,16 +1,18 @@
 """Compare attribution patching with exact patching of every head of the miniature.
 
-    python experiments/findings/attribution/run.py --minutes 10
+    python experiments/findings/attribution/run.py --measure --jobs 16     # 30 minutes of a core
 
 results.json beside this file has, for every pair of captions, the scores of all heads and what patching them
 does: in the last block's first pass, where the past is a constant and x0 that pass's, and in all denoising
-passes of a rollout. Without --minutes its correlations are printed. The metric is how far x0, or the video,
+passes of a rollout. Without --measure its correlations are printed. The metric is how far x0, or the video,
 moves towards that of the other caption; both have the same noise.
 """
 
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,56 +36,53 @@ from wan.pipeline import flow_to_x0
 from wan.sites import ActivationSite, Watcher, during, watched
 
 RESULTS = Path(__file__).with_name("results.json")
-NUM_FRAMES, STEP, SEED, POINTS = 6, 0, 1, 5
+NUM_FRAMES, LAST, STEP, SEED, POINTS = 6, 1, 0, 1, 5  # LAST: the block that is patched
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
-    flag("--minutes", type=float, help="measure anew: half the time for passes, half for rollouts")
-    flag("--pairs", type=count, default=24, help="of captions, at most")
+    flag("--measure", action="store_true", help="measure anew; else what is there is printed")
+    flag("--pairs", type=count, default=24, help="of captions")
+    flag("--jobs", type=count, default=1, help="processes, of one thread each")
+    flag("--output_path", type=Path, default=RESULTS, help="where the numbers are, or go")
     args = parser.parse_args(argv)
-    if args.minutes is not None:
-        save_report(measure(args.minutes, args.pairs), RESULTS)
-    print(table(attribution_rows(read_json(RESULTS))))
+    if args.measure:
+        save_report(measure(args.pairs, args.jobs), args.output_path)
+    print(table(attribution_rows(read_json(args.output_path))))
 
 
-def measure(minutes: float, most: int) -> dict[str, Any]:
+def measure(num_pairs: int, jobs: int) -> dict[str, Any]:
     """Return scores and effects [layers, heads] of pairs of captions, and the settings."""
-    session, started = load("wan_mini", num_frames=NUM_FRAMES, seed=SEED).prepare(), time.monotonic()
-    captions = [scene.caption for scene in held_out_scenes(SETS["one shape"], most + 1)]
-    pairs, rows = [], []
-    # 1. Scores, and one pass with each head patched.
-    for prompt, other in pairwise(captions):
-        if time.monotonic() - started > 30 * minutes:
-            break
-        pairs.append(pair := Pair(session, prompt, other))
-        of_passes = pair.scores(pair.record)  # [layers, passes, heads]
-        row = {"attribution": of_passes[:, pair.block * len(pair.steps) + STEP]}
-        row["attribution_of_all"] = of_passes.sum(1) / len(session.config.block_sizes)
-        row["integrated"] = pair.scores(blocks=[pair.block], steps=[STEP], points=POINTS)[:, 0]
-        rows.append({**row, "exact": pair.exact()})
-        print(f"pass {len(rows)}: {time.monotonic() - started:.0f} s", flush=True)
-    # 2. Whole rollouts with each head patched, as far as the time goes.
-    for number, (pair, row) in enumerate(zip(pairs, rows, strict=True), 1):
-        if time.monotonic() - started > 60 * minutes:
-            break
-        row["rollout"] = pair.rollouts()
-        print(f"rollout {number}: {time.monotonic() - started:.0f} s", flush=True)
-    found = [
-        {"prompt": pair.config.prompt, "source": pair.other}
-        | {name: [rounded(heads, 6) for heads in x.tolist()] for name, x in row.items()}
-        for pair, row in zip(pairs, rows, strict=True)
-    ]
-    how: dict[str, Any] = {
-        "num_frames": NUM_FRAMES,
-        "block": pair.block,
-        "step": STEP,
-        "seed": SEED,
-        "points": POINTS,
-    }
-    how |= {"seconds": round(time.monotonic() - started), "environment": environment(session.device)}
-    return {**how, "pairs": found}
+    started, found = time.monotonic(), list[dict[str, Any]]()
+    captions = [scene.caption for scene in held_out_scenes(SETS["one shape"], num_pairs + 1)]
+    # Spawned: a fork has the threads of its parent's torch
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        for row in pool.map(measured, captions[:-1], captions[1:]):
+            found.append(row)
+            print(f"pair {len(found)}: {time.monotonic() - started:.0f} s", flush=True)
+    how: dict[str, Any] = {"num_frames": NUM_FRAMES, "block": LAST, "step": STEP, "seed": SEED}
+    how |= {"points": POINTS, "jobs": jobs, "seconds": round(time.monotonic() - started)}
+    return {**how, "environment": environment(torch.device("cpu")), "pairs": found}
+
+
+@cache
+def model() -> Session:
+    """Return the miniature, loaded once a process."""
+    torch.set_num_threads(1)
+    return load("wan_mini", num_frames=NUM_FRAMES, seed=SEED, device="cpu").prepare()
+
+
+def measured(prompt: str, other: str) -> dict[str, Any]:
+    """Return the scores of all heads, in one pass and in all, and what patching does there."""
+    pair = Pair(model(), prompt, other)
+    of_passes = pair.scores(pair.record)  # [layers, passes, heads]
+    row = {"attribution": of_passes[:, pair.block * len(pair.steps) + STEP]}
+    row["attribution_of_all"] = of_passes.sum(1) / len(pair.config.block_sizes)
+    row["integrated"] = pair.scores(blocks=[pair.block], steps=[STEP], points=POINTS)[:, 0]
+    row |= {"exact": pair.exact(), "rollout": pair.rollouts()}
+    about: dict[str, Any] = {"prompt": prompt, "source": other}
+    return about | {name: [rounded(heads, 6) for heads in x.tolist()] for name, x in row.items()}
 
 
 @dataclass
