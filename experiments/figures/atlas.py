@@ -318,7 +318,8 @@ def knockout_shares(
     panels: title -> condition -> (share, low, high, shares of trainings, None where there is none). counts:
     videos that the last panel's shares are of.
     """
-    figure, axes = st.panels(len(panels), len(panels), (3.2, 1.7), sharey=True)
+    height = 0.5 + 0.3 * max(map(len, panels.values()))
+    figure, axes = st.panels(len(panels), 2, (3.2, height), sharey=True)
     for axis, (name, rows) in zip(axes, panels.items(), strict=True):
         for row, (share, low, high, each) in enumerate(rows.values()):
             known = [value for value in each if value is not None]

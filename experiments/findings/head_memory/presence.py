@@ -36,7 +36,7 @@ from wan.files import read_json
 OUTPUT = Path("experiments/findings/head_memory/presence_and_identity.json")
 QUESTIONS = "hides", "comes_back", "right", "donor", "shape"
 EDITS = "knockout", "other seed", "other color", "rescue"
-SETS = "P", "I", "random of P", "random of I", "all"
+SETS = "nobody", "P", "I", "random of P", "random of I", "all"
 UNEDITED = {
     "knockout": "unedited",
     "other seed": "unedited",
@@ -192,12 +192,15 @@ def values_of(training: Mapping[str, Any], edit: str, of: str, question: str) ->
     """
     answers = training["answers"]
     names = [name for name in answers if name == f"{edit}, {of}" or name.startswith(f"{edit}, {of}: ")]
-    names = names or [name for name in answers if name == edit]
+    names = [UNEDITED[edit]] if of == "nobody" else names
     videos = len(answers["unedited"])
     drawn = np.full((len(names), videos), np.nan)
     for n, name in enumerate(names):
         rows = training["pairs"].get(edit, np.arange(videos))
-        said = answers_of(answers[name])
+        said = {
+            question: x[rows if len(x) == videos else ...]
+            for question, x in answers_of(answers[name]).items()
+        }
         value = said[question].astype(float)
         if question in ("right", "donor"):
             value[~said["comes_back"]] = np.nan
@@ -288,12 +291,11 @@ def findings_of(report: Mapping[str, Any]) -> dict[str, Any]:
         one["p_holm"] = float(f"{p:.2g}")
     named = np.array([digit == "1" for digit in report["names_color"]])[SEEN:]
     shares: dict[str, Any] = {}
+    first = next(iter(trainings.values()))
     for edit in EDITS:
         for of in SETS:
-            if any(name.startswith(f"{edit}, {of}") for name in next(iter(trainings.values()))["answers"]):
+            if of == "nobody" or any(name.startswith(f"{edit}, {of}") for name in first["answers"]):
                 shares[f"{edit}, {of}"] = row_of(trainings.values(), edit, of)
-    for name in ("unedited", "own color"):
-        shares[name] = row_of(trainings.values(), name, "")
     by_caption: dict[str, Any] = {}
     for name in shares:
         edit, _, of = name.partition(", ")
@@ -346,13 +348,13 @@ def figure_of(report: Mapping[str, Any]) -> Figure:
 
 
 def rows_of(shares: Mapping[str, Any], edit: str, question: str) -> dict[str, tuple]:
-    """Return rows of knockout_shares: nobody, then every set of heads."""
+    """Return rows of knockout_shares, one a set of heads."""
     found = {}
-    for of in ("", *SETS):
-        row = shares.get(f"{edit}, {of}" if of else UNEDITED[edit], {}).get(question)
+    for of in SETS:
+        row = shares.get(f"{edit}, {of}", {}).get(question)
         ends = row["all"] if row else []
         ends = [*ends, *ends[:1] * 2][:3] or [np.nan] * 3
-        found[IN_WORDS.get(of, "nobody")] = (*ends, row["each"] if row else [])
+        found[IN_WORDS.get(of, of)] = (*ends, row["each"] if row else [])
     return found
 
 
