@@ -51,15 +51,15 @@ def write_transformer(ckpt_dir, native, shards: int = 1, layout: str = "diffuser
     (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
 
 
-def small_wan_pipeline() -> WanPipeline:
+def small_wan_pipeline(kind: type[WanPipeline] = WanPipeline) -> WanPipeline:
     """The miniature's text encoder and VAE, and a transformer of random weights."""
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 3, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 2}
     transformer = WanTransformer3DModel(**sizes, freq_dim=32, text_dim=64).eval()
     parts = {"tokenizer": AutoTokenizer, "text_encoder": UMT5EncoderModel, "vae": AutoencoderKLWan}
     parts |= {"scheduler": UniPCMultistepScheduler}
-    loaded = {name: kind.from_pretrained(MINI / name) for name, kind in parts.items()}
-    pipeline = WanPipeline(transformer=transformer, **loaded)
+    loaded = {name: part.from_pretrained(MINI / name) for name, part in parts.items()}
+    pipeline = kind(transformer=transformer, **loaded)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

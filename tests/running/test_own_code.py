@@ -37,6 +37,14 @@ BLOCK = re.compile(r"```python\n(.*?)```", re.S)
 SHOWN = re.compile(r"^(.+?)  # -> (.+)$")
 
 
+class TinyVideos(WanPipeline):
+    """A pipeline whose videos are small unless more is said."""
+
+    def __call__(self, prompt, **more):
+        small = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
+        return super().__call__(prompt, **small | {"output_type": "latent"} | more)
+
+
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """Some folder that is not the project's."""
@@ -68,7 +76,7 @@ def test_what_a_rollout_takes_anew_is_honoured(pipe, monkeypatch):
 
 @pytest.mark.beside
 def test_the_readmes_block_runs_from_any_folder(elsewhere):
-    names: dict = {}
+    names: dict = {"pipe": small_wan_pipeline(TinyVideos)}
     for block in BLOCK.findall((ROOT / "README.md").read_text().partition("## Five lines")[2]):
         exec(block, names)
     assert not torch.equal(names["run"].latents, names["edited"].latents)
@@ -77,6 +85,8 @@ def test_the_readmes_block_runs_from_any_folder(elsewhere):
     cache = load_cache("cache/mine.pt", expect=("atlas",))
     assert cache["layers"] == [1, 5] and cache["prompt"].startswith("a red circle")
     assert isinstance(names["atlas"].plot(layer=5), Figure)
+    theirs = load_cache("cache/theirs.pt", expect=("atlas",))
+    assert theirs["layers"] == [1] and theirs["prompt"] == cache["prompt"] and theirs["pass_steps"] == [0, 1]
 
 
 @patch.dict(POLICIES)  # a page adds one
