@@ -149,8 +149,8 @@ def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chose
     """Capture a diffusers pipeline, or its transformer; captured has its runs once the context has ended."""
     if captured.folder is not None:
         raise ConfigError(
-            "stream_to= is for sessions, whose runs a seed and a fingerprint tell apart: choose layers, steps "
-            "or frames of a pipeline, or reduce=, and captured.save(FILE) after each video"
+            "stream_to= is for sessions, whose runs a seed and a fingerprint tell apart: choose layers, "
+            "steps or frames of a pipeline, or reduce=, and captured.save(FILE) after each video"
         )
     layout = chosen.pop("layout", None)
     if sites:

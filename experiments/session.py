@@ -51,7 +51,7 @@ from wan import checkpoint
 from wan.cache import CachePolicy, PromptSwitch
 from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
-from wan.config import MODELS, ModelConfig, RunConfig
+from wan.config import MODELS, ModelConfig, RunConfig, latent_sides
 from wan.errors import ConfigError, checked, did_you_mean, require_text, short_repr
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
@@ -106,7 +106,8 @@ def load(
     """Return a session that generates videos, from a config's name, its path, or a directory of weights.
 
     settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
-    which streams weights from the host. cache_policy is a policy (also of one's own class), settings, a file,
+    which streams weights from the host, and size, a video's height x width in pixels ("480x832").
+    cache_policy is a policy (also of one's own class), settings, a file,
     one of configs/policies, or a name with fields, such as "window,window=9,sink=3". preview is a file of
     TAEHV's small decoder, for run.show(); run.video and run.save() stay the VAE's. Weights are read by the
     first video. Raises ConfigError for missing files and settings that do not fit.
@@ -115,6 +116,8 @@ def load(
     given: dict[str, Any] = {
         name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None
     }
+    if "size" in given:
+        given |= latent_sides(given.pop("size"))
     known = [field.name for field in fields(RunConfig)]
     if wrong := next((name for name in given if name not in known), None):
         raise ConfigError(f"{wrong} is no setting of a run{did_you_mean(wrong, known)}")

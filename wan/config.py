@@ -32,6 +32,7 @@ Device = Annotated[str, ("auto", "cpu", "cuda", "cuda:N")]  # others lack operat
 Layer = Annotated[int, 0, MAX_LAYERS - 1]
 Place = Annotated[str, 1, 4096]  # of a file or folder
 Prompt = Annotated[str, 0, MAX_TEXT]
+PIXELS = 8  # of a video along a side of a latent
 Scale = Annotated[float, TINY, MAX_SCALE]
 Side = Annotated[int, 1, 1024]
 Size = Annotated[int, 1, MAX_SIZE]  # of a layer
@@ -78,9 +79,7 @@ class ModelConfig:
         """Tokens S of one latent frame of height x width."""
         _, patch_h, patch_w = self.patch_size
         if height % patch_h or width % patch_w:
-            raise ConfigError(
-                f"latent frames of {height} x {width} do not split into patches of {patch_h} x {patch_w}"
-            )
+            latent_sides(f"{PIXELS * height}x{PIXELS * width}", (patch_h, patch_w))
         return (height // patch_h) * (width // patch_w)
 
 
@@ -306,6 +305,27 @@ def as_one_block(config: RunConfig) -> RunConfig:
     return replace(config, **one)
 
 
+def latent_sides(size: Any, patch: tuple[int, int] = (2, 2)) -> dict[str, int]:
+    """Return height and width of latents for a video's height x width in pixels, such as "480x832".
+
+    ConfigError for sides that are not in whole patches; it names the nearest ones.
+    """
+    sides = [int(side) for side in str(size).split("x") if side.isdecimal() and len(side) < 6]
+    if len(sides) != 2 or str(size).count("x") != 1:
+        raise ConfigError(f"size {short_repr(size)} is not a height and a width in pixels, such as 480x832")
+    steps = [PIXELS * side for side in patch]
+    nearest = [
+        {max(step, side // step * step), -(-side // step) * step or step}
+        for side, step in zip(sides, steps, strict=True)
+    ]
+    if any(side not in near for side, near in zip(sides, nearest, strict=True)):
+        legal = " or ".join(
+            f"{height}x{width}" for height in sorted(nearest[0]) for width in sorted(nearest[1])
+        )
+        raise ConfigError(f"{size} pixels are not in whole patches of {steps[0]} x {steps[1]}: take {legal}")
+    return {"height": sides[0] // PIXELS, "width": sides[1] // PIXELS}
+
+
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read a YAML file into a RunConfig; entries of overrides that are not None win.
 
@@ -313,7 +333,13 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     Raise ConfigError for a file that is not there, an unknown key, or a value that no run can have.
     """
     # 1. Flags win over the file; a policy and later prompts are replaced as a whole.
-    settings = read_yaml(path) | {k: v for k, v in (overrides or {}).items() if v is not None}
+    settings = read_yaml(path)
+    overrides = {k: v for k, v in (overrides or {}).items() if v is not None}
+    with named(path):
+        for given in (settings, overrides):  # size is of the video, height and width of its latents
+            if "size" in given:
+                given |= latent_sides(given.pop("size"))
+    settings |= overrides
     # 2. Frames that fit whole blocks behind a first one; values of other types are refused below.
     defaults = {each.name: each.default for each in fields(RunConfig)}
     asked, n = (settings.get(name, defaults[name]) for name in ("num_frames", "num_frame_per_block"))

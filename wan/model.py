@@ -455,6 +455,12 @@ class CausalWanModel(WanModel):
         super().__init__(**sizes)
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
 
+    def _replicate_for_data_parallel(self):
+        raise ConfigError(
+            "nn.DataParallel cannot divide a rollout's cache: make one rollout on N GPUs by --gpus N, "
+            "several by --workers N"
+        )
+
     def forward(  # type: ignore[override]  # it shares parameters with WanModel, not its call
         self,
         x: Tensor,
@@ -469,6 +475,11 @@ class CausalWanModel(WanModel):
         With a KV cache, x is the block it was last advanced to. Without one, frames gives the absolute
         indices of the F frames (default 0..F-1) and mask [L, L] what may be attended: a training step.
         """
+        if kv_cache is not None and torch.compiler.is_compiling():
+            raise ConfigError(
+                "torch.compile cannot follow a rollout's cache: compile modules, such as "
+                "model.blocks[5].ffn.compile(); a GPU's layers are replayed from CUDA graphs anyway"
+            )
         if frames is None:
             frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
         t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]  # [B, F or 1]

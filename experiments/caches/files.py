@@ -257,12 +257,17 @@ def encode_mp4(
     enlarge = -(-shortest // min(pixels.shape[1:3]))
     pixels = pixels.repeat(enlarge, 1).repeat(enlarge, 2)
     described = ["-metadata", f"description={about}"] if about else []
+    # Players guess the matrix of a file that names none by its height, as it is chosen here.
+    height, width = (-(-side // multiple) * multiple for side in pixels.shape[1:3])
+    matrix = "bt709" if height >= 720 else "smpte170m"
+    filters = f"scale={width}:{height}:out_color_matrix={matrix}:out_range=tv"
+    colors = ["-vf", f"{filters},setparams=colorspace={matrix}:color_primaries={matrix}:color_trc=bt709"]
     return iio.imwrite(
         "<bytes>",
         pixels,
         extension=".mp4",
         fps=FPS,
         codec="libx264",
-        macro_block_size=multiple,
-        output_params=[*(("-metadata", f"comment={tag}") if tag else ()), *described, *options],
+        macro_block_size=1,
+        output_params=[*(("-metadata", f"comment={tag}") if tag else ()), *described, *colors, *options],
     )

@@ -248,6 +248,7 @@ def run_parser(
     parser.exclude("no_checkpoint", "checkpoint_path")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
+    flag("--size", metavar="HEIGHTxWIDTH", help="of the video in pixels, in whole patches of 16")
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds", "first_frames")
     if steps:
         flag("--steps", type=int, nargs="+", help="several passes, in place of one --step")
@@ -315,7 +316,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     """Return the settings of a run_parser's flags: the YAML, overridden by the flags that were given."""
     # 1. The YAML, and flags that were given: None is a flag that was not
     names = [field.name for field in fields(RunConfig) if field.name not in FILE_FIELDS]
-    given: dict[str, Any] = {name: getattr(args, name, None) for name in names}
+    given: dict[str, Any] = {name: getattr(args, name, None) for name in [*names, "size"]}
     if args.gpu_id is not None:
         given["device"] = f"cuda:{args.gpu_id}"
     if args.cache_policy:

@@ -1,5 +1,6 @@
 """Videos as mp4, and what is said where there is no ffmpeg to write them."""
 
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -34,6 +35,16 @@ def test_a_missing_ffmpeg_is_named_with_its_remedy(without_ffmpeg):
         require_ffmpeg("draw nothing")
     with pytest.raises(CacheError, match="written by ffmpeg, which is not here"):
         encode_mp4(np.zeros((3, 16, 16, 3), np.uint8))
+
+
+@pytest.mark.parametrize(("height", "said"), [(64, "smpte170m/smpte170m/bt709"), (720, "bt709")])
+def test_a_video_names_the_matrix_that_its_colours_went_through(height, said, tmp_path):
+    colour = np.array([200, 30, 0], np.uint8)
+    (tmp_path / "a.mp4").write_bytes(encode_mp4(np.broadcast_to(colour, (2, height, 64, 3))))
+    command = [require_ffmpeg(), "-i", str(tmp_path / "a.mp4"), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    done = subprocess.run(command, capture_output=True)
+    assert f"yuv420p(tv, {said}, progressive)" in done.stderr.decode()
+    assert np.abs(np.frombuffer(done.stdout, np.uint8).reshape(-1, 3) - colour.astype(int)).max() <= 4
 
 
 def test_a_comment_behind_the_box_is_not_its_own(tmp_path):

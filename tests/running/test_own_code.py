@@ -110,6 +110,14 @@ def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatc
         assert Path("ablated.mp4").stat().st_size > 1000
 
 
+def test_wrappers_of_the_whole_model_are_one_line_that_says_what_to_do(pipe, monkeypatch):
+    with pytest.raises(ConfigError, match=r"--gpus N, several by --workers N"):
+        pipe.model._replicate_for_data_parallel()  # as nn.DataParallel does on several GPUs
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ConfigError, match=r"cannot follow a rollout's cache: .*ffn\.compile\(\)"):
+        pipe.generate("a red circle", seed=3)
+
+
 def test_the_atlas_has_the_bytes_that_the_script_writes(elsewhere, pipe, tiny):
     with capture(pipe, key_curve=True, cross=True, rope_bands=True) as seen:
         first = pipe.generate("a red circle", seed=7)

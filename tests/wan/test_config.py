@@ -62,7 +62,7 @@ def test_the_released_models():
     small, large = MODELS["Wan2.1-T2V-1.3B"], MODELS["Wan2.1-T2V-14B"]
     assert (small.head_dim, large.head_dim) == (128, 128)
     assert small.tokens_per_frame(60, 104) == 1560
-    with pytest.raises(ConfigError, match="61 x 104"):
+    with pytest.raises(ConfigError, match="488x832"):
         small.tokens_per_frame(61, 104)
 
 
@@ -113,3 +113,19 @@ def test_a_configuration_says_all_that_its_model_needs_and_runs(name):
     for call in calls:
         mass = call["frame_mass"].sum(-1)
         torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-5, rtol=0)
+
+
+def test_sizes_are_given_in_pixels_and_refused_with_the_nearest_ones(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("size: 64x80\n")
+    assert (load_config(path).height, load_config(path).width) == (8, 10)
+    assert load_config(path, {"size": "480x832", "seed": None}).height == 60
+    for size, message in (
+        ("490x832", "490x832 pixels are not in whole patches of 16 x 16: take 480x832 or 496x832"),
+        ("3x3", "take 16x16$"),
+        ("480", "size '480' is not a height and a width in pixels, such as 480x832"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_config(path, {"size": size})
+    with pytest.raises(ConfigError, match=r"488x832 pixels .* take 480x832 or 496x832"):
+        MODELS["Wan2.1-T2V-1.3B"].tokens_per_frame(61, 104)
