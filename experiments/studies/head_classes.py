@@ -1,8 +1,10 @@
 """Classes of heads by the rules of head-wise cache policies, and the mean queries that TriAttention needs."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
 from experiments.caches import load_cache
-from experiments.caches.files import CacheError, replacing
+from experiments.caches.files import CacheError, replacing, save_report
 from experiments.caches.view import open_profiles
 from experiments.session import load
 from wan.blocks import block_frames
@@ -64,6 +66,37 @@ def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
     return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, found)
 
 
+def stability(
+    rule: str, atlases: Mapping[str, Any], num: int | None = None, block: int = 1
+) -> list[dict[str, Any]]:
+    """Compare the classes of one model's heads between its atlases by name, and between their passes.
+
+    A row per kind of pair: how many there are, the share of heads with the same class in both (mean and
+    lowest), what labels drawn with the same counts would share, and the heads of one class throughout.
+    """
+    # 1. The classes of every pass of every atlas
+    labels = {
+        (name, step): classes_of(rule, atlas, step, num, block)
+        for name, atlas in atlases.items()
+        for step in atlas.get("pass_steps") or range(len(atlas["pass_timesteps"]))
+    }
+    # 2. Pairs that differ in one thing
+    rows = []
+    for what, differs in (("passes", 1), ("atlases", 0)):
+        pairs = [
+            (labels[a], labels[b]) for a, b in combinations(labels, 2) if a[1 - differs] == b[1 - differs]
+        ]
+        pairs = [(a, b) for a, b in pairs if a.shape == b.shape]
+        if not pairs:
+            continue
+        shares = [float((a == b).mean()) for a, b in pairs]
+        chance = [sum((a == k).mean() * (b == k).mean() for k in np.unique(a)) for a, b in pairs]
+        row: dict[str, Any] = {"between": what, "pairs": len(pairs), "same": float(np.mean(shares))}
+        rows.append(row | {"lowest": min(shares), "chance": float(np.mean(chance))})
+    whole = np.stack([*labels.values()])
+    return [row | {"one_class_throughout": float((whole == whole[0]).all(0).mean())} for row in rows]
+
+
 def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     """Roll a model out with its whole past; return q_mean_real, q_mean_imag, q_abs_mean [layers, H, D / 2].
 
@@ -98,7 +131,17 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
             np.savez_compressed(file, **means)
         print(output)
         return
-    classes = classes_of(args.rule, load_cache(args.atlas), args.step, args.num, args.block)
+    atlases = {path: load_cache(path) for path in args.atlas}
+    if len(atlases) > 1:
+        rows = stability(args.rule, atlases, args.num, args.block)
+        for row in rows:
+            print(
+                "  ".join(f"{name} {round(x, 3) if isinstance(x, float) else x}" for name, x in row.items())
+            )
+        if args.output_path:
+            save_report({"rule": args.rule, "atlases": [*atlases], "rows": rows}, output)
+        return
+    classes = classes_of(args.rule, *atlases.values(), args.step, args.num, args.block)
     with replacing(output) as file:
         np.savetxt(file, classes, "%d", ",")
     counts = zip(*np.unique(classes, return_counts=True), strict=True)

@@ -18,6 +18,11 @@ def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past(
         assert found.shape == (8, 12) and set(found.flat) <= labels
         if rule in ("dummy", "mass"):  # 40 dummy heads, or 40 of the most mass
             assert (found == max(labels)).sum() == 40
+    other = dict(atlas) | {"frame_mass": atlas["frame_mass"].roll(1, 2)}  # every head is its neighbour
+    passes, atlases = head_classes.stability("mass", {"a": atlas, "b": other, "c": atlas}, num=40)
+    assert (passes["between"], passes["pairs"], atlases["pairs"]) == ("passes", 30, 15)
+    assert 0.5 < passes["lowest"] <= passes["same"] < 1 and abs(passes["chance"] - 0.5) < 0.05
+    assert passes["one_class_throughout"] <= min(passes["lowest"], atlases["lowest"]) < atlases["same"] < 1
     mass = np.array([[[0.5, 0.1, 0.4], [0.1, 0.5, 0.4], [0.01, 0.02, 0.97]]])
     assert head_classes.dummy(mass, [2], 1).tolist() == [[0, 1, 2]]
     with pytest.raises(CacheError, match="needs an atlas"):
