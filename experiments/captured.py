@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import psutil
@@ -496,20 +496,33 @@ class Atlas(dict[str, Any]):
 
     @checked
     def plot(
-        self, layer: int, step: int | None = None, quantity: str | None = None, head: int | None = None
+        self,
+        layer: int | None = None,
+        step: int | None = None,
+        quantity: str | None = None,
+        head: int | Annotated[str, ("mean",)] | None = None,
     ) -> "Figure":
         """Draw the profile of every head of a layer over the key frames, seen by the last block's queries.
 
-        Of one head: its matrix, query by key frames. CacheError for a layer or head that is not there.
+        Of one head, or of head="mean" over all: its matrix, query by key frames; without a layer those of all
+        layers, of the mean where no head is given. CacheError for a layer or head that is not there.
         """
         view, draw = self.view(step, quantity), drawing()
-        if head is not None:
-            matrix = view.key_matrix(layer)
-            if head not in range(view.num_heads):
+        if layer is None or head is not None:
+            chosen = "mean" if head is None else head
+            if chosen not in ("mean", *range(view.num_heads)):
                 raise CacheError(f"head {head} is not in this cache; it has 0..{view.num_heads - 1}")
-            if matrix is None:
-                raise CacheError(f"this cache has no {view.quantity} by query frame: leave head out")
-            return draw.frame_maps(matrix[[head]], view.matrix_rows, view.caption, layer=layer, heads=[head])
+            found = [view.key_matrix(each) for each in (view.layers if layer is None else [layer])]
+            if any(matrix is None for matrix in found):
+                raise CacheError(
+                    f"this cache has no {view.quantity} by query frame: give a layer, and no head"
+                )
+            matrices = np.stack(found)  # [layers, H, rows, columns]
+            maps = matrices.mean(1) if chosen == "mean" else matrices[:, chosen]
+            name = "mean over heads" if chosen == "mean" else f"head {chosen}"
+            title = f"{'All layers' if layer is None else f'Layer {layer}'}, {name}"
+            names = [f"L{n}" for n in view.layers] if layer is None else [""]
+            return draw.frame_maps(maps, view.matrix_rows, view.caption, layer=title, heads=names)
         titles = draw.head_titles(head_statistics(view.frame_profile(layer)).delta)
         note = "Δ = first − middle"
         return draw.head_grid(view.key_profile(layer), titles, view.caption, layer=layer, note=note)

@@ -345,14 +345,15 @@ def frame_maps(
     query_frames: Sequence[int],
     caption: Caption,
     *,
-    layer: int,
+    layer: int | str,
     heads: Sequence[int | str] | None = None,
     keys: Sequence[str] | None = None,
     key_axis="frame",
 ) -> Figure:
     """Draw query × key frames of every head on one colour scale: matrices [H, rows, F + averages].
 
-    A row per entry of query_frames. heads are their numbers or names, 0, 1, ... by default. keys are labels
+    A row per entry of query_frames. layer is a number, or what the title says in its place. heads are their
+    numbers or names, 0, 1, ... by default; more than 16 are thumbnails, six in a row. keys are labels
     of columns that are not the frames 0, 1, ...; key_axis says whether they are frames or positions.
     """
     # 1. How many of the last columns are averages; what the heads are called
@@ -361,7 +362,8 @@ def frame_maps(
     heads = range(H) if heads is None else heads
     which = f", {H} heads" if H > 1 else f", head {heads[0]}"
     which *= not isinstance(heads[0], str)
-    title = f"Layer {layer}{which}: {st.NAMES[caption.quantity]}, query × key frames"
+    whose = layer if isinstance(layer, str) else f"Layer {layer}"
+    title = f"{whose}{which}: {st.NAMES[caption.quantity]}, query × key frames"
     # 2. A cache of profiles alone: an empty panel says so
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panels(1, 1, size=(7.0, 1.0))
@@ -372,7 +374,8 @@ def frame_maps(
         return figure
     # 3. A panel a head; square cells where queries are about as many as keys
     square = rows > F / 2
-    figure, axes = st.panels(H, columns=4, size=(2.2, 1.9 if square else 1.4) if H > 1 else (5.0, 2.4))
+    size = (2.2, 1.9 if square else 1.4) if H <= 16 else (1.6, 1.5 if square else 1.1)
+    figure, axes = st.panels(H, columns=4 if H <= 16 else 6, size=size if H > 1 else (5.0, 2.4))
     if square and H > 1:
         st.shape_square(figure, axes)
     legend = st.grey_legend(matrices)

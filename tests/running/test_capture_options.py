@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -99,6 +100,13 @@ def test_one_head_and_means_of_atlases_are_drawn(pipe):
         runs = pipe.generate(PROMPTS, seeds=[1, 2], product=True)
     atlases = [seen.atlas(run) for run in runs]
     assert isinstance(atlases[0].plot(layer=1, head=1), Figure)
+    every, mean_of_one = atlases[0].plot(quantity="mass"), atlases[0].plot(1, 0, "mass", head="mean")
+    shown = [np.ma.filled(figure.axes[n].images[0].get_array(), np.nan)
+             for figure, n in ((every, 1), (mean_of_one, 0))]  # fmt: skip
+    expected = atlases[0]["frame_mass"][:, 0].float().mean(1)[1].numpy()
+    for image in shown:  # of layer 1
+        np.testing.assert_allclose(image, expected, rtol=1e-5)
+    assert [axis.get_title(loc="left") for axis in every.axes[:2]] == ["L0", "L1"]
     with pytest.raises(CacheError, match=r"head 2 is not in this cache; it has 0\.\.1"):
         atlases[0].plot(layer=1, head=2)
     mean = Atlas.mean(atlases)
