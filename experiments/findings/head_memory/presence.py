@@ -171,7 +171,7 @@ def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -
         "effects of P": rounded(sorted(effects, reverse=True)[:CHOSEN]),
         "pairs of readers": readers["pairs"],
         "shares of I": sorted(readers["shares"], reverse=True)[:CHOSEN],
-        "tracker agrees": unedited["agrees"],
+        "tracker agrees": unedited.get("agrees"),
         "largest difference to rollouts alone": unedited["alone"],
         "pairs": pairs,
         "answers": answers,

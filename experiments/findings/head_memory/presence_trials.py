@@ -326,10 +326,8 @@ class PresenceTrials:
             answers = judge_returns(videos, these, self.config.block_sizes)
             found = {name: found.get(name, "") + of for name, of in answers.items()}
             if start == 0 and checked:
-                found["agrees"] = (
-                    f"{agrees(answers, videos[:checked], these[:checked])}/{len(these[:checked])}"
-                )
-        return found
+                said = agrees(answers, videos[:checked], these[:checked])
+        return found | ({"agrees": f"{said}/{min(checked, len(latents))}"} if checked else {})
 
     def trial(
         self,
