@@ -49,6 +49,7 @@ from wan.keys import (
     send,
 )
 from wan.sites import (
+    BESIDE_GRAPHS,
     CALLS,
     OF_FORWARD,
     OF_HEADS,
@@ -852,6 +853,10 @@ class Edits(Watcher):
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         return at is not None and any(edit.selects(site, layer, at) for edit in self.edits)
+
+    def hides(self, layer: int, at: Pass | None) -> bool:
+        """Return whether an edit is of what a CUDA graph computes; whole calls run between two graphs."""
+        return any(self.wants(site, layer, at) for site in self.sees - BESIDE_GRAPHS)
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
         for number, edit in enumerate(self.edits):

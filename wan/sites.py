@@ -62,7 +62,7 @@ SITES: dict[str, str] = {
 CALLS = ("self", "cross")  # visited too: a whole attention call (wan.attention.Call) before its softmax
 OF_FORWARD = ("x_t", "flow", "x0")  # of no layer
 OF_HEADS = frozenset(name for name, axes in SITES.items() if "H" in axes)
-BESIDE_GRAPHS = frozenset({*OF_FORWARD, "z", "scores", "pattern"})  # which no CUDA graph hides
+BESIDE_GRAPHS = frozenset({*OF_FORWARD, "self", "z", "scores", "pattern"})  # which no CUDA graph hides
 WHOLE_ON_EACH_GPU = frozenset({*CALLS, *OF_FORWARD, "z", "cross_z"})  # of others GPUs share tokens
 
 

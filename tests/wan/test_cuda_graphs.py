@@ -13,7 +13,7 @@ from helpers.parallel_rollouts import small_model
 
 from wan.activations import SiteCapture
 from wan.capture import CaptureRequest
-from wan.interventions import Knockout, intervene
+from wan.interventions import Ablate, Knockout, Move, Steer, intervene
 from wan.model import CausalWanModel
 from wan.policies import make_policy
 from wan.sites import watched
@@ -109,12 +109,18 @@ def test_hooks_between_layers_are_heard(in_place, replays):
     assert replays[1] > replays[0] > 0
 
 
-def test_who_sees_the_text_or_edits_runs_without(replays):
+def test_who_sees_the_text_or_edits_what_graphs_hold_runs_without(replays):
+    """Whole calls of self-attention, and z, lie between the graphs: their edits go with them."""
     eager, model = both()
     assert_equal(roll_out(model, requests=[TEXT]), roll_out(eager, requests=[TEXT]))
-    with intervene(Knockout(frames="first", heads=[1], passes="all")):
-        assert_equal(roll_out(model), roll_out(eager))
+    for of_graphs in (Steer("resid_post", torch.ones(48), passes="all"), Knockout(tokens=[1], passes="all")):
+        with intervene(of_graphs):
+            assert_equal(roll_out(model), roll_out(eager))
     assert replays == [0, 0]
+    key, turn = Knockout(frames="first", heads=[1], passes="all"), Move("first", offset=2, passes="clean")
+    with intervene(key, turn, Ablate("zero", heads=[0], passes="denoise")) as active:
+        assert_equal(roll_out(model), roll_out(eager))
+    assert replays[1] > replays[0] > 0 and all(active.changed)
     for _ in range(2):
         assert_equal(roll_out(model), roll_out(eager))
     one = CaptureRequest(granularity="frame", kinds=("self", "cross"), layers=[1])

@@ -138,6 +138,7 @@ def require_gpus(count: int) -> None:
         pytest.skip(f"{count} GPUs are needed, and there {'is' if here == 1 else 'are'} {here}")
 
 
+@torch.backends.cudnn.flags(allow_tf32=False)  # new processes know nothing of the fixture
 def of_a_group(group, device="cuda"):
     """Latents and calls without graphs and with them, of one process or of all of a group."""
     torch.manual_seed(0)
