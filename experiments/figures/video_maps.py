@@ -139,10 +139,12 @@ def word_strip(
 
 
 @styled
-def video_strips(videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str) -> Figure:
+def video_strips(
+    videos: Mapping[str, np.ndarray], frames: Sequence[int], *, subtitle: str, title: str | None = None
+) -> Figure:
     """Draw a row per video [frames, height, width, 3], uint8, of these video frames, their numbers on top."""
     figure, *_ = st.picture_grid({n: video[list(frames)] for n, video in videos.items()}, [*map(str, frames)])
-    st.label_figure(figure, [], f"Frames of the videos: {', '.join(videos)}", subtitle)
+    st.label_figure(figure, [], title or f"Frames of the videos: {', '.join(videos)}", subtitle)
     return figure
 
 

@@ -16,6 +16,7 @@ from wan.errors import ConfigError, did_you_mean, fitted, short_repr
 Width = Literal["column", "page"] | Annotated[float, 1, 40] | None  # a journal's, or inches
 Count = Annotated[int, 1, 100_000]
 KINDS: dict[str, Any] = {
+    "ACTIVE": Count,
     "ALPHA": Annotated[float, 0, 1],
     "ATLAS": str,
     "ATTRIBUTION": str,
@@ -24,6 +25,7 @@ KINDS: dict[str, Any] = {
     "BLOCK": int,
     "BRANCH": Literal["cond", "uncond"],
     "CACHE_PATH": str,
+    "CAPTIONS": Annotated[int, 4, 100_000],
     "CAUSAL_ATLAS": str,
     "CONFIG": str,
     "CONFIG_PATH": str,
@@ -31,6 +33,8 @@ KINDS: dict[str, Any] = {
     "DISTANCES": Count,
     "EDIT": dict,
     "EFFECTS": str,
+    "EPOCHS": Count,
+    "FEATURES": Count,
     "FIGURE_HEIGHT": Annotated[float, 1, 40] | None,
     "FIGURE_WIDTH": Width,
     "FINDING": str,
@@ -90,6 +94,7 @@ PARAMETERS = {  # of each notebook, as its first code cell has them
     "plt_fig4": "CACHE_PATH SAVE_DIR HEADS QUANTITY STEP VIDEO REFERENCE_CSV REFERENCE_MODEL TOKENS_PER_BAR "
     "TITLE FIGURE_WIDTH FIGURE_HEIGHT PDF",
     "policies": "CONFIG_PATH POLICIES NUM_FRAMES LAYER STEP SAVE_DIR FIGURE_WIDTH",
+    "sae": "CONFIG CAPTIONS NUM_FRAMES LAYER FEATURES ACTIVE EPOCHS SCALE SEED SAVE_DIR",
     "sweep": "SWEEP_DIR HEADS STEP SAVE_DIR PUBLISHED FIGURE_WIDTH PDF",
     "your_own_pipeline": "PIPELINE PROMPT SEED NUM_FRAMES LAYER SAVE_DIR",
 }

@@ -447,6 +447,7 @@ BAD = [
     ("activations", {"LAYERS": [0, 8]}, "LAYERS has 8, which is not in 0..7"),
     ("activations", {"STEERED_LAYER": 99}, "STEERED_LAYER = 99 is not in 0..7"),
     ("activations", {"CONFIG": "wan_minni"}, "wan_minni"),
+    ("sae", {"LAYER": 8}, "LAYER = 8 is not in 0..7"),
     ("your_own_pipeline", {"LAYER": 8}, "LAYER = 8 is not in 0..7"),
     ("policies", {"LAYER": 99}, "LAYER = 99 is not in 0..7"),
     ("policies", {"STEP": 9}, "STEP = 9 is not in 0..4"),
@@ -475,6 +476,20 @@ def test_a_pipeline_of_ones_own_is_captured_and_edited(tmp_path):
     assert "Atlas: WanPipeline (unknown), “a red circle moving" in said
     assert "frames 2, frames 2]" in said and "16 calls were edited; pixels differ by 0.0" in said
     assert {*drawn} == {"your_profiles.svg", "your_words.svg"} and "▁circle" in drawn["your_words.svg"]
+
+
+def test_an_autoencoder_of_a_stores_rows(tmp_path):
+    small = {"CAPTIONS": 8, "NUM_FRAMES": 3, "FEATURES": 64, "EPOCHS": 2}
+    said, drawn = run("sae", tmp_path, **small)
+    assert "8 runs, 576 rows of 192 to train on" in said, said
+    shares = {
+        name: float(row_of(said, *name.split())[len(name.split())])
+        for name in ("autoencoder", "principal components")
+    }
+    assert 0 < shares["autoencoder"] < 1 and 0 < shares["principal components"] < 1
+    table = said.split("held-out captions, those")[1]
+    assert table.count("the feature") == table.count("random") == table.count("plain") > 0
+    assert {*drawn} == {f"sae_{name}.svg" for name in ("features", "frames", "steered")}
 
 
 @pytest.mark.parametrize(("name", "parameters", "message"), BAD)
