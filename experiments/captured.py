@@ -512,13 +512,14 @@ class Atlas(dict[str, Any]):
             chosen = "mean" if head is None else head
             if chosen not in ("mean", *range(view.num_heads)):
                 raise CacheError(f"head {head} is not in this cache; it has 0..{view.num_heads - 1}")
-            found = [view.key_matrix(each) for each in (view.layers if layer is None else [layer])]
-            if any(matrix is None for matrix in found):
+            chosen_layers = view.layers if layer is None else [layer]
+            found = [matrix for n in chosen_layers if (matrix := view.key_matrix(n)) is not None]
+            if len(found) < len(chosen_layers):
                 raise CacheError(
                     f"this cache has no {view.quantity} by query frame: give a layer, and no head"
                 )
             matrices = np.stack(found)  # [layers, H, rows, columns]
-            maps = matrices.mean(1) if chosen == "mean" else matrices[:, chosen]
+            maps = matrices[:, chosen] if isinstance(chosen, int) else matrices.mean(1)
             name = "mean over heads" if chosen == "mean" else f"head {chosen}"
             title = f"{'All layers' if layer is None else f'Layer {layer}'}, {name}"
             names = [f"L{n}" for n in view.layers] if layer is None else [""]

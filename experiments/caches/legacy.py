@@ -1,4 +1,4 @@
-"""Convert caches written before they carried a `format` to today's fields.
+"""Convert caches written before they carried a `format` to today's fields, and back for the forks' notebooks.
 
 Older scripts always kept the first pass of a block (t = 1000), stored 0 where a frame was not attended, put
 configuration objects and numpy values among plain ones, and called 19 generated frames 21.
@@ -65,6 +65,28 @@ def modernise(raw: dict[str, Any]) -> dict[str, Any]:
             raw[name] = value.tolist()
     raw = UNRECORDED | {"notes": []} | raw
     return raw | {"format": kind, "schema_version": 1} | convert(raw)
+
+
+def to_attention_weights(atlas: Mapping[str, Any], at: int = 0) -> dict[str, Any]:
+    """Return pass number `at` of an atlas as the forks' notebooks read it: a list of layers.
+
+    >>> torch.save(to_attention_weights(atlas), "attention_cache_figure4.pt")
+
+    They average tokens to frames by frame_seq_length, which is 1 here: attn_logits [1, H, Fq, F] are mean
+    logits of the last block's frames, 0 where a frame was not attended.
+    """
+    queries, keys = block_frames(atlas["block_sizes"], -1), list(range(atlas["num_frames"]))
+    logits = atlas["frame_logits"][:, at][:, :, queries].float().nan_to_num(0)  # [layers, H, Fq, F]
+    shared = {"num_frames": len(keys), "frame_seq_length": 1, "is_logits": True}
+    lengths = {"num_query_frames": len(queries), "num_key_frames": len(keys)}
+    own = {**shared, **lengths, "num_heads": logits.shape[1], "last_block_start_frame": queries[0]}
+    layers = [
+        {"layer_idx": layer, "attn_logits": of_layer[None].clone(), **own}
+        for layer, of_layer in zip(atlas["layers"], logits, strict=True)
+    ]
+    told = {name: atlas[name] for name in ("prompt", "num_frame_per_block", "block_sizes")}
+    frames = {"query_frames": queries, "key_frames": keys, "layer_indices": list(atlas["layers"])}
+    return {"attention_weights": layers, **shared, **told, **frames, "capture_method": "atlas"}
 
 
 def _figure4(raw: dict[str, Any]) -> dict[str, Any]:

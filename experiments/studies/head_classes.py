@@ -141,7 +141,8 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
         if args.output_path:
             save_report({"rule": args.rule, "atlases": [*atlases], "rows": rows}, output)
         return
-    classes = classes_of(args.rule, *atlases.values(), args.step, args.num, args.block)
+    (atlas,) = atlases.values()
+    classes = classes_of(args.rule, atlas, args.step, args.num, args.block)
     with replacing(output) as file:
         np.savetxt(file, classes, "%d", ",")
     counts = zip(*np.unique(classes, return_counts=True), strict=True)

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, part_of
 from experiments.caches.formats import FORMATS, check, declared_fields, peek
+from experiments.caches.legacy import to_attention_weights
 from experiments.caches.store import open_layers
 from experiments.caches.view import open_profiles
 from wan import files
@@ -371,6 +372,20 @@ def test_calls_of_an_older_inference_cache_get_their_tags(read):
     alone["attention_weights"] = alone["attention_weights"][-1:]
     (call,) = read(alone)["attention_weights"]
     assert (call["block"], call["step"], call["timestep"]) == (2, None, None)
+
+
+def test_an_atlas_is_written_for_the_notebooks_of_the_forks(read):
+    now = synthetic_caches.atlas(layers=(1, 5), F=9, H=3, S=5)
+    older = to_attention_weights(now, at=1)
+    for place, entry in enumerate(older["attention_weights"]):  # as they compute it
+        attn, length = entry["attn_logits"][0].float().numpy(), entry["frame_seq_length"]
+        means = [
+            attn.mean(1)[:, k * length : (k + 1) * length].mean(1) for k in range(attn.shape[2] // length)
+        ]
+        expected = now["frame_logits"][place, 1][:, 6:].mean(1)
+        torch.testing.assert_close(torch.from_numpy(np.stack(means, 1)), expected)
+    again = open_profiles(read(older))
+    assert again.layers == (1, 5) and np.allclose(again.frame_profile(5), expected)
 
 
 def test_omegaconf_and_numpy_values_and_tokens(read):
