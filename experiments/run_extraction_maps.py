@@ -20,7 +20,8 @@ def numbers(what: str) -> dict[str, Any]:
 
     def read(text: str) -> tuple[int, ...]:
         words = text.split(",")
-        if len(words) != len(what.split(",")) or not all(w.isdecimal() and len(w) < 10 for w in words):
+        are_numbers = text.isascii() and all(w.isdecimal() and len(w) < 10 for w in words)
+        if len(words) != len(what.split(",")) or not are_numbers:
             raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}, whole numbers from 0")
         return tuple(map(int, words))
 

@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, strategies
 
 import experiments
-from experiments import Atlas, at, capture, intervene, load, x0_lens
+from experiments import Atlas, at, capture, intervene, load, run_extraction_all, x0_lens
 from experiments.caches import load_cache
-from experiments.running.cli import Parser
+from experiments.running.cli import Parser, main
 from wan.config import load_config
 from wan.errors import ConfigError, UserError, checked
 from wan.files import read_yaml
-from wan.interventions import Ablate, Band, Bias, Knockout, Patch, Source, Steer
+from wan.interventions import Ablate, Band, Bias, Knockout, Patch, Source, Steer, read_edits
 
 NAN = float("nan")
 
@@ -145,9 +146,37 @@ def test_words_of_yaml_that_are_no_text_and_names_that_are_no_file(tmp_path):
 def test_a_flag_that_is_none_names_the_nearest(capsys):
     parser = Parser()
     parser.add_argument("--layer_indices")
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--layers", "3"])
-    assert "did you mean --layer_indices?" in capsys.readouterr().err
+    for words in (["--layers", "3"], ["a.pt", "--layers"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert "did you mean --layer_indices?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--config_path", "wan_minni"], "none of configs/; did you mean wan_mini?"),
+    (["--seed", "1_0"], "'1_0' is not a whole number"),
+    (["--seed", "\uff11"], "is not a whole number"),
+    (["--cache_policy", ""], "cache_policy '' is no file and no policy"),
+    (["--cache_policy", "window,window=9,window=6"], "has window twice"),
+    (["--prompt_schedule", "none.yaml"], "is no YAML file of one list `prompts`, each with frame"),
+    (["--prompts", "none.txt", "--output_dir", "x"], "No such file or directory; write a prompt a line"),
+    (["--interventions", "none.yaml"], "No such file or directory; write - {edit: knockout, frames: first"),
+    (["--ablate_heads", "no.csv", "--ablate_passes", "all"], "such file or directory; write 8 lines of 12"),
+    (["--ckpt_dir", "none"], "download_weights.sh; or --config_path configs/wan_mini.yaml, whose weights"),
+])  # fmt: skip
+def test_a_wrong_flag_says_what_would_fit(flags, said, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        main(run_extraction_all.run, ["--config_path", "configs/wan_mini.yaml", "--quiet", *flags])
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == 1 and said in lines[0], lines
+
+
+def test_what_is_no_list_of_edits(tmp_path):
+    for text in ("- knockout", "interventions: 5", "edit: knockout", "- null"):
+        (tmp_path / "edits.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"write (- )?\{edit: knockout, frames: first, passes: denoise"):
+            read_edits(tmp_path / "edits.yaml")
 
 
 def test_checked_functions_stay_what_they_are():

@@ -32,6 +32,7 @@ StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound="WanModel")
 
 DOWNLOAD_HINT = "bash experiments/download_weights.sh"
+MINIATURE = "configs/wan_mini.yaml"
 VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"  # of the original release
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 MOVES_AT_ONCE = 8  # weights on their way to a GPU, which converts them
@@ -119,7 +120,8 @@ PARTS = {
 def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = False) -> Path:
     """Return the path of a file, or of a model directory. Raise CheckpointError where there is none."""
     if not (Path(path).is_dir() if is_folder else Path(path).is_file()):
-        raise CheckpointError(f"{'model directory ' * is_folder}{path} not found; run: {hint}")
+        mini = f"; or --config_path {MINIATURE}, whose weights are here" * hint.startswith(DOWNLOAD_HINT)
+        raise CheckpointError(f"{'model directory ' * is_folder}{path} not found; run: {hint}{mini}")
     return Path(path)
 
 

@@ -41,14 +41,20 @@ class UnreadableError(ValueError):
     """Why a file was not read, without its name."""
 
 
-def read_text(path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] = ConfigError) -> str:
-    """Read a plain file of at most limit bytes as UTF-8, with or without its mark. Raise error otherwise."""
+def read_text(
+    path: str | Path, limit: int = TEXT_BYTES, error: type[UserError] = ConfigError, form: str = ""
+) -> str:
+    """Read a plain file of at most limit bytes as UTF-8, with or without its mark. Raise error otherwise.
+
+    form says what such a file looks like, to somebody who has none.
+    """
     path = Path(path)
     with library_reads(path, error):
         if not path.exists() and path.parent.is_dir():
             others = [each.name for each in path.parent.glob(f"*{path.suffix}")]
             hint = did_you_mean(path.name, others) if get_close_matches(path.name, others, 1) else ""
-            raise error(f"{path} cannot be read: No such file or directory{hint}")
+            says = f"; {form}" if form else ""
+            raise error(f"{path} cannot be read: No such file or directory{hint}{says}")
         # A device or a pipe may never end.
         if path.exists() and not (path.is_file() and path.stat().st_size <= limit):
             raise error(f"{path} cannot be read: it is no plain file of at most {limit} bytes")
@@ -70,14 +76,20 @@ def read_json(path: str | Path, error: type[UserError] = ConfigError) -> dict[st
         )
 
 
-def read_yaml(path: str | Path, what: str = "settings", kind: type = dict, limit: int = CONFIG_BYTES) -> Any:
+def read_yaml(
+    path: str | Path,
+    what: str = "settings",
+    kind: type = dict,
+    limit: int = CONFIG_BYTES,
+    form: str = "",
+) -> Any:
     """Read YAML that holds a mapping, or another kind, of what; ConfigError for any other file.
 
     A key given twice is an error, ${...} stays text.
     """
     from omegaconf import OmegaConf  # here: a --help needs no OmegaConf
 
-    text = read_text(path, limit)
+    text = read_text(path, limit, form=form)
     with library_reads(f"{path}: the YAML of {what}"):
         for one in yaml.scan(text):  # YAML 1.1 reads 010 as 8, and 1:30 as 90
             is_plain = isinstance(one, yaml.ScalarToken) and one.plain
@@ -96,6 +108,24 @@ def checksum(*parts: Any) -> bytes:
     for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+def sealed(report: Mapping[str, Any]) -> bytes:
+    """Return a report as a line of JSON with the checksum of its content, for unsealed()."""
+    plain = json.loads(json.dumps(report))
+    seal = checksum(json.dumps(plain, sort_keys=True).encode()).hex()
+    return json.dumps({**plain, "sha256": seal}, ensure_ascii=False).encode() + b"\n"
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """Return the report of sealed(); ValueError where it was changed. Older ones have no seal."""
+    report = json.loads(text)
+    if not isinstance(report, dict):
+        raise ValueError(f"it holds a {type(report).__name__}")
+    seal = report.pop("sha256", None)
+    if seal not in (None, checksum(json.dumps(report, sort_keys=True).encode()).hex()):
+        raise ValueError("it is not as it was written")
+    return report
 
 
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:

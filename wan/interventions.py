@@ -759,7 +759,7 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     Raises ConfigError for a name, a field or a value that is not one.
     """
     name = values.get("edit") if isinstance(values, Mapping) else values
-    if not isinstance(name, str) or name not in KINDS:
+    if not isinstance(values, Mapping) or not isinstance(name, str) or name not in KINDS:
         remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
         raise ConfigError(f"edit {short_repr(name)} is not one of {', '.join(KINDS)}; {remedy}")
     with named(name):
@@ -767,8 +767,13 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
 
 
 # --- Edits in YAML and CSV files
-def edits_of(values: Iterable[Any], where: str) -> list[Edit]:
+FORM = "write - {edit: knockout, frames: first, passes: denoise, layers: [3]}, a line an edit"
+
+
+def edits_of(values: Any, where: str) -> list[Edit]:
     """Make edits of a list of mappings, as in a config. ConfigError names the first wrong one."""
+    if not isinstance(values, list):
+        raise ConfigError(f"{where} holds no list of interventions; {FORM}")
     edits = []
     for number, each in enumerate(values, 1):
         with named(f"{where}: intervention {number}"):
@@ -778,18 +783,20 @@ def edits_of(values: Iterable[Any], where: str) -> list[Edit]:
 
 def read_edits(path: str | Path) -> list[Edit]:
     """Read edits from a YAML file: a list of them, or a mapping with the key interventions."""
-    values = read_yaml(path, "interventions", object, MAX_BYTES)
+    values = read_yaml(path, "interventions", object, MAX_BYTES, FORM)
     if isinstance(values, Mapping) and [*values] == ["interventions"]:
         values = values["interventions"]
     if not (edits := edits_of(values, str(path))):
-        raise ConfigError(f"{path} holds no intervention; write - {{edit: knockout, frames: first, ...}}")
+        raise ConfigError(f"{path} holds no intervention; {FORM}")
     return edits
 
 
 def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes: str) -> list[Edit]:
     """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
     with library_reads(f"{path}: the CSV of layers x heads"):
-        lines = [line for line in read_text(path, MAX_BYTES).splitlines() if line.strip()] or ["no line"]
+        form = f"write {num_layers} lines of {num_heads} numbers 0,1,0,...: layers x heads, 1 drops a head"
+        text = read_text(path, MAX_BYTES, form=form)
+        lines = [line for line in text.splitlines() if line.strip()] or ["no line"]
         drops = np.loadtxt(lines, int, delimiter=",", quotechar='"', ndmin=2)
     fits = drops.shape == (num_layers, num_heads) and np.isin(drops, (0, 1)).all()
     if not fits or not drops.any():

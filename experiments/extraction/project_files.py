@@ -97,9 +97,12 @@ def policy_settings(source: Any) -> dict[Any, Any]:
             name, {path.stem for f in folders for path in f.glob("*.yaml")} | {*policies.POLICIES}
         )
         raise ConfigError(f"cache_policy {short_repr(name)} is no file and no policy{hint}")
-    settings = policy_settings(first)
+    settings, given = policy_settings(first), set[str]()
     for pair in pairs:
         key, equals, text = pair.partition("=")
+        if key in given:
+            raise ConfigError(f"cache_policy: {short_repr(name)} has {key} twice")
+        given.add(key)
         if not (key and equals and text):
             raise ConfigError(f"cache_policy: {short_repr(pair)} in {short_repr(name)} is not FIELD=VALUE")
         try:

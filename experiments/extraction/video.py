@@ -4,7 +4,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import read_weights_file
 from wan.config import RunConfig
 from wan.errors import ConfigError, library_reads
+from wan.files import checksum
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder, diffusers_vae
 
 FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
 FRAGMENTED += ["-sc_threshold", "0"]  # a piece is one fragment, also where its scene is cut
+SEAL_BYTES = 8 + 32  # of a box with a SHA-256
 TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
 ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
 
@@ -168,9 +170,17 @@ def frames_at_once(height: int, width: int) -> int:
     return max(1, POSITIONS_AT_ONCE // (height * width))
 
 
+def seal(piece: bytes) -> bytes:
+    """Return the box behind a piece of an mp4, for a piece with room for it."""
+    return SEAL_BYTES.to_bytes(4, "big") + b"free" + checksum(piece[:-SEAL_BYTES])
+
+
 # --- An mp4 that grows while a rollout goes on, and plays at any moment
 class GrowingVideo:
-    """Pieces of pixels as fragments of an mp4; a file that is there goes on after its last whole piece."""
+    """Pieces of pixels as fragments of an mp4, each with its checksum in a box that players leave out.
+
+    A file that is there goes on after its last piece that is as it was written.
+    """
 
     def __init__(self, path: str | Path, tag: str, about: str = ""):
         """tag names the run, about the decoder. CacheError for a file of another run."""
@@ -187,16 +197,23 @@ class GrowingVideo:
                     remedy = "choose another --output_path, or --overwrite to make it again"
                     require_same(self.path, tag_in(self.path, start, end), tag, remedy)
             kinds = [kind for kind, _, _ in boxes]
-            self.pieces = kinds.count(b"mdat")
-            self.is_finished = self.pieces > 0 and b"moof" not in kinds
+            self.is_finished = b"mdat" in kinds and b"moof" not in kinds
             if not self.is_finished:
-                self.keep(self.pieces)
+                content, ends = self.path.read_bytes(), self.ends()
+                whole = takewhile(
+                    lambda n: content[: ends[n]].endswith(seal(content[ends[n - 1] : ends[n]])),
+                    range(1, len(ends)),
+                )
+                self.keep(sum(1 for _ in whole))
 
     def keep(self, pieces: int) -> None:
         """Cut the file off after so many pieces."""
-        ends = [0, *(end for kind, _, end in mp4_boxes(self.path) if kind == b"mdat")]
         self.pieces = pieces
-        os.truncate(self.path, ends[pieces])
+        os.truncate(self.path, self.ends()[pieces])
+
+    def ends(self) -> list[int]:
+        """Return where the pieces end, behind their checksums."""
+        return [0, *(end for kind, _, end in mp4_boxes(self.path) if kind == b"free")]
 
     def append(self, pixels: Tensor, first: int) -> None:
         """Encode uint8 pixels [frames, H, W, 3], from video frame first on, and write them to the end."""
@@ -209,7 +226,8 @@ class GrowingVideo:
         start = content.index(b"moof") - 4 if self.pieces else 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab" if self.pieces else "wb") as file:
-            file.write(content[start : content.rindex(b"mfra") - 4])
+            piece = bytes(content[start : content.rindex(b"mfra") - 4])
+            file.write(piece + seal(piece + bytes(SEAL_BYTES)))
             file.flush()
             os.fsync(file.fileno())
         self.pieces += 1

@@ -90,7 +90,7 @@ def page_of(
     room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
     seen = None if maps is None else maps_of(maps, view, room // 2)
     keys = keys_of(source, passes)
-    other = None if compare is None else other_of(compare, view, room // 2)
+    other = None if compare is None else other_of(compare, passes, room // 2)
     # 3. Matrices get what is left then
     data = fit(passes, room - size_of(seen) - size_of(keys) - size_of(other), notes)
     if other:
@@ -104,16 +104,20 @@ def one_of(views: Views) -> Profiles:
     return next(iter(views.values()))
 
 
-def other_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
-    """Return the data of a second cache of the same layers, heads and frames; else CacheError."""
-    passes = open_passes_of(Path(path))
-    there = one_of(passes[0]).layers
-    passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in there])
+def other_of(path: str | Path, ours: Sequence[Views], max_bytes: int) -> dict[str, Any]:
+    """Return the data of a second cache of the same layers, heads, frames and passes; else CacheError."""
+    passes, view = open_passes_of(Path(path)), one_of(ours[0])
+    layers = one_of(passes[0]).layers
+    passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in layers])
     # Differences are of the same heads: other weights of the model may be compared, another model may not
-    sizes: tuple[str, ...] = ("layers", "num_heads", "num_frames", "num_averages")
+    sizes: tuple[str, ...] = ("layers", "num_heads", "num_frames", "block_sizes", "num_averages")
     known = UNRECORDED["model"] not in (one_of(passes[0]).model, view.model)
     sizes = ("model", *sizes) if known else sizes
     require_alike(one_of(passes[0]), view, sizes, f"{path} cannot be compared with the page's cache")
+    for mine, other in zip(ours, passes, strict=False):  # a pass is drawn beside the one of its number
+        at, there = one_of(mine).timestep, one_of(other).timestep
+        if at is not None and there is not None and at != there:
+            raise CacheError(f"{path} has a pass at t = {there:g} where the page's cache has t = {at:g}")
     return fit(passes, max_bytes) | {"name": Path(path).stem}
 
 

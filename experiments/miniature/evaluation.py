@@ -6,6 +6,7 @@ Every video is the one that the extraction scripts make of that prompt and seed;
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -25,6 +26,7 @@ from experiments.miniature.training import decode, psnr, vae_quality
 from experiments.session import load_pipeline
 from wan import checkpoint
 from wan.config import RunConfig, as_one_block
+from wan.files import sealed, unsealed
 from wan.model import WanModel
 from wan.noise import draw_noise
 from wan.text2video import TextToVideoPipeline
@@ -108,7 +110,9 @@ class Parts:
     def __init__(self, path: Path, settings: dict):
         self.path = path
         self.key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        kept: dict[str, Any] = {}
+        with suppress(OSError, ValueError):  # not there, or damaged
+            kept = unsealed(path.read_text(encoding="utf-8"))
         self.done: dict[str, Any] = kept["done"] if kept.get("key") == self.key else {}
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -116,7 +120,7 @@ class Parts:
         if name not in self.done:
             self.done[name] = measure()
             with replacing(self.path) as file:
-                file.write(json.dumps({"key": self.key, "done": self.done}).encode())
+                file.write(sealed({"key": self.key, "done": self.done}))
         return self.done[name]
 
 

@@ -104,7 +104,8 @@ def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[
 
     def read(text: str) -> int | float:
         with suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
+            is_plain = text.isascii() and "_" not in text  # Python would read 1_0 and digits of any script
+            if is_plain and low <= (value := kind(text)) <= high:
                 return value
         what = "whole number" if kind is int else "number"
         raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a {what} in {low:g}..{high:g}")
@@ -179,8 +180,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         named, _, words = message.partition("unrecognized arguments: ")
         flags = [one for action in self._actions for one in action.option_strings]
-        if not named and words.startswith("--") and get_close_matches(words.split()[0], flags, 1):
-            message += did_you_mean(words.split()[0], flags)
+        unknown = next((word for word in words.split() if word.startswith("--")), "")
+        if not named and get_close_matches(unknown, flags, 1):
+            message += did_you_mean(unknown, flags)
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
@@ -319,7 +321,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     given: dict[str, Any] = {name: getattr(args, name, None) for name in [*names, "size"]}
     if args.gpu_id is not None:
         given["device"] = f"cuda:{args.gpu_id}"
-    if args.cache_policy:
+    if args.cache_policy is not None:
         # local_attn_size and sink_size of the YAML mean a policy too, and are replaced with it
         given |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
     if args.prompt_schedule:
@@ -406,7 +408,8 @@ def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
 
 def read_prompts(path: str | Path) -> list[str]:
     """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
-    lines = [line.strip() for line in read_text(path).splitlines()]
+    form = "write a prompt a line, without quotes; lines that begin with # are left out"
+    lines = [line.strip() for line in read_text(path, form=form).splitlines()]
     prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     if not 0 < len(prompts) <= MAX_PROMPTS:
         raise ConfigError(f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line")
@@ -437,7 +440,12 @@ def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
 def config_file(name: str) -> str:
     """Return the path of a config: itself, or of configs/ by its stem, such as wan_mini."""
     named = Path("configs", f"{name}.yaml")
-    return str(named) if not isfile(name) and isfile(named) else name
+    if isfile(name) or isfile(named):
+        return name if isfile(name) else str(named)
+    if Path(name).name == name and not Path(name).suffix:
+        known = did_you_mean(name, [path.stem for path in Path("configs").glob("*.yaml")])
+        raise argparse.ArgumentTypeError(f"{short_repr(name)} is no file, and none of configs/{known}")
+    return name
 
 
 def schedule_settings(path: str) -> list[Any]:
@@ -445,7 +453,7 @@ def schedule_settings(path: str) -> list[Any]:
     settings = read_yaml(path) if isfile(path) else {}
     prompts = settings.get("prompts")
     fits = isinstance(prompts, list) and all(isinstance(each, dict) for each in prompts)
-    if not isinstance(prompts, list) or not fits or set(settings) != {"prompts"}:
+    if not isinstance(prompts, list) or not prompts or not fits or set(settings) != {"prompts"}:
         raise ConfigError(
             f"prompt schedule {short_repr(path)} is no YAML file of one list `prompts`, each with frame, "
             "prompt and perhaps how"

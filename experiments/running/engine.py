@@ -9,7 +9,6 @@ FOLDER/failed, and the others go on.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -33,7 +32,7 @@ from experiments.caches.files import RunError, StoppedError, replacing
 from experiments.extraction.rollout import Progress
 from experiments.running.ranks import cores
 from wan.errors import ConfigError, one_line
-from wan.files import read_yaml
+from wan.files import read_yaml, sealed, unsealed
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -63,16 +62,16 @@ class Results:
         return self.folder / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return an item's numbers; None where they are missing, unreadable or another item's."""
+        """Return an item's numbers; None where they are missing, damaged or another item's."""
         try:
-            result = json.loads(self.path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            result = unsealed(self.path(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return None
-        return result if isinstance(result, dict) and result.get("name") == name else None
+        return result if result.get("name") == name else None
 
     def write(self, name: str, result: Mapping[str, Any]) -> None:
         with replacing(self.path(name)) as file:
-            file.write(json.dumps({**result, "name": name}, ensure_ascii=False).encode() + b"\n")
+            file.write(sealed({**result, "name": name}))
 
 
 # --- One item, in this process or at a worker

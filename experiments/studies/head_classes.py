@@ -32,6 +32,11 @@ def classes_of(
     """
     # pyramid counts signs of logits; the others read what softmax leaves.
     view = open_profiles(atlas, step, quantity="mean_logit" if rule == "pyramid" else "mass")
+    heads, blocks = len(view.layers) * view.num_heads, len(view.block_sizes)
+    if num is not None and num > heads:
+        raise CacheError(f"--num {num} heads were asked for, and this atlas has {heads}")
+    if rule == "dummy" and not 1 <= block < blocks:
+        raise CacheError(f"--block {block} is not in 1..{blocks - 1}, the blocks of this atlas with a past")
     own, mass = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1), view.frame_matrices()
     if rule == "pyramid":
         labels = head_kinds(view, Thresholds())

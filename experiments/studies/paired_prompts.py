@@ -25,10 +25,10 @@ from experiments.session import Session, load, pipeline_of
 from experiments.studies.batches import Batch, Head, knockouts, outside
 from wan.cache import PromptSwitch
 from wan.config import RunConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, check_fields, from_values, short_repr
 from wan.files import read_yaml
 from wan.interventions import Edit, Patch, Source, intervene
-from wan.sites import ActivationSite, Pass, Watcher, watched
+from wan.sites import ActivationSite, Pass, Watcher, check_indices, watched
 
 OTHER = Source(prompt="the other colour")  # a name: its calls are given as data
 # Where the two runs differ most is where the object is; elsewhere noise would drown the effect.
@@ -67,16 +67,28 @@ class Pair:
         return (*self.captions, self.later)
 
 
+@dataclass(frozen=True)
+class PairOfFile:
+    """A pair as YAML has it; its number is its seed where none is given."""
+
+    prompts: tuple[str, str]
+    then: str
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.prompts[0] == self.prompts[1]:
+            raise ConfigError(f"prompts {short_repr(self.prompts)} are one: nothing tells its runs apart")
+
+
 def read_pairs(path: str | Path) -> list[Pair]:
     """Read pairs from a YAML: a list of {prompts: [A, B], then: C, seed: 0}. ConfigError for others."""
-    found = []
-    try:
-        for number, one in enumerate(read_yaml(path)["pairs"]):
-            first, second, *_ = map(str, one["prompts"])
-            found.append(Pair((first, second), str(one["then"]), int(one.get("seed", number))))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: {error!r}; write pairs: [{{prompts: [A, B], then: C}}, ...]") from None
-    return found
+    form = "write pairs: [{prompts: [A, B], then: C}, ...]"
+    pairs = read_yaml(path, form=form).get("pairs")
+    if not isinstance(pairs, list) or not pairs:
+        raise ConfigError(f"{path} holds no pairs; {form}")
+    read = [from_values(PairOfFile, one, f"{path}: pair {n}: ") for n, one in enumerate(pairs)]
+    return [Pair(one.prompts, one.then, n if one.seed is None else one.seed) for n, one in enumerate(read)]
 
 
 @dataclass
@@ -202,6 +214,7 @@ def measure_heads(args: argparse.Namespace, config: RunConfig, out: Path) -> Non
         texts = list(dict.fromkeys(text for pair in pairs for text in pair.texts))
         session = called(client, load(config).prepare, (), texts)
         every = session.model_config.num_layers
+        check_indices("--layers", args.layers, every)
         layers = sorted({*(args.layers or range(every))})
         if len(layers) < every:  # no budget to use: other heads may have larger effects
             out = out.with_stem(f"{out.stem}_rehearsal")

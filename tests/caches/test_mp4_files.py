@@ -95,6 +95,23 @@ def test_boxes_of_every_size_are_walked_and_torn_ones_left_out(tmp_path):
     assert [kind for kind, _, _ in mp4_boxes(path)] == [b"ftyp", b"free", b"ftyp"]
 
 
+def test_pieces_that_are_not_as_they_were_written_are_made_again(tmp_path):
+    path, pixels = tmp_path / "a.mp4", torch.zeros(9, 32, 32, 3, dtype=torch.uint8)
+    grown = video.GrowingVideo(path, "mine")
+    for first in (0, 9, 18):
+        grown.append(pixels + first, first)
+    ends, content = grown.ends(), path.read_bytes()
+    assert len(iio.imread(path)) == 27 and video.GrowingVideo(path, "mine").pieces == 3
+    for piece in range(3):
+        changed = bytearray(content)
+        changed[ends[piece + 1] - 100] ^= 1  # in the picture's data
+        path.write_bytes(changed)
+        assert video.GrowingVideo(path, "mine").pieces == piece and path.stat().st_size == ends[piece]
+    path.write_bytes(content)
+    video.GrowingVideo(path, "mine").finish()
+    assert video.GrowingVideo(path, "mine").is_finished and len(iio.imread(path)) == 27
+
+
 @pytest.mark.slow
 def test_a_video_grows_while_its_rollout_goes_on_also_without_memory(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(video, "has_room", lambda latents: True)

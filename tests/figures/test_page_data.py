@@ -106,6 +106,14 @@ def test_a_second_cache_is_compared(tmp_path):
         theirs = {m["name"]: np.array(m["values"], float) for m in other["measures"]}
         difference = named["first_frame_effect"] - theirs["first_frame_effect"]
         np.testing.assert_allclose(named["first_frame_effect_difference"], difference, atol=2e-3)
+    own = {"pass_timesteps": [1000.0, 3.0]}
+    for other, said in (
+        (synthetic_caches.atlas(blocks=[1, 4, 4]), "block_sizes .1, 4, 4. and"),
+        (synthetic_caches.atlas() | own, "t = 3 where"),
+    ):
+        save_cache(tmp_path / "d.pt", other)
+        with pytest.raises(CacheError, match=said):
+            save_page(tmp_path / "p.html", tmp_path / "a.pt", compare=tmp_path / "d.pt")
     with pytest.raises(CacheError, match=r"c\.pt cannot be compared with the page's cache: frames 12 and 9"):
         save_page(tmp_path / "p.html", tmp_path / "a.pt", compare=tmp_path / "c.pt")
 

@@ -80,6 +80,13 @@ def test_torn_results_and_those_of_others_are_none(tmp_path):
     results.path("a").write_text('{"number"')
     results.path("b").replace(results.path("c"))
     assert [results.read(name) for name in "abc"] == [None] * 3
+    results.write("d", {"effects": [[0.5, 1e-300]], "seconds": 1.0})
+    assert results.read("d")["effects"] == [[0.5, 1e-300]]
+    changed = results.path("d").read_text().replace("0.5", "0.6")  # JSON all the same
+    results.path("d").write_text(changed)
+    assert results.read("d") is None
+    results.path("e").write_text('{"name": "e"}')  # an older one has no checksum
+    assert results.read("e") == {"name": "e"}
 
 
 # --- Workers

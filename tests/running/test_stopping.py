@@ -17,6 +17,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import mp4_tag
 from experiments.running import cli
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IMPORTS = """
 import sys, threading
 late = []
@@ -29,6 +30,25 @@ sys.addaudithook(audit)
 from experiments import run_extraction_figure4
 run_extraction_figure4.run(sys.argv[1:])
 print(sorted({name.partition(".")[0] for name in late}))
+"""
+
+
+SCRIPT = f"""
+import sys
+sys.modules["__main__"].__file__ = "{ROOT}/experiments/run_rollout.py"
+import experiments
+
+def wait():
+    print(flush=True)
+    sys.stdin.read()
+
+class Last:
+    def __del__(self, wait=wait):
+        wait()  # Python takes its modules down, and has given up its handlers of signals
+
+if sys.argv[1] == "before":
+    wait()
+last = Last()
 """
 
 
@@ -55,9 +75,9 @@ def test_no_module_is_first_imported_off_the_main_thread(tmp_path):
 @pytest.mark.parametrize("number", range(5))
 def test_a_video_that_is_stopped_at_any_moment(number, tmp_path):
     chance = random.Random(number)
-    by = chance.choice([signal.SIGINT, signal.SIGTERM])
+    by = chance.choice(STOPS)
     running = started(["experiments/run_extraction_figure4.py", *flags(tmp_path)])
-    time.sleep(chance.uniform(1.0, 6.0))
+    time.sleep(chance.uniform(0.2, 6.0))
     os.killpg(running.pid, by)
     asked, busy = time.monotonic(), max(1.0, os.getloadavg()[0] / os.cpu_count())
     said = running.communicate(timeout=120)[1]
@@ -99,9 +119,19 @@ def test_a_signal_within_an_import_ends_the_process_at_once(tmp_path):
         assert running.communicate(timeout=60)[1] == "error: stopped\n" and running.returncode == 130
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_main_ends_a_script_in_one_line_and_after_it_stops_nothing():
+    for by in STOPS:
+        for moment, code, line in (("before", 130, "error: stopped\n"), ("after", 0, "")):
+            running = started(["-c", SCRIPT, moment], stdin=subprocess.PIPE)
+            running.stdout.readline()
+            running.send_signal(by)
+            said = running.communicate(timeout=60)[1]
+            assert (running.returncode, said) == (code, line), (by, moment)
+
+
+@pytest.mark.parametrize("by", STOPS)
 def test_a_signal_ends_a_script_with_one_line(by, capsys):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in STOPS]
 
     def run(argv):
         os.kill(os.getpid(), by)
@@ -110,5 +140,5 @@ def test_a_signal_ends_a_script_with_one_line(by, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(run, [])
     assert ended.value.code == 130 and capsys.readouterr().err == "error: stopped\n"
-    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert before == [signal.getsignal(number) for number in STOPS]
     assert threading.current_thread() is threading.main_thread()

@@ -25,8 +25,10 @@ def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past(
     assert passes["one_class_throughout"] <= min(passes["lowest"], atlases["lowest"]) < atlases["same"] < 1
     mass = np.array([[[0.5, 0.1, 0.4], [0.1, 0.5, 0.4], [0.01, 0.02, 0.97]]])
     assert head_classes.dummy(mass, [2], 1).tolist() == [[0, 1, 2]]
-    with pytest.raises(CacheError, match="needs an atlas"):
-        head_classes.classes_of("dummy", atlas, block=0)
+    for more, said in (({"block": 0}, "--block 0 is not in 1..3"), ({"block": 4}, "--block 4 is not"),
+                       ({"num": 97}, "--num 97 heads were asked for, and this atlas has 96")):  # fmt: skip
+        with pytest.raises(CacheError, match=said):
+            head_classes.classes_of("dummy", atlas, **more)
 
 
 def test_mean_queries_are_those_that_a_policy_takes(tiny):

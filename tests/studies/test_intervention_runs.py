@@ -171,8 +171,22 @@ def test_pairs_of_a_file_and_budget_rows_that_cost_what_they_say(tmp_path):
     assert len(pairs) == 16 and all(len(set(pair.texts)) == 3 for pair in pairs)
     assert [pair.seed for pair in pairs] == [*range(16)]
     (tmp_path / "pairs.yaml").write_text("pairs: [{prompts: [a], then: b}]")
-    with pytest.raises(ConfigError, match=r"write pairs: \[\{prompts: \[A, B\]"):
-        read_pairs(tmp_path / "pairs.yaml")
+    for text, said in (
+        ("[{prompts: [a], then: b}]", "prompts .* is not a list of text"),
+        ("[{prompts: ab, then: c}]", "prompts 'ab' is not"),
+        ("[{prompts: [a, b, c], then: d}]", "prompts .* is not"),
+        ("[{prompts: [yes, no], then: c}]", "prompts .* is not"),
+        ("[{prompts: [a, b], then: 5}]", "then 5 is not text"),
+        ("[{prompts: [a, b], then: c, seed: 1.7}]", "seed 1.7 is not int"),
+        ("[{prompts: [a, b], then: c, sede: 1}]", "unknown key 'sede'; did you mean seed"),
+        ("[{prompts: [a, a], then: c}]", "are one: nothing tells its runs apart"),
+        ("[]", r"write pairs: \[\{prompts: \[A, B\]"),
+    ):
+        (tmp_path / "pairs.yaml").write_text(f"pairs: {text}")
+        with pytest.raises(ConfigError, match=said):
+            read_pairs(tmp_path / "pairs.yaml")
+    with pytest.raises(ConfigError, match=r"No such file.*write pairs: \[\{prompts: \[A, B\]"):
+        read_pairs(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("how", ["knockout", "patch"])

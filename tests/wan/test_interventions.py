@@ -108,7 +108,7 @@ def test_yaml_and_back(tmp_path):
 
 
 HOSTILE = {
-    "intervention 1: edit 'k' is not one": "interventions: knockout\n",
+    "holds no list of interventions; write": "interventions: knockout\n",
     "intervention 2: edit 'cut' is not one": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
     "passes 'no' is not one of|passes False is not": "- {edit: knockout, frames: 0, passes: no}\n",
     "the YAML of interventions cannot be read: .* in line": "- {edit: [",
