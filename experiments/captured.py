@@ -8,7 +8,7 @@ seen["resid_post"].stack()
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +40,7 @@ from experiments.extraction.diffusers_runs import (
     pipeline_atlas,
     pipeline_requests,
     pipeline_runs,
+    streamed_runs,
 )
 from experiments.extraction.video import decode, write_mp4
 from experiments.session import CAPTURES, Session, load
@@ -79,6 +80,9 @@ UNITS = {
     "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
     "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
 }
+
+
+NO_SITE = 'stream_to= takes activations: name a site, as capture(session, "resid_post", ...)'
 
 
 # --- Capture
@@ -133,7 +137,7 @@ def capture(
         if captured.folder is not None:
             captured.folder.require(captured.request)
     elif stream_to is not None:
-        raise ConfigError('stream_to= takes activations: name a site, as capture(session, "resid_post", ...)')
+        raise ConfigError(NO_SITE)
     else:
         captured.requests = attention_requests(session.config, **chosen)
         memory.check_requests(session.config, session.model_config, captured.requests)
@@ -147,14 +151,18 @@ def capture(
 @contextmanager
 def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chosen: dict) -> Iterator[None]:
     """Capture a diffusers pipeline, or its transformer; captured has its runs once the context has ended."""
-    if captured.folder is not None:
-        raise ConfigError(
-            "stream_to= is for sessions, whose runs a seed and a fingerprint tell apart: choose layers, "
-            "steps or frames of a pipeline, or reduce=, and captured.save(FILE) after each video"
-        )
     layout = chosen.pop("layout", None)
     if sites:
+        check_chosen(chosen)
         captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
+        if (folder := captured.folder) is not None:
+            begin = partial(folder.add, captured.request)
+            with streamed_runs(x, captured.watcher, layout, begin, captured.tables_of) as runs:
+                yield
+            captured.runs += runs
+            return
+    elif captured.folder is not None:
+        raise ConfigError(NO_SITE)
     else:
         captured.requests = pipeline_requests(**chosen)
     with pipeline_runs(x, captured.requests, captured.watcher, layout) as runs:

@@ -18,6 +18,7 @@ is_complete was interrupted; the shards that its manifest names are whole.
 ActivationStore(FOLDER) reads single layers, and shuffled rows of all runs, from it.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -240,7 +241,7 @@ class StoredRun:
 
     @property
     def latents(self) -> Tensor:
-        """The video's latents [1, F, C, h, w], of a run that is complete."""
+        """The video's latents [1, F, C, h, w], of a run that is complete; a pipeline's has none."""
         found = load_activations(self.path / LATENTS, self.manifest.get("latents_sha256"))
         return found["x0"][0]
 
@@ -252,8 +253,12 @@ class StoredRun:
         self.manifest["shards"][name] = {"sha256": sha256_of(path), "blocks": blocks}
         save_report(self.manifest, self.path / MANIFEST)
 
-    def finish(self, latents: Tensor) -> None:
-        """Write the latents, and say that nothing is missing."""
+    def finish(self, latents: Tensor | None) -> None:
+        """Write the latents, where they are known, and say that nothing is missing."""
+        if latents is None:
+            self.manifest.update(is_complete=True)
+            save_report(self.manifest, self.path / MANIFEST)
+            return
         whole = tuple(range(latents.shape[1]))
         table = Activations("x0", (Place(None, 0, 0, whole, True, 0.0),), (latents.cpu(),))
         path = save_activations(self.path / LATENTS, {"x0": table}, self._about)
@@ -360,6 +365,13 @@ class ActivationFolder:
             | {"policy": config.get("cache_policy"), "edits": facts.get("interventions"), "batch": batch}
             | {"is_complete": False, "shards": {}},
         )
+
+    def add(self, request: Mapping[str, Any], facts: Mapping[str, Any]) -> StoredRun:
+        """Begin a run that nothing tells from others, such as a pipeline's; its seed is its number here."""
+        number = len(self.all_runs) if (self.path / SHARED).exists() else 0
+        words = json.dumps([facts["model"], facts["prompt"], number])
+        known = {"seed": number, "fingerprint": hashlib.sha256(words.encode()).hexdigest()}
+        return self.begin(request, {**facts, **known}, 1)
 
 
 def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,7 +496,8 @@ class ActivationStore(ActivationFolder):
         for run in self.runs:
             for path, sha256 in run.shards.items():
                 load_activations(path, sha256)
-            _ = run.latents
+            if "latents_sha256" in run.manifest:
+                _ = run.latents
 
     def tensor(
         self, site: str, layer: int | None, *, run: int | StoredRun = 0, step: int | None = None

@@ -6,15 +6,16 @@ pipeline_atlas(runs[0])         # once the context has ended
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from experiments.caches.activations import StoredRun
 from experiments.caches.files import RunError
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Run, of_branch, stack
@@ -24,7 +25,7 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import transformers_of, watching
 from wan.errors import ConfigError
-from wan.sites import active_edits, check_indices, watched
+from wan.sites import ActivationSite, active_edits, check_indices, watched
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,18 +66,14 @@ def pipeline_runs(
         kept = watcher.kept if watcher else []
         if watcher:
             stack.enter_context(watched(watcher))
-        if encode := getattr(x, "encode_prompt", None):
 
-            def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-                """Note what is encoded; a second encoding before any call belongs to the same video."""
-                given = inspect.signature(encode).bind(*args, **kwargs).arguments
-                if starts[-1][:2] != [len(calls), len(kept)]:
-                    starts.append([len(calls), len(kept), None])
-                starts[-1][2] = starts[-1][2] or given.get("prompt")
-                return encode(*args, **kwargs)
+        def note(prompt: Any) -> None:
+            """Note what is encoded; a second encoding before any call belongs to the same video."""
+            if starts[-1][:2] != [len(calls), len(kept)]:
+                starts.append([len(calls), len(kept), None])
+            starts[-1][2] = starts[-1][2] or prompt
 
-            x.encode_prompt = encode_prompt
-            stack.callback(delattr, x, "encode_prompt")
+        stack.enter_context(noting_prompts(x, note))
         edits = active_edits()
         yield runs
     if watcher:
@@ -86,13 +83,110 @@ def pipeline_runs(
         runs += _runs_of(x, calls[first : after[0]], kept[seen : after[1]], prompt, edits)
 
 
+@contextmanager
+def noting_prompts(x: Any, note: Callable[[Any], None]) -> Iterator[None]:
+    """Tell note(prompt) of every prompt that a pipeline encodes, before it does."""
+    if (encode := getattr(x, "encode_prompt", None)) is None:
+        yield
+        return
+
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        note(inspect.signature(encode).bind(*args, **kwargs).arguments.get("prompt"))
+        return encode(*args, **kwargs)
+
+    x.encode_prompt = encode_prompt
+    try:
+        yield
+    finally:
+        del x.encode_prompt
+
+
+@dataclass(eq=False)
+class StepCapture(SiteCapture):
+    """Hand on what a step kept when the next begins: a pipeline makes all frames as one block."""
+
+    step: tuple[Any, ...] = ()
+
+    def on_activation(self, x: Tensor, where: ActivationSite) -> None:
+        if self.step != (now := (where.step, where.timestep)):
+            self.flush()
+            self.step = now
+        super().on_activation(x, where)
+
+
+@contextmanager
+def streamed_runs(
+    x: Any,
+    watcher: SiteCapture,
+    layout: Any,
+    begin: Callable[[dict[str, Any]], StoredRun],
+    tables_of: Callable[[list[Activation], int], Any],
+) -> Iterator[list[PipelineRun]]:
+    """Write the activations of a pipeline's videos as they come, a step in memory at a time.
+
+    begin(facts) returns where a run goes. A pipeline names no seed that would tell a run from others, so each
+    video is a run of its own. ConfigError for several videos at once.
+    """
+    runs, edits = list[PipelineRun](), list[Any]()
+    stored: StoredRun | None = None
+    prompt: Any = None
+
+    def write(kept: list[Activation]) -> None:
+        nonlocal stored
+        if watcher.reduce is None and any(len(one.value) > 1 for one in kept):
+            raise ConfigError("stream_to= takes a pipeline's videos one after the other, not as a batch")
+        if stored is None:
+            text = (prompt[0] if isinstance(prompt, list | tuple) else prompt) or ""
+            config, common = _facts(x, text, len(kept[0].where.frames), edits)
+            stored = begin(common)
+            common |= {name: stored.manifest[name] for name in ("seed", "fingerprint")}
+            runs.append(PipelineRun(config, 0, [], torch.empty(0), [], [], common))
+        stored.write(tables_of(kept, 0))
+
+    def finish() -> None:
+        nonlocal stored, prompt
+        watcher.flush()
+        if stored is not None:
+            stored.finish(None)
+            stored, prompt = None, None
+
+    def note(text: Any) -> None:
+        nonlocal prompt
+        finish()
+        prompt = prompt or text
+
+    given = {each.name: getattr(watcher, each.name) for each in fields(watcher) if each.init}
+    watcher = StepCapture(**given | {"on_block": write, "kept": []})
+    with watching(x, layout), watched(watcher), noting_prompts(x, note):
+        edits += active_edits()
+        yield runs
+    finish()
+
+
+def _facts(
+    x: Any, text: str, frames: int, edits: Sequence[Any], tokens: int = 1, heads: int = 1, head_dim: int = 1
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return what is known of a pipeline's video: as settings, and the fields that its caches share."""
+    model = next(iter(transformers_of(x).values()))
+    sizes: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames}
+    return RunConfig(model=name_of(x), prompt=text, **sizes), {
+        **{"schema_version": 1, "read_by": READ_BY, "prompt": text, "seed": None},
+        **{"num_frames": frames, "num_frame_per_block": frames, "block_sizes": [frames]},
+        **{"frame_seq_length": tokens, "num_heads": heads, "head_dim": head_dim},
+        **{"model": name_of(x), "weights": "unknown", "weights_file": None, "weights_sha256": None},
+        "fingerprint": None,  # nobody knows all that its numbers depend on
+        **{"versions": versions(), "device": device_name(model.device)},
+        **{"dtype": str(model.dtype).removeprefix("torch.")},
+        **({"interventions": record_of(edits)} if edits else {}),
+    }
+
+
 def _runs_of(
     x: Any, calls: list[CapturedCall], kept: list[Activation], prompt: Any, edits: Sequence[Any]
 ) -> list[PipelineRun]:
     """Make a run for each item of the batch of one video's calls; none where nothing was captured."""
     if not calls and not kept:
         return []
-    model = next(iter(transformers_of(x).values()))
     prompts = [prompt] if not isinstance(prompt, list | tuple) else list(prompt)
     count = calls[0].q_shape[0] if calls else 1
     at = calls[0].at if calls else kept[0].where.at
@@ -103,18 +197,7 @@ def _runs_of(
     found = []
     for item in range(count):
         text = prompts[item * len(prompts) // count] or ""
-        sizes: dict[str, Any] = {"num_frames": frames, "num_frame_per_block": frames}
-        config = RunConfig(model=name_of(x), prompt=text, **sizes)
-        common: dict[str, Any] = {
-            **{"schema_version": 1, "read_by": READ_BY, "prompt": text, "seed": None},
-            **{"num_frames": frames, "num_frame_per_block": frames, "block_sizes": [frames]},
-            **{"frame_seq_length": tokens, "num_heads": heads, "head_dim": head_dim},
-            **{"model": name_of(x), "weights": "unknown", "weights_file": None, "weights_sha256": None},
-            "fingerprint": None,  # nobody knows all that its numbers depend on
-            **{"versions": versions(), "device": device_name(model.device)},
-            **{"dtype": str(model.dtype).removeprefix("torch.")},
-            **({"interventions": record_of(edits)} if edits else {}),
-        }
+        config, common = _facts(x, text, frames, edits, tokens, heads, head_dim)
         own = calls if count == 1 else [call.of_item(item) for call in calls]
         layers = max(call.site.layer for call in calls) + 1 if calls else 0
         of_item = kept if item == 0 else []  # activations have the whole batch

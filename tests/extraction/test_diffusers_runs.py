@@ -5,7 +5,7 @@ import torch
 from helpers.checkpoints import sample, small_wan_pipeline
 from helpers.video_transformers import made
 
-from experiments import Atlas, capture, intervene
+from experiments import ActivationStore, Atlas, capture, intervene
 from experiments.caches.files import RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.interventions import Knockout, at
@@ -87,7 +87,33 @@ def test_activations_and_edits_of_a_pipeline(pipeline):
     for chosen, message in (
         ({"layers": [2]}, "layer 2 is not in 0..1"),
         ({"blocks": [0]}, "leave blocks out"),
-        ({"stream_to": "folder"}, r"stream_to= is for sessions.* captured.save\(FILE\)"),
+        ({"stream_to": "folder"}, "stream_to= takes activations: name a site"),
     ):
         with pytest.raises(ValueError, match=message), capture(pipeline, **chosen):
             pass
+
+
+def test_videos_of_a_pipeline_go_to_a_store_as_they_come(pipeline, tmp_path):
+    chosen = {"layers": [1], "dtype": "float16"}
+    with capture(pipeline, "resid_post", **chosen) as seen:
+        plain = sample(pipeline)
+    kept = []
+    with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen) as streamed:
+        assert torch.equal(sample(pipeline), plain)
+        kept.append(len([*tmp_path.rglob("shard*")]))
+        sample(pipeline, guidance_scale=1.0)
+    assert kept == [2] and [run.common["seed"] for run in streamed.runs] == [0, 1]  # the third at its end
+    store = ActivationStore(tmp_path)
+    store.check()
+    assert [run.manifest["prompt"] for run in store.runs] == ["a circle"] * 2
+    assert len(store.runs[0].shards) == 3  # a step each
+    assert torch.equal(store.runs[0].tables["resid_post"].stack(), seen["resid_post"].stack())
+    rows = torch.cat([*store.batches("resid_post", 1, size=100)])
+    assert rows.shape == (3 * (2 + 1) * 48, 48)
+    assert streamed["resid_post"].stack().shape == (1, 1, 3, 1, 48, 48)
+    several = pytest.raises(ValueError, match="one after the other, not as a batch")
+    with several, capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
+        sample(pipeline, num_videos_per_prompt=2)
+    with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
+        sample(pipeline, num_inference_steps=1)
+    assert [run.manifest["seed"] for run in ActivationStore(tmp_path).runs] == [0, 1, 2]
