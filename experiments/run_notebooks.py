@@ -19,8 +19,13 @@ NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_f
 
 def layers(text: str) -> list[int]:
     """Return the layers of a number or a range; of all, nothing."""
-    first, _, last = text.partition("-")
-    return [] if text == "all" else list(range(count_or_none(first), count_or_none(last or first) + 1))
+    if text == "all":
+        return []
+    first, dash, last = text.partition("-")
+    found = list(range(count_or_none(first), count_or_none(last if dash else first) + 1))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} goes backwards: write {last}-{first}")
+    return found
 
 
 def parameter(text: str) -> tuple[str, Any]:
@@ -42,6 +47,9 @@ def run(argv=None):
     flag("--parameter", type=parameter, nargs="+", metavar="NAME=VALUE", help="others, such as STEP=4")
     flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
     args = parser.parse_args(argv)
+    names = [name for name, _ in args.parameter or ()]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        parser.error(f"--parameter has {twice} twice")
 
     from experiments.running.notebooks import run_notebooks  # after the flags: a --help needs no torch
 

@@ -9,7 +9,7 @@ from conftest import ROOT
 from hypothesis import given, strategies
 
 import experiments
-from experiments import Atlas, at, capture, intervene, load, run_extraction_all, x0_lens
+from experiments import Atlas, at, capture, intervene, load, run_extraction_all, run_notebooks, x0_lens
 from experiments.caches import load_cache
 from experiments.running.cli import Parser, main
 from wan.config import load_config
@@ -170,6 +170,17 @@ def test_a_wrong_flag_says_what_would_fit(flags, said, capsys, monkeypatch):
         main(run_extraction_all.run, ["--config_path", "configs/wan_mini.yaml", "--quiet", *flags])
     lines = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and len(lines) == 1 and said in lines[0], lines
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["5-2"], "'5-2' goes backwards: write 2-5"),
+    (["0-"], "'' is not a whole number"),
+    (["0", "--parameter", "STEP=0", "STEP=4"], "--parameter has STEP twice"),
+])  # fmt: skip
+def test_layers_and_parameters_of_a_notebook(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_notebooks.run(["layer_atlas.ipynb", "none.pt", *flags])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_what_is_no_list_of_edits(tmp_path):

@@ -37,7 +37,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import read_weights_file
 from wan.config import RunConfig
 from wan.errors import ConfigError, library_reads
-from wan.files import checksum
+from wan.files import checksum, load_tensors
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder, diffusers_vae
 
 FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
@@ -84,8 +84,11 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
         if not path.is_file():
             raise ConfigError(f"{named} not found; give latents (.pt, .safetensors), an mp4 or a picture")
         if path.suffix in (".pt", ".pth", ".safetensors"):
-            held = read_weights_file(path)
-            latents = held.get("latents", next(iter(held.values()), None)) if isinstance(held, dict) else held
+            with library_reads(named, remedy=f"give latents {form}"):
+                held = read_weights_file(path) if path.suffix == ".safetensors" else load_tensors(path)
+            latents = held
+            if isinstance(held, dict):  # of several tensors, those of that name
+                latents = held.get("latents", next(iter(held.values())) if len(held) == 1 else None)
         else:
             size = (8 * config.height, 8 * config.width)
             latents = vae().encode(read_pixels(path, *size))[0]
@@ -108,8 +111,13 @@ def read_pixels(path: Path, height: int, width: int) -> Tensor:
 
     A whole number of four frames a latent frame, and one, is taken from the start. Frames are scaled.
     """
-    with library_reads(path, remedy="give an mp4 or a picture that ffmpeg reads"):
-        pixels = torch.as_tensor(np.stack([*iio.imiter(path)]))[..., :3]  # uint8 [frames, h, w, 3]
+    with library_reads(path, remedy="give an mp4 or a picture that ffmpeg reads, of 8 bits a channel"):
+        shown = [np.atleast_3d(frame) for frame in iio.imiter(path)]  # a grey one has no channels
+        if not shown or any(frame.dtype != np.uint8 for frame in shown):
+            raise ValueError(f"it has frames of {shown[0].dtype}" if shown else "it has no frames")
+        # Grey, perhaps with alpha, or colours, perhaps with alpha
+        colours = [frame[..., : 1 if frame.shape[-1] < 3 else 3] for frame in shown]
+        pixels = torch.as_tensor(np.stack([np.broadcast_to(x, (*x.shape[:2], 3)) for x in colours]))
     x = pixels.permute(0, 3, 1, 2).float() / 255
     if x.shape[2:] != (height, width):
         x = F.interpolate(x, (height, width), mode="area")

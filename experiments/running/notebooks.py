@@ -86,7 +86,8 @@ class Manifest:
         if not path.is_file():
             return {}
         found = read_json(path, CacheError)
-        if not isinstance(found.get("written"), dict):
+        written = found.get("written")
+        if not isinstance(written, dict) or not all(isinstance(one, list) for one in written.values()):
             raise CacheError(f"{path} is no manifest of this program; choose another --output_dir")
         return found
 

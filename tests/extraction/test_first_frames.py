@@ -1,8 +1,10 @@
 """Videos that begin with given latents, an mp4 or a picture."""
 
 import imageio.v3 as iio
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from experiments import capture, load
 from experiments.caches import load_cache
@@ -60,6 +62,29 @@ def test_the_command_and_an_mp4(session, whole, tmp_path):
     assert (made.video[:9].float() - whole.video[:9].float()).abs().mean() < 12
     iio.imwrite(tmp_path / "one.png", pixels[0])
     assert read_pixels(tmp_path / "one.png", 32, 32).shape == (1, 1, 3, 32, 32)
+
+
+def test_pictures_of_every_kind_and_latents_in_a_file(session, tmp_path):
+    """Grey, alpha and a palette are shown in colours; 16 bits a channel would be 257 times too bright."""
+    for mode, colour, rgb in (("L", 128, (128,) * 3), ("LA", (200, 255), (200,) * 3), ("P", 0, None),
+                              ("RGBA", (255, 0, 0, 255), (255, 0, 0))):  # fmt: skip
+        picture = (
+            Image.new("RGB", (8, 6), "red").quantize(4) if mode == "P" else Image.new(mode, (8, 6), colour)
+        )
+        picture.save(tmp_path / "p.png")
+        found = read_pixels(tmp_path / "p.png", 6, 8)
+        assert found.shape == (1, 1, 3, 6, 8) and (found[0, 0, :, 0, 0] * 255).tolist() == pytest.approx(
+            rgb or (255, 0, 0)
+        )
+    Image.fromarray(np.full((6, 8), 65535, np.uint16)).save(tmp_path / "p.png")
+    with pytest.raises(ConfigError, match="it has frames of uint16; give an mp4 or a picture"):
+        read_pixels(tmp_path / "p.png", 6, 8)
+    latents = torch.zeros(3, 16, 8, 8)
+    torch.save(latents.half(), tmp_path / "l.pt")
+    assert session.generate(P, first_frames=tmp_path / "l.pt").latents[:, :3].any().item() is False
+    torch.save({"noise": latents, "x": latents}, tmp_path / "l.pt")  # which of them?
+    with pytest.raises(ConfigError, match="holds no latents"):
+        session.generate(P, first_frames=tmp_path / "l.pt")
 
 
 REFUSED = {

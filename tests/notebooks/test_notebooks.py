@@ -143,6 +143,9 @@ def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
     assert "not attended" in drawn[names["2d_heatmap_all_heads"]]
     of_atlas, _ = run("extract_all_attention", tmp_path)  # by default the layer is taken out of this atlas
     assert [row_of(of_atlas, str(h)) for h in range(12)] == [row_of(printed, str(h)) for h in range(12)]
+    # It has the first pass alone; another is not drawn as if it were that
+    said, _ = run("extract_all_attention", tmp_path, DATA_PATH=str(tmp_path / "layer20.pt"), STEP=2)
+    assert "pass 2 is not in this cache; it has 0" in said
 
 
 def test_video_frames_some_queries_and_the_other_branch(tmp_path):
