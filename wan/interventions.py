@@ -850,6 +850,7 @@ class Edits(Watcher):
     data: dict[Edit, object] = field(default_factory=dict)
     changed: list[int] = field(init=False)
     reached: list[int] = field(init=False)
+    sees: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.changed, self.reached = [0] * len(self.edits), [0] * len(self.edits)

@@ -14,7 +14,7 @@ from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadShard, KeyLayout, RotaryTable, rotate
-from wan.sites import Site, hook_point, is_changed, is_shown, wanted
+from wan.sites import Site, hook_point, is_changed, is_shown, wanted, watchers
 
 Cache = AnyCache | None
 Mask = Tensor | MaskedAttention | None
@@ -258,7 +258,7 @@ class Block(nn.Module):
         # 1. Shift, scale and gate of both sublayers (AdaLN-zero of DiT, arXiv 2212.09748).
         x = hook_point("resid_pre", self.layer, x)
         attend, feed = self.modulations(time)
-        if is_shown("mod_shift", "mod_scale", "mod_gate"):
+        if watchers() and is_shown("mod_shift", "mod_scale", "mod_gate"):
             # Watchers see self-attention's and the FFN's rows as one tensor [B, F or 1, 2, dim].
             rows = [
                 hook_point(f"mod_{name}", self.layer, torch.stack(pair, 2)).unbind(2)
