@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 import re
 import reprlib
 import sys
@@ -96,6 +97,20 @@ def require_text(value: str, name: str, limit: int | None = None) -> str:
     if problem:
         raise ConfigError(f"{name} {problem}")
     return value
+
+
+def as_numbers(name: str, value: Any) -> list[int] | None:
+    """Return a whole number, or several, once each and in order; None stays. ConfigError for what is none."""
+    if value is None:
+        return None
+    try:  # of numpy and torch too, an array without axes as the one that it holds
+        chosen = [*value] if getattr(value, "ndim", 1) and isinstance(value, Iterable) else [value]
+        if chosen and not any(isinstance(one, (bool, str)) for one in chosen):
+            return sorted({operator.index(one) for one in chosen})
+    except TypeError:
+        pass
+    # nothing would be chosen in silence
+    raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
 
 
 def check_fields(settings: Any, where: str = "") -> None:

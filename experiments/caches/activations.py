@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby, pairwise, product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -37,9 +37,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from experiments.caches.files import CacheError, replacing, save_report
-from wan.errors import did_you_mean, reason_of, short_repr
-from wan.files import checksum
+from experiments.caches.files import CacheError, replacing
+from wan.errors import as_numbers, checked, did_you_mean, reason_of, short_repr
+from wan.files import checksum, sealed, unsealed
 from wan.sites import OF_FORWARD, SITES
 
 FORMAT = "activations"
@@ -206,12 +206,19 @@ def joined(tables: Iterator[Mapping[str, Any]]) -> dict[str, Activations]:
 def read_json_file(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object that we wrote. CacheError, which ends with the remedy, for anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}")
+        found = unsealed(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CacheError(f"{path} cannot be read: {reason_of(error)}; {remedy}") from None
     return found
+
+
+def write_json_file(values: Mapping[str, Any], path: Path) -> None:
+    """Write what read_json_file reads, with its checksum. CacheError where it cannot be written."""
+    try:
+        with replacing(path) as file:
+            file.write(sealed(values))
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {reason_of(error)}; choose another folder") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,19 +258,19 @@ class StoredRun:
         path = save_activations(self.path / name, tables, self._about)
         blocks = sorted({place.block for table in tables.values() for place in table.places})
         self.manifest["shards"][name] = {"sha256": sha256_of(path), "blocks": blocks}
-        save_report(self.manifest, self.path / MANIFEST)
+        write_json_file(self.manifest, self.path / MANIFEST)
 
     def finish(self, latents: Tensor | None) -> None:
         """Write the latents, where they are known, and say that nothing is missing."""
         if latents is None:
             self.manifest.update(is_complete=True)
-            save_report(self.manifest, self.path / MANIFEST)
+            write_json_file(self.manifest, self.path / MANIFEST)
             return
         whole = tuple(range(latents.shape[1]))
         table = Activations("x0", (Place(None, 0, 0, whole, True, 0.0),), (latents.cpu(),))
         path = save_activations(self.path / LATENTS, {"x0": table}, self._about)
         self.manifest.update(is_complete=True, latents_sha256=sha256_of(path))
-        save_report(self.manifest, self.path / MANIFEST)
+        write_json_file(self.manifest, self.path / MANIFEST)
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -351,7 +358,7 @@ class ActivationFolder:
         self.require(request, facts)
         if not (self.path / SHARED).exists():
             shared = {"format": FORMAT, "model": model_of(facts), "request": dict(request)}
-            save_report(shared, self.path / SHARED)
+            write_json_file(shared, self.path / SHARED)
         # 2. What is complete stays; what was interrupted is written again, shard by shard
         path = self.path / f"{facts['fingerprint'][:16]}_seed{facts['seed']}"
         found = self._stored(path)
@@ -499,16 +506,23 @@ class ActivationStore(ActivationFolder):
             if "latents_sha256" in run.manifest:
                 _ = run.latents
 
-    def tensor(
-        self, site: str, layer: int | None, *, run: int | StoredRun = 0, step: int | None = None
-    ) -> Tensor:
+    def _run(self, run: Any) -> StoredRun:
+        """Return a run by its index in runs, or itself. CacheError for others."""
+        count = len(self.runs)
+        if isinstance(run, StoredRun):
+            return run
+        if type(run) is not int or not -count <= run < count:
+            raise CacheError(f"run {short_repr(run)} is not in 0..{count - 1}, and no run of runs")
+        return self.runs[run]
+
+    @checked
+    def tensor(self, site: str, layer: int | None, *, run: Any = 0, step: int | None = None) -> Tensor:
         """Return a site of a layer in one run (its index in runs, or itself), [blocks, steps, L, dim].
 
         The axis of steps goes where one is given; -1 is the last denoising step that was captured. layer is
         None for x_t, flow and x0. What reduce= made comes in its own shape, behind blocks and steps.
         """
-        chosen = self.runs[run] if isinstance(run, int) else run
-        calls = self._calls(site, layer, [chosen], None if step is None else [step])
+        calls = self._calls(site, layer, [self._run(run)], as_numbers("step", step))
         table = Activations(
             site, tuple(c.place for c in calls), tuple(c.read() for c in calls), self.is_reduced
         )
@@ -517,16 +531,17 @@ class ActivationStore(ActivationFolder):
         alone = {"layer", "B"} | ({"step"} if step is not None else set())
         return x.squeeze([n for n, axis in enumerate(axes) if axis in alone])
 
+    @checked
     def batches(
         self,
         site: str,
         layer: int | None,
         *,
-        size: int = 4096,
+        size: Annotated[int, 1, 1 << 31] = 4096,
         shuffle: bool = True,
-        seed: int = 0,
-        frames: int | Iterable[int] | None = None,
-        steps: int | Iterable[int] | None = None,
+        seed: Annotated[int, 0, 1 << 63] = 0,
+        frames: Any = None,
+        steps: Any = None,
         runs: Iterable[int | StoredRun] | None = None,
     ) -> "ActivationBatches":
         """Return batches [size, d] of the rows of a site and layer, every row once; the last may be smaller.
@@ -537,8 +552,6 @@ class ActivationStore(ActivationFolder):
         frames of the video; steps -1 is the last denoising step that was captured; runs are some of its runs,
         such as those to train on. For a DataLoader give batch_size=None: workers share the batches.
         """
-        if type(size) is not int or size < 1:
-            raise CacheError(f"size must be a number of rows from 1, not {short_repr(size)}")
         if self.is_reduced:
             if frames is not None:
                 raise CacheError(f"{self.path}: what reduce= made has no frames to choose; leave frames out")
@@ -546,8 +559,9 @@ class ActivationStore(ActivationFolder):
             raise CacheError(
                 f"{site} has no rows of one length ({SITES[site]}): read tensor(...) of each run"
             )
-        some = self.runs if runs is None else [self.runs[n] if isinstance(n, int) else n for n in runs]
-        calls, wanted = self._calls(site, layer, some, as_list(steps)), as_list(frames)
+        some = self.runs if runs is None else [self._run(n) for n in runs]
+        wanted = as_numbers("frames", frames)
+        calls = self._calls(site, layer, some, as_numbers("steps", steps))
         parts = [self._parts(site, call, wanted) for call in calls]
         if not any(numbers for numbers, _ in parts):
             raise CacheError(f"{self.path}: frames {short_repr(wanted)} are in no call of {site}")
@@ -601,10 +615,6 @@ class ActivationStore(ActivationFolder):
         if axis == "L" or (axis == "F" and call.shape[1] == len(own)):
             return tuple(n for n, frame in enumerate(own) if frame in frames), call.shape[1] // len(own)
         return (0,) * (not {*frames}.isdisjoint(own)), call.shape[1]  # of all its frames
-
-
-def as_list(chosen: int | Iterable[int] | None) -> list[int] | None:
-    return None if chosen is None else [chosen] if isinstance(chosen, int) else [*chosen]
 
 
 RowParts = tuple[tuple[int, ...], int]  # which parts of a call's rows are taken, and how long a part is

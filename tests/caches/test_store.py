@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from experiments import ActivationStore, capture, load
-from experiments.caches.activations import permuted
+from experiments.caches.activations import permuted, write_json_file
 from experiments.caches.files import CacheError
 
 
