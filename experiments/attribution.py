@@ -9,7 +9,7 @@ scores = attribute(session, prompt, seed=42, source=Source(prompt="a blue square
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import Context
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from experiments.analysis.panels import table
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
-from experiments.captured import as_numbers, check_capture, drawing, resolved_steps, tables
+from experiments.captured import check_capture, drawing, resolved_steps, tables
 from experiments.extraction import memory
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.edits import source_of
@@ -32,9 +32,9 @@ from experiments.extraction.rollout import observed as observing
 from experiments.session import Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, as_numbers, checked, did_you_mean, short_repr
 from wan.gradients import Attribution, Gradients, Metric
-from wan.interventions import Patch, Source
+from wan.interventions import Patch, Source, reusable
 from wan.sites import OF_FORWARD, ActivationSite, check_site, observed, watched
 
 if TYPE_CHECKING:
@@ -43,33 +43,43 @@ if TYPE_CHECKING:
 STAY = ("full", "window")  # policies whose keys stand where they were made
 
 
-@contextmanager
+@checked
+@reusable
 def gradients(
     session: Session,
     *sites: Any,
     through: str = "pass",
     metric: Metric | None = None,
     recompute: bool = False,
-    **chosen: Any,
+    to: str | None = "cpu",
+    layers: Any = None,
+    blocks: Any = None,
+    steps: Any = None,
 ) -> Iterator["SiteGradients"]:
     """Record videos made in this context with autograd, for gradients at some sites (wan.sites.SITES).
 
-    chosen are layers, blocks and steps (a number or several, every one where not given; step -1 is the last)
-    and to (a device, or None to stay). through says of which x0: of each chosen "pass", of a whole "block",
-    whose steps depend on each other, or of the "rollout" from the first chosen block on, through the KV
-    cache. Else the keys and values of earlier blocks are constants. metric(x0) is given here, and each graph
-    is freed at once, or to backward(). recompute keeps less of each layer, and takes about one forward more.
-    The video is the plain one, in the bits of a CPU; a GPU computes recorded passes without fused kernels and
-    graphs. Raises ConfigError for what the model does not have, cannot be differentiated or does not fit in
-    memory.
+    layers, blocks and steps are a number or several, every one where not given; step -1 is the last that
+    denoises. to is a device, or None to stay. through says of which x0: of each chosen "pass", of a whole
+    "block", whose steps depend on each other, or of the "rollout" from the first chosen block on, through the
+    KV cache. Else the keys and values of earlier blocks are constants. metric(x0) is given here, and each
+    graph is freed at once, or to
+    backward(). recompute keeps less of each layer, and takes about one forward more. The video is the plain
+    one, in the bits of a CPU; a GPU computes recorded passes without fused kernels and graphs. Raises
+    ConfigError for what the model does not have, cannot be differentiated or does not fit in memory.
     """
-    for name in {"layers", "blocks", "steps"} & {*chosen}:
-        chosen[name] = as_numbers(name, chosen[name])
-    chosen["steps"] = resolved_steps(session, chosen.get("steps"))
-    recorder = Gradients(tuple(check_site(name) for name in sites), through=through, metric=metric, **chosen)
+    chosen = numbers_of(session, layers, blocks, steps)
+    named = tuple(check_site(name) for name in sites)
+    recorder = Gradients(named, **chosen, through=through, metric=metric, to=to)
     check_gradients(session, recorder, recompute)
     with watched(recorder), recorder.recomputed(session.model) if recompute else nullcontext():
         yield SiteGradients(session, recorder)
+
+
+def numbers_of(session: Session, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
+    """Return what is chosen as lists of numbers, step -1 as the last that denoises."""
+    given = {"layers": layers, "blocks": blocks, "steps": steps}
+    chosen = {name: as_numbers(name, value) for name, value in given.items()}
+    return chosen | {"steps": resolved_steps(session, chosen["steps"])}
 
 
 def check_gradients(session: Session, recorder: Gradients, recompute: bool = False) -> None:
@@ -146,7 +156,12 @@ class SiteGradients(Mapping[str, Activations]):
         return tables(self.recorder.found)
 
     def __getitem__(self, site: str) -> Activations:
+        if site not in self:
+            raise ConfigError(f"no gradient at {short_repr(site)}{did_you_mean(site, self.recorder.sites)}")
         return self.tables[site]
+
+    def __contains__(self, site: object) -> bool:
+        return site in self.recorder.sites
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.recorder.sites)
@@ -165,6 +180,7 @@ class SiteGradients(Mapping[str, Activations]):
 
 
 # --- Attribution patching
+@checked
 def attribute(
     session: Session,
     prompt: str | None = None,
@@ -188,9 +204,8 @@ def attribute(
     """
     given: dict[str, Any] = {"prompt": prompt, "seed": seed}
     config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
-    chosen: dict[str, Any] = {"layers": as_numbers("layers", layers), "blocks": as_numbers("blocks", blocks)}
-    numbers = as_numbers("steps", steps) or [*range(config.num_passes - 1)]
-    chosen["steps"] = resolved_steps(session, numbers)
+    chosen: dict[str, Any] = numbers_of(session, layers, blocks, steps)
+    chosen["steps"] = chosen["steps"] or [*range(config.num_passes - 1)]
     # 1. Refuse before anything runs.
     for site in sites:
         if check_site(site) in OF_FORWARD:
@@ -280,7 +295,12 @@ class Scores(Mapping[str, Tensor]):
         return cls(load_cache(path, expect=("attribution",)))
 
     def __getitem__(self, site: str) -> Tensor:
+        if site not in self:
+            raise ConfigError(f"no scores of {short_repr(site)}{did_you_mean(site, [*self])}")
         return {each["site"]: each["scores"] for each in self.cache["sites"]}[site]
+
+    def __contains__(self, site: object) -> bool:
+        return site in [*self]
 
     def __iter__(self) -> Iterator[str]:
         return (each["site"] for each in self.cache["sites"])

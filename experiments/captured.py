@@ -5,7 +5,7 @@ with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lamb
 seen["resid_post"].stack()
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -49,12 +49,14 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import Device, RunConfig
 from wan.diffusers_capture import watching
-from wan.errors import ConfigError, checked, did_you_mean, fitted, short_repr
+from wan.errors import ConfigError, as_numbers, checked, did_you_mean, fitted, short_repr
 from wan.interventions import Custom, Edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
 from wan.sites import (
+    OF_FORWARD,
+    OF_HEADS,
     ActivationSite,
     active_edits,
     check_indices,
@@ -86,23 +88,20 @@ NO_SITE = 'stream_to= takes activations: name a site, as capture(session, "resid
 
 
 # --- Capture
-def as_numbers(name: str, value: Any) -> list[int] | None:
-    """Return a number, or several, as a list; None stays. ConfigError for what is none."""
-    if value is None:
-        return None
-    chosen: list[Any] = (
-        [value] if isinstance(value, (int, float)) else [*value] if isinstance(value, Iterable) else []
-    )
-    if not chosen or any(type(each) is not int for each in chosen):  # nothing would be captured in silence
-        raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
-    return sorted(set(chosen))
-
-
 def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] | None:
-    """Return steps with the number of the last denoising step in place of -1."""
+    """Return steps with the number of the last denoising step in place of -1.
+
+    ConfigError where blocks end with different steps.
+    """
     config = session.config
-    last = (config.base.num_steps if session.bidirectional else len(config.denoising_step_list)) - 1
-    return None if steps is None else sorted({last if step == -1 else step for step in steps})
+    if -1 not in (steps or ()):
+        return None if steps is None else [*steps]
+    lasts = {config.base.num_steps - 1}
+    if not session.bidirectional:
+        lasts = {config.passes_of_block(block)[-2] for block in range(len(config.block_sizes))}
+    if len(lasts) > 1:
+        raise ConfigError(f"the last steps of blocks are {sorted(lasts)}: name steps, not -1")
+    return sorted({*lasts, *(steps or ())} - {-1})
 
 
 @checked
@@ -246,7 +245,11 @@ def attention_requests(
 
 def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None:
     """Raise ConfigError for what a run does not have, or what does not fit in memory."""
-    config, model = session.config, session.model_config
+    config, model, sites = session.config, session.model_config, {*watcher.sites}
+    if watcher.heads is not None and not sites & OF_HEADS:
+        raise ConfigError(f"{watcher.sites[0]} has no heads: leave heads out")
+    if watcher.layers is not None and sites <= {*OF_FORWARD}:
+        raise ConfigError(f"{watcher.sites[0]} belongs to no layer: leave layers out")
     there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
     for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
         try:
@@ -674,6 +677,9 @@ class Comparison:
 
     def __init__(self, run_a: Run, run_b: Run):
         self.runs = run_a, run_b
+        shapes = [list(run.latents.shape[1:]) for run in self.runs]
+        if shapes[0] != shapes[1]:
+            raise ConfigError(f"compare takes runs of one size, not latents {shapes[0]} and {shapes[1]}")
 
     @cached_property
     def psnr(self) -> Tensor:

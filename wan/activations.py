@@ -41,6 +41,17 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Reduce = Callable[..., Tensor]  # fn(x, where), or fn(x)
 
 
+def check_device(to: Any) -> None:
+    """Raise ConfigError for a device that is not here; None is to stay."""
+    try:
+        kind = "cpu" if to is None else torch.device(to).type
+        there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+    except (RuntimeError, TypeError):
+        there = False
+    if not there:
+        raise ConfigError(f"to {short_repr(to)} is no device here; take cpu, cuda or None, to stay")
+
+
 @dataclass(eq=False)
 class SiteCapture(Watcher):
     """Keep activations of some sites; None selects all, but no recache (Pass).
@@ -71,13 +82,7 @@ class SiteCapture(Watcher):
         if self.dtype is not None and self.dtype not in FLOATS:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             raise ConfigError(f"dtype {short_repr(self.dtype)} keeps no activations; take one of {known}")
-        try:
-            kind = "cpu" if self.to is None else torch.device(self.to).type
-            there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
-        except (RuntimeError, TypeError):
-            there = False
-        if not there:
-            raise ConfigError(f"to {short_repr(self.to)} is no device here; take cpu, cuda or None, to stay")
+        check_device(self.to)
         if self.reduce is not None and not callable(self.reduce):
             raise ConfigError(f"reduce takes a function of (x, where), not {short_repr(self.reduce)}")
 
@@ -125,7 +130,7 @@ class SiteCapture(Watcher):
                     f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 )
                 raise ConfigError(f"reduce at {where}: it returned {what}, not a tensor with its numbers")
-        if self.dtype:
+        if self.dtype and value.is_floating_point():  # counts and indices of reduce stay what they are
             value = value.to(self.dtype)
         # 2. Copy to the host while the next layers compute.
         to = value.device if self.to is None else torch.device(self.to)

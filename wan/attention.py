@@ -37,6 +37,8 @@ class Call:
     layer_heads: int = 0  # and how many of the layer are here then
     lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
     tails: Tensor | None = None  # what the attention kernel knows of the mass of slots
+    moved: Tensor | None = None  # by how many frames edits moved its keys, [H, slots]
+    drift: Tensor | None = None  # what edits added to RoPE's frequencies in time, float64 [H, pairs]
     mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
     around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
     around_q: tuple[int, int] = (0, 0)  # and queries
@@ -87,6 +89,8 @@ def attention(
     site says who calls and layout what the keys are, for edits and captures.
     """
     is_seen = site is not None and (watchers() or observer())
+    if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k, v)):
+        raise ConfigError("attention takes tensors q, k, v [B, L, H, D]")
     if mask is not None:
         refuse((is_seen, "a training step with a mask takes no edits and no captures"))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
@@ -192,7 +196,10 @@ def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     trust, and read other memory, or end the process, where their assumptions do not hold. ConfigError for
     sizes that no attention has.
     """
-    # 1. One batch and number of heads: kernels count with those of q.
+    # 1. One batch, number of heads and dtype: kernels count with those of q.
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
+        raise ConfigError(f"attention takes q, k, v of one floating dtype, not {dtypes}")
     if not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3]:
         try:
             sizes = torch.broadcast_shapes(q.shape[:2], k.shape[:2], v.shape[:2])

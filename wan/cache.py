@@ -226,8 +226,10 @@ class KVCache(AnyCache):
         Raises ConfigError for a slot that is not there.
         """
         for slot in slots:
-            if not 0 <= slot < len(self.slots):  # a negative one would be of the buffer, not of the slots
-                raise self.misuse(f"slot {slot} is not in 0..{len(self.slots) - 1}")
+            if type(slot) is not int or not 0 <= slot < len(
+                self.slots
+            ):  # a negative one would be of the buffer, not of the slots
+                raise self.misuse(f"slot {short_repr(slot)} is not in 0..{len(self.slots) - 1}")
         moved = [index for index, slot in enumerate(slots) if index != slot]
         kept = [self.slots[slot] for slot in slots]
         if moved:
@@ -347,7 +349,12 @@ class CachePolicy:
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
-        if problem := self.conflict(block_sizes):
+        problem = self.conflict(block_sizes)
+        if not problem:  # of a policy of one's own: a cache would fail without its name
+            size = self.capacity(21, max(block_sizes, default=3))
+            if not isinstance(size, Capacity) or size.slots < 1:
+                problem = f"capacity() returned {short_repr(size)}, not Capacity(slots), of 1 or more"
+        if problem:
             raise ConfigError(f"cache_policy {self.name}: {problem}")
 
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:

@@ -6,7 +6,7 @@ q, k and log-sum-exp (wan/reductions.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -460,16 +460,26 @@ def items_of(calls: Sequence[Call]) -> Iterator[tuple[Sequence[Call], int | None
 
 # --- Keep what is asked for
 @dataclass(eq=False)
-class Capture:
+class Capture(AbstractContextManager[list[CapturedCall]]):
     """Requests of one capture, and the calls that were kept for them."""
 
     requests: tuple[CaptureRequest, ...]
     calls: list[CapturedCall] = field(default_factory=list)
+    open: list[tuple[AbstractContextManager[None], list[CapturedCall]]] = field(default_factory=list)
 
-    def check(self, num_layers: int, num_blocks: int, num_passes: int) -> None:
-        """Raise ConfigError where a request does not fit the rollout that is about to run."""
-        for request in self.requests:
-            request.check(num_layers, num_blocks, num_passes)
+    def __enter__(self) -> list[CapturedCall]:
+        context = observed(self)
+        context.__enter__()
+        self.open.append((context, self.calls))
+        self.calls = []
+        return self.calls
+
+    def __exit__(self, *error: Any) -> None:
+        (context, before), calls = self.open.pop(), self.calls
+        self.calls = before
+        context.__exit__(*error)
+        if error[0] is None:
+            move_to_cpu(calls)
 
     def wants(self, site: Site) -> bool:
         """Return whether the call that a site is about to make in this pass is asked for."""
@@ -553,17 +563,13 @@ class Capture:
 class AttentionCapture:
     """The capture of this process: capture() for a context, enable() and disable() for older scripts."""
 
-    @contextmanager
-    def capture(self, *requests: CaptureRequest, **fields: Any) -> Iterator[list[CapturedCall]]:
+    def capture(self, *requests: CaptureRequest, **fields: Any) -> AbstractContextManager[list[CapturedCall]]:
         """Keep what the requests (or one request of the given fields) ask for while the context lasts.
 
         Yields the list of calls, on the CPU once the context has ended. On exit, also on an error, what was
-        asked for before is asked for again.
+        asked for before is asked for again. It may be entered again, for another list.
         """
-        kept = Capture(requests or (CaptureRequest(**fields),))
-        with observed(kept):
-            yield kept.calls
-        move_to_cpu(kept.calls)
+        return Capture(requests or (CaptureRequest(**fields),))
 
     @property
     def active(self) -> bool:

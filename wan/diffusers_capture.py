@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.errors import ConfigError
+from wan.interventions import reusable
 from wan.keys import KeyLayout, send
 from wan.sites import (
     Pass,
@@ -183,7 +184,7 @@ _TOLD: ContextVar[tuple[str, Any] | None] = ContextVar("cache_context", default=
 
 
 # --- Watch
-@contextmanager
+@reusable
 def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
     """Let captures and edits see a pipeline, or a transformer, of diffusers while the context lasts.
 
@@ -721,7 +722,7 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --- Capture
-@contextmanager
+@reusable
 def capture_diffusers(
     x: Any, *requests: CaptureRequest, layout: Any = None, **fields: Any
 ) -> Iterator[list[CapturedCall]]:

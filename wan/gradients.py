@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from wan.activations import Activation
+from wan.activations import Activation, check_device
 from wan.attention import Call
 from wan.errors import ConfigError, short_repr
 from wan.interventions import Edits
@@ -46,6 +46,23 @@ from wan.sites import (
 
 THROUGH = ("pass", "block", "rollout")
 Metric = Callable[..., Tensor]
+
+
+def takes_activations(metric: Metric) -> bool:
+    """Return whether a metric takes (x0, seen), not x0 alone. ConfigError where it is called otherwise."""
+    if not callable(metric):
+        raise ConfigError(f"metric is {short_repr(metric)}, not a function of x0, or of x0 and activations")
+    try:
+        known = inspect.signature(metric).parameters.values()
+    except (TypeError, ValueError):  # of a builtin, such as torch.mean
+        return False
+    needed = [
+        p for p in known if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    given = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    if len(needed) > 2 or not given:
+        raise ConfigError(f"metric takes {len(needed)} arguments: x0, or x0 and the activations by site")
+    return len(needed) == 2 or any(p.name == "seen" for p in given)
 
 
 @dataclass(eq=False)
@@ -88,6 +105,9 @@ class Gradients(Watcher):
     def __post_init__(self) -> None:
         if self.through not in THROUGH:
             raise ConfigError(f"through is {short_repr(self.through)}, not one of {', '.join(THROUGH)}")
+        check_device(self.to)
+        if self.metric is not None:
+            takes_activations(self.metric)
         self._plan: Any = None
         self._open: Graph | None = None
         self._finished: list[Tensor] = []  # x0 of the rollout's blocks so far
@@ -111,6 +131,8 @@ class Gradients(Watcher):
 
     def check(self, plan: Any) -> None:
         check_sites(self.sites, plan)
+        if any(isinstance(one, Gradients) and one is not self for one in watchers()):
+            raise ConfigError("gradients are recorded already in this context: ask one for all sites")
         check_indices("layer", self.layers, plan.num_layers)
         check_indices("block", self.blocks, len(plan.blocks))
         num_passes = plan.num_passes if self.through == "rollout" else plan.num_steps
@@ -185,6 +207,7 @@ class Gradients(Watcher):
 
         ConfigError where nothing was recorded, or metric is no scalar that depends on x0.
         """
+        takes_activations(metric)
         if not self.graphs:
             remedy = (
                 "generate inside the context first; a second backward needs retain_graph=True at the first"
@@ -198,9 +221,11 @@ class Gradients(Watcher):
 
     def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
         value, nodes = self.value_of(graph, metric), list(graph.nodes.values())
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            is_scalar = isinstance(value, Tensor) and value.numel() == 1
-            what = "depends on no x0" if is_scalar else f"is {short_repr(getattr(value, 'shape', value))}"
+        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+        if not is_number or not value.requires_grad or not value.isfinite():
+            what = f"is {short_repr(getattr(value, 'shape', value))}"
+            if is_number:
+                what = "depends on no x0" if value.isfinite() else f"is {value.item()}"
             raise ConfigError(f"a gradient is of one number that depends on x0, and what came {what}")
         with torch.enable_grad():
             found = torch.autograd.grad(value.sum(), nodes, retain_graph=retain_graph, materialize_grads=True)
@@ -210,10 +235,10 @@ class Gradients(Watcher):
     @staticmethod
     def value_of(graph: Graph, metric: Metric) -> Any:
         """Return what a metric is of a graph's x0, and of its activations where it takes them."""
+        assert graph.x0 is not None
         with torch.enable_grad():
-            if len(inspect.signature(metric).parameters) == 1:
-                return metric(graph.x0)
-            return metric(graph.x0, graph.seen)
+            x0 = graph.x0.clone()  # the video's own, whatever the metric does with what it gets
+            return metric(x0, graph.seen) if takes_activations(metric) else metric(x0)
 
     def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
         """Keep the gradients of a graph, in the order of its nodes."""
@@ -239,7 +264,7 @@ class Gradients(Watcher):
 
     def _remembering(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a part of a layer, which the backward pass calls again in place of remembering it."""
-        at, before = current_pass(), list[bool]()
+        at, before = current_pass(), list[Tensor]()
         if at is None or not self.records(at):
             return function(*args)
         watching = self._beside(_Replay(self))
@@ -248,11 +273,18 @@ class Gradients(Watcher):
 
         def run(*given: Any) -> Any:
             if not before:
-                before.append(True)
-                return function(*given)
-            return Context().run(self._again, at, watching, partial(function, *given))
+                found = function(*given)
+                before.append(size_of(found))
+                return found
+            found = Context().run(self._again, at, watching, partial(function, *given))
+            if not torch.isclose(size_of(found), before[0], rtol=1e-3):
+                raise ConfigError(
+                    "recompute=True calls functions of one's own twice, and one gave something else then"
+                )
+            return found
 
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+        with set_checkpoint_early_stop(False):  # run() has to come to its end, which it compares
+            return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
     def _beside(self, me: Watcher) -> list[Watcher]:
         """Return who watches a repeated call: me in my place, and edits, which count no call twice."""
@@ -378,10 +410,10 @@ class Attribution(Gradients):
             assert graph.x0 is not None
             self._own_x0 = graph.x0.detach()
         metric = self._metric(where)
-        reached = Graph(x0=self.of("x0", None, where))
-        takes_x0 = len(inspect.signature(metric).parameters) == 1
-        self.reached.append(float(self.value_of(reached, metric)) if takes_x0 else float("nan"))
         super()._differentiate(graph, metric, retain_graph)
+        reached = Graph(x0=self.of("x0", None, where))
+        is_known = not takes_activations(metric)  # the source's are not all there
+        self.reached.append(float(self.value_of(reached, metric)) if is_known else float("nan"))
 
     def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
         for (where, node), gradient in zip(graph.nodes.items(), found, strict=True):
@@ -390,6 +422,12 @@ class Attribution(Gradients):
             axes = SITES[where.site].split()
             score = change.sum([n for n, axis in enumerate(axes) if axis != "H"]).reshape(-1).float().cpu()
             self.scores[where] = self.scores.get(where, 0) + score / self.points
+
+
+def size_of(found: Any) -> Tensor:
+    """Return the mean size of what a part of a layer returned: a tensor or several."""
+    parts = [found] if isinstance(found, Tensor) else found
+    return torch.stack([x.detach().abs().mean(dtype=torch.float32) for x in parts]).sum()
 
 
 class _Replay(Watcher):

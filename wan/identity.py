@@ -76,7 +76,8 @@ def digest_of(value: Any) -> str:
     """Return 16 hex digits that change with a value and with all that it refers to.
 
     Functions count by code, defaults, closure and the globals that they name, objects by class and state,
-    libraries by name. Raises UnhashableError, with the reason, where something has no state to be read.
+    libraries by name; files and os.environ, which it may read, do not. Raises UnhashableError, with the
+    reason, where something has no state to be read.
     """
     return _Digests().of(value).hex()[:16]
 
@@ -163,14 +164,17 @@ class _Digests:
                 return
         yield self.of(function.__code__)
         yield from map(self.of, (function.__defaults__, function.__kwdefaults__))
-        for cell in function.__closure__ or ():
+        named = _names(function.__code__)
+        own = {name: x for name, x in vars(function).items() if name != "__wrapped__"}
+        yield from map(self.of, ([own] if own else []))  # f.scale
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
-                yield self.of(cell.cell_contents)
+                yield from self._of_global(cell.cell_contents, named.get(name, frozenset()))
             except ValueError as error:
                 if isinstance(error, UnhashableError):
                     raise
                 yield b"empty"  # a name that is bound later, or never
-        for name, attributes in sorted(_names(function.__code__).items()):
+        for name, attributes in sorted(named.items()):
             if name in function.__globals__:
                 yield name.encode()
                 yield from self._of_global(function.__globals__[name], attributes)
@@ -219,10 +223,10 @@ class _Digests:
 
 
 def _names(code: CodeType) -> dict[str, frozenset[str]]:
-    """Return the globals that code names, and functions in it, with all attributes that it asks for."""
+    """Return the globals and closed-over names of code and functions in it, with attributes it asks for."""
     names, attributes, inner = set[str](), set[str](), dict[str, frozenset[str]]()
     for one in dis.get_instructions(code):
-        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if one.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
             names.add(one.argval)
         elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes.add(one.argval)

@@ -25,7 +25,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from threading import Semaphore, Thread
-from typing import Annotated, Any, ClassVar, ParamSpec, TypeVar
+from typing import Annotated, Any, ClassVar, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
@@ -115,6 +115,11 @@ class Edit(ABC):
     steps: Indices | None = None
     passes: Passes
     branch: Annotated[str, ("cond", "uncond")] | None = None  # of classifier-free guidance
+
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        if cls.__abstractmethods__:
+            raise ConfigError(f"{cls.__name__} has no apply(): take one of {', '.join(KINDS)}, or write it")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -539,13 +544,28 @@ class Move(Edit):
         slots = slots_in(call, self.frames)
         if not slots:
             return None
-        turns = [self.offset] * len(slots)
-        if self.position is not None:
-            turns = [self.position - each for each in positions_of(call, slots)]
-        # RoPE turns add up: keys that were turned to p stand at p + n once they are turned by n more.
+        # 1. By how much, [heads, slots]: edits before this one may have moved them already.
         heads, tokens = heads_in(self, call), tokens_in(call, slots)
-        tables = _tables_of_turns(tuple(turns), call.layout.tokens_per_slot, call.k.shape[3], call.k.device)
-        replace_values(call, "k", heads, rotate(select(call.k[:, tokens], heads, 2).float(), *tables), tokens)
+        places = torch.tensor(heads, dtype=torch.long)[:, None], torch.tensor(slots)
+        is_first = bool(heads) and call.moved is None and call.drift is None
+        if call.moved is None:
+            call.moved = torch.zeros(call.k.shape[2], len(call.layout.slots))
+        turns = torch.full((len(heads), len(slots)), float(self.offset or 0))
+        if self.position is not None:
+            turns = self.position - torch.tensor(positions_of(call, slots)) - call.moved[places]
+        call.moved[places] += turns
+        # 2. RoPE turns add up: keys that were turned to p stand at p + n once they are turned by n more.
+        frequencies = time_frequencies(call.k.shape[3]).expand(call.k.shape[2], -1)[heads]
+        if call.drift is not None:
+            frequencies = frequencies + call.drift[heads]
+        keys = select(call.k[:, tokens], heads, 2)
+        if is_first:  # all layers and passes of a block turn alike
+            alike = tuple(turns[0].int().tolist())
+            tables = _tables_of_turns(alike, call.layout.tokens_per_slot, keys.shape[3], keys.device)
+            replace_values(call, "k", heads, rotate(keys.float(), *tables), tokens)
+            return call
+        angles = turns.T.double()[:, :, None] * frequencies  # [slots, heads, pairs]
+        replace_values(call, "k", heads, turn(keys, angles), tokens)
         return call
 
 
@@ -578,8 +598,14 @@ class Jitter(Edit):
         numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
         drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
-        for name, positions in (("q", layout.query_positions), ("k", stands)):
-            angles = torch.tensor(positions).double()[:, None, None] * drift
+        if call.drift is None:
+            call.drift = torch.zeros(call.q.shape[2], drift.shape[1], dtype=torch.float64)
+        call.drift[heads] += drift
+        asks, stand = (torch.tensor(places).double()[:, None] for places in (layout.query_positions, stands))
+        if call.moved is not None:
+            stand = stand + call.moved[heads].T
+        for name, positions in (("q", asks), ("k", stand)):  # [frames, heads or 1]
+            angles = positions[:, :, None] * drift
             replace_values(call, name, heads, turn(select(getattr(call, name), heads, 2), angles))
         return call
 

@@ -312,8 +312,8 @@ def check_watchers(
     """
     if _GENERATORS.get():
         require_running_generators()
-    if (observing := observer()) is not None:
-        observing.check(num_layers, num_blocks, num_passes)
+    for request in getattr(observer(), "requests", ()):
+        request.check(num_layers, num_blocks, num_passes)
     if watching := watchers():
         planned = plan()
         for one in watching:

@@ -149,11 +149,19 @@ def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
     return lists | {"config": config, "frames of later prompts": switches, "edits": edits}
 
 
+def files_by_name(cache: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of the files that a run read, such as the text encoder's."""
+    return {f"file {each['name']}": each["sampled_sha256"] for each in cache.get("files") or ()}
+
+
 def require_one_model(caches: Mapping[str, Mapping[str, Any]], what: str) -> None:
     """Raise CacheError, which says what takes them, unless caches by name differ in prompt and seed alone."""
-    (first, one), *others = [(name, model_of(each) | schedule_of(each)) for name, each in caches.items()]
+    (first, one), *others = [
+        (name, model_of(each) | schedule_of(each) | files_by_name(each)) for name, each in caches.items()
+    ]
     for name, other in others:
-        if differs := [key for key in one if one[key] != other[key]]:
+        # Files of prompts are each run's own; what has one name must be one file
+        if differs := [key for key in one if one[key] != other.get(key, one[key])]:
             values = f"{short_repr(one[differs[0]])} and {short_repr(other[differs[0]])}"
             raise CacheError(
                 f"{what} takes atlases of one model and schedule, which differ in prompt and seed: "

@@ -27,7 +27,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError, checked
+from wan.errors import ConfigError, checked, library_reads
 from wan.keys import RotaryTable, key_frames, key_tokens
 
 if TYPE_CHECKING:
@@ -502,7 +502,8 @@ def patches_of_mask(mask: Any, num_frames: int, grid: tuple[int, int]) -> list[P
     mask: boolean [F, H, W], in latent or video frames, of tokens (grid) or pixels. ConfigError for others,
     and for a mask that covers none.
     """
-    drawn, (rows, columns) = torch.as_tensor(mask), grid
+    with library_reads("a mask of queries", remedy="give a boolean array or tensor"):
+        drawn, (rows, columns) = torch.as_tensor(mask), grid
     video_frames = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     high, wide = rows * PIXELS_OF_A_TOKEN, columns * PIXELS_OF_A_TOKEN
     fits = drawn.ndim == 3 and len(drawn) in (num_frames, video_frames)

@@ -229,9 +229,8 @@ def roll_out(
         for frames, latents in pipeline.blocks(noise, prompt_embeds, **given):
             # 1. Numbers are checked as they come, so that hours are not spent on NaN.
             block = len(finished)
-            check_latents(model, latents, f"block {block}")
             move_to_cpu(records[checked:])
-            check_values(records[checked:])
+            check_numbers(model, latents, f"block {block}", records[checked:])
             checked = len(records)
             # 2. Keep the block and hand it on.
             finished.append(latents.clone())
@@ -262,9 +261,8 @@ def sample(
 
     def on_step(step: int, latents: Tensor) -> None:
         nonlocal latest, done, checked
-        check_latents(pipeline.model, latents, f"step {step}")
         move_to_cpu(records[checked:])
-        check_values(records[checked:])
+        check_numbers(pipeline.model, latents, f"step {step}", records[checked:])
         latest, done, checked = latents, step + 1, len(records)
         observer.advance("step", step, len(timesteps), f"t = {timesteps[step]:g}")
         if observer.stopping and done < len(timesteps):
@@ -303,17 +301,15 @@ def out_of_memory(doing: str | Callable[[], str], requests: Sequence[CaptureRequ
 
 
 # --- Numbers are checked before they are kept, once a block or step
-def check_latents(model: "WanModel", latents: Tensor, where: str) -> None:
-    """Raise RunError for latents that are not finite, naming the weights that are to blame."""
-    if latents.isfinite().all():
-        return
-    spoilt = next((name for name, x in model.named_parameters() if not x.isfinite().all()), None)
-    remedy = f"nor is the weight {spoilt}: get the file of the weights again" if spoilt else REMEDY
-    raise RunError(f"{where}: the latents are not finite, {remedy}")
+def check_numbers(model: "WanModel", latents: Tensor, place: str, calls: Sequence[CapturedCall] = ()) -> None:
+    """Raise RunError for latents that are not finite, naming the weights that are to blame.
 
-
-def check_values(calls: Sequence[CapturedCall]) -> None:
-    """Raise RunError for captured numbers that cannot be right, naming layer, block and pass."""
+    And for captured numbers that cannot be right, naming layer, block and pass.
+    """
+    if not latents.isfinite().all():
+        spoilt = next((name for name, x in model.named_parameters() if not x.isfinite().all()), None)
+        remedy = f"nor is the weight {spoilt}: get the file of the weights again" if spoilt else REMEDY
+        raise RunError(f"{place}: the latents are not finite, {remedy}")
     for call in calls:
         block, step = (call.at.block, call.at.step) if call.at else (None, None)
         where = f"layer {call.site.layer}, block {block}, step {step}: "

@@ -103,7 +103,7 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
             f"{named} has {len(latents)} latent frames; a video of {config.num_frames} begins with whole "
             f"blocks, of {', '.join(map(str, ends)) or 'no'} frames"
         )
-    return latents[None].float()
+    return latents[None].detach().float()
 
 
 def read_pixels(path: Path, height: int, width: int) -> Tensor:

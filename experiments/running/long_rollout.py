@@ -42,8 +42,7 @@ from experiments.extraction.provenance import (
 from experiments.extraction.rollout import (
     Progress,
     capturing,
-    check_latents,
-    check_values,
+    check_numbers,
     memory,
     observed,
     out_of_memory,
@@ -237,7 +236,7 @@ def make_long_video(
         )
         for block, (frames, x0) in enumerate(rollout):
             at = block + 1
-            check_latents(session.pipeline.model, x0, f"block {block}")
+            check_numbers(session.pipeline.model, x0, f"block {block}", calls)
             if block < first:
                 if not torch.equal(latents.read(frames), x0[0].to("cpu", latents.dtype)):
                     raise RunError(
@@ -245,7 +244,6 @@ def make_long_video(
                         "on another device or number of threads; go on where it was begun, or --overwrite"
                     )
                 continue
-            check_values(calls)
             if calls:
                 capture.save(place.attention, block, calls, latents.made_of)
                 calls.clear()

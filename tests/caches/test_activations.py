@@ -136,7 +136,8 @@ def test_every_changed_byte_is_refused(pipe, tmp_path):
                 read(file)
         file.write_bytes(whole)
     manifest = next((tmp_path / "runs").glob("*/manifest.json"))
-    for text in ("", "[]", "{}", json.dumps({"shards": 3})):
+    whole = manifest.read_text()
+    for text in ("", "[]", "{}", json.dumps({"shards": 3}), whole.replace("a red circle", "a red square")):
         manifest.write_text(text)
         with pytest.raises(CacheError, match="capture that run again"):
             _ = ActivationFolder(tmp_path / "runs").runs

@@ -1,6 +1,5 @@
 """A store of activations: tensors of a run, and every row of all runs once, in an order that a seed gives."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 from experiments import ActivationStore, capture, load
 from experiments.caches.activations import permuted, write_json_file
 from experiments.caches.files import CacheError
+from wan.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +106,17 @@ def test_a_permutation_without_a_table(count):
         ({"steps": [9]}, r"step \[9\] is not there, but \[0, 1, 2\]"),
         ({"frames": [99]}, r"frames \[99\] are in no call"),
         ({"site": "pattern"}, "pattern has no rows of one length"),
-        ({"size": 0}, "size must be a number of rows from 1"),
+        ({"size": 0}, "size 0 is not int in 1"),
+        ({"size": True}, "size True is not int in 1"),
+        ({"seed": -1}, "seed -1 is not int in 0"),
+        ({"shuffle": "no"}, "shuffle 'no' is not bool"),
+        ({"frames": True}, "frames must be a number or several"),
+        ({"runs": [7]}, r"run 7 is not in 0\.\.2"),
+        ({"runs": ["x"]}, r"run 'x' is not in 0\.\.2"),
     ],
 )
 def test_what_is_not_there_is_said_in_a_line(folder, asked, said):
-    with pytest.raises(CacheError, match=said) as error:
+    with pytest.raises((CacheError, ConfigError), match=said) as error:
         ActivationStore(folder).batches(**({"site": "resid_post", "layer": 1} | asked))
     assert "\n" not in str(error.value)
 
@@ -141,7 +147,6 @@ def test_damaged_and_foreign_folders_are_refused(folder, tmp_path):
     shard.write_bytes(whole)
     ActivationStore(own).check()
     for one in ActivationStore(own).runs:
-        manifest = json.loads((one.path / "manifest.json").read_text()) | {"is_complete": False}
-        (one.path / "manifest.json").write_text(json.dumps(manifest))
+        write_json_file(one.manifest | {"is_complete": False}, one.path / "manifest.json")
     with pytest.raises(CacheError, match="has no complete run"):
         ActivationStore(own)

@@ -294,14 +294,14 @@ def test_captured_numbers_that_cannot_be_right_and_those_that_can():
         ({"frame_logits": -ROWS / 0, "attended": ROWS > 0}, "frame_logits is not finite"),
     ):
         with pytest.raises(RunError, match=message):
-            rollout.check_values([call_of(frame_logits=ROWS), call_of(**values)])
+            rollout.check_numbers(None, ROWS, "", [call_of(frame_logits=ROWS), call_of(**values)])
     for values in (
         {"frame_logits": HEADS, "frame_mass": HEADS},  # heads with keys of their own
         {"frame_logits": ROWS * NAN, "attended": ROWS > 0},  # left out by an intervention
         {"frame_mass": ROWS / 2, "slot_mass": ROWS},  # averages, which are no frames, have the rest
         {"frame_mass": ROWS * 1.0009, "key_curve": ROWS, "map_queries": ROWS / 0},
     ):
-        rollout.check_values([call_of(**values)])
+        rollout.check_numbers(None, ROWS, "", [call_of(**values)])
 
 
 def test_looking_changes_no_bit_of_the_latents(tiny):

@@ -129,6 +129,7 @@ def test_one_head_and_means_of_atlases_are_drawn(pipe):
     "admit, said",
     [
         (lambda cache, block: (cache.keep([7]), cache.append(block)), r"slot 7 is not in 0\.\.-1"),
+        (lambda cache, block: (cache.append(block), cache.keep([0.0])), r"slot 0\.0 is not in 0\.\.2"),
         (lambda cache, block: (cache.append(block), cache.keep([-1])), r"slot -1 is not in 0\.\.2"),
         (lambda cache, block: None, r"admit\(\) gave it no slots; call cache.append\(block\)"),
         (lambda cache, block: (cache.append(block), cache.append(block)), r"slot 5 is not there"),

@@ -7,10 +7,12 @@ import torch
 
 from experiments import Scores, Source, attribute, gradients, intervene, load, run_attribution
 from experiments.extraction import memory
+from experiments.extraction.project_files import policy_settings
 from experiments.findings.attribution.run import Pair
+from experiments.session import pipeline_of
 from wan.activations import SiteCapture
 from wan.errors import ConfigError
-from wan.interventions import Patch
+from wan.interventions import Patch, at
 from wan.sites import watched
 
 PROMPT, OTHER = "a red circle moving right over a dark blue background", "a blue square moving left"
@@ -92,6 +94,29 @@ def test_gradients_of_a_session_are_named_like_activations(session):
     assert grads["z"].axes == ("layer", "block", "step", "B", "L", "H", "D")
     assert grads["z"].stack().shape == (2, 1, 1, 1, 48, 12, 16) and grads["z"].stack().any()
     assert [*grads] == ["resid_post", "z"] and "4 gradients" in repr(grads)
+
+
+def test_gradients_go_through_keys_that_differ_by_head(session):
+    """Later passes write where the keys of a graph were: graphs are freed at the end, and at once."""
+    config = replace(session.config, cache_policy=policy_settings("mini_triattention_small"))
+    pipeline, squares = pipeline_of(session.model, config), torch.square
+    by_head = session.replaced(config=config, pipeline=pipeline)
+    late, now = (
+        gradients(by_head, "k", layers=2, **ONE, **how)
+        for how in ({}, {"metric": lambda x: squares(x).sum()})
+    )
+    with late as found:
+        assert not by_head.generate(PROMPT).latents.requires_grad
+        found.backward(lambda x0: squares(x0).sum())
+    with now as again:
+        by_head.generate(PROMPT)
+    [gradient] = found["k"]
+    assert torch.equal(gradient, again["k"][0])
+    direction, values = gradient / gradient.norm(), []
+    for sign in (1, -1):
+        shift = at("k", layers=2, **DENOISE, **ONE)(lambda x, s=sign: x + 3e-2 * s * direction)
+        values.append(squares(x0_of(by_head, PROMPT, shift)).sum().item())
+    assert values[0] - values[1] == pytest.approx(6e-2 * gradient.norm().item(), rel=1e-2)
 
 
 def of(**settings):

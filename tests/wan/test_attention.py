@@ -111,6 +111,14 @@ def test_what_kernels_can_read_is_not_copied():
     assert all(new is old for new, old in zip(readable(q, k, v), (q, k, v), strict=True))
     with pytest.raises(ConfigError, match=r"does not fit: \[2, 5, 3, 8\], \[2, 11, 3, 8\], \[2, 10, 3, 8\]"):
         attention_with_lse(q, k, v[:, :, :10])
+    for wrong, said in (
+        ((q, k, v.bfloat16()), "one floating dtype"),
+        ((q.int(), k.int(), v.int()), "one floating dtype"),
+        ((q[0], k[0], v[0]), r"tensors q, k, v \[B, L, H, D\]"),
+        (3 * (q.numpy(),), "tensors q, k, v"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            attention(*wrong)
 
 
 def test_kernels_of_a_gpu_get_rows_at_multiples_of_16_bytes(device):

@@ -169,3 +169,21 @@ def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
         found = call.values[name]
         assert found.device.type == "cpu" and found.is_contiguous() and torch.equal(found, value.mT)
         assert found.untyped_storage().nbytes() == value.nbytes
+
+
+def test_a_capture_may_be_entered_again_also_while_it_is_open():
+    asked = ATTENTION_WEIGHT_CAPTURE.capture(granularity="token")
+    q = torch.ones(1, 2, 1, 4)
+
+    def attend():
+        attention(q, q, q, Site(0, "self"))
+
+    with asked as outer:
+        attend()
+        with asked as inner:
+            attend()
+            attend()
+    with asked as later:
+        pass
+    assert [len(outer), len(inner), len(later)] == [1, 2, 0]
+    assert not ATTENTION_WEIGHT_CAPTURE.active

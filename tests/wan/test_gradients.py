@@ -176,12 +176,33 @@ def test_autograd_works_on_the_model_with_a_cache_of_ones_own():
         ({"layers": [4]}, r"layer 4 is not in 0\.\.3"),
         ({"metric": lambda x0: x0}, "of one number that depends on x0"),
         ({"metric": lambda x0: x0.detach().sum()}, "depends on no x0"),
+        ({"metric": lambda x0: x0.sum() * torch.nan}, "what came is nan"),
+        ({"metric": lambda x0: (1j * x0).sum()}, "of one number"),
+        ({"metric": lambda: 0}, "metric takes 0 arguments"),
+        ({"metric": lambda x0, seen, more: 0}, "metric takes 3 arguments"),
+        ({"metric": 3}, "metric is 3, not a function"),
+        ({"to": "nowhere"}, "to 'nowhere' is no device here"),
     ],
 )
 def test_what_cannot_be_differentiated_is_refused(how, message):
     with pytest.raises(ConfigError, match=message), watched(Gradients(("z",), **how)):
         rollout(pipeline(), FRAMES)
     assert torch.is_grad_enabled()
+
+
+def test_one_recorder_at_a_time_and_no_metric_changes_the_video():
+    with watched(Gradients(("z",)), Gradients(("k",))), pytest.raises(ConfigError, match="recorded already"):
+        rollout(pipeline(), FRAMES)
+    with watched(Gradients(("z",), blocks=[BLOCK], metric=lambda x0: x0.mul_(2).sum())):
+        assert torch.equal(rollout(pipeline(), FRAMES), plain())
+
+
+def test_a_function_that_gives_something_else_when_it_is_called_again_is_refused():
+    recorder, calls = Gradients(("k",), metric=torch.sum, **where("k", 1)), []
+    counted = at("mlp_pre", **where("k", 1))(lambda x: x * (1 + (calls.append(0) or len(calls))))
+    refused = pytest.raises(ConfigError, match="calls functions of one's own twice")
+    with watched(recorder), intervene(counted), recorder.recomputed(pipeline().model), refused:
+        rollout(pipeline(), FRAMES)
 
 
 def test_backward_without_a_graph_is_refused():

@@ -51,6 +51,20 @@ def by_module(scale):
     return types.FunctionType((lambda x, where: SETTINGS.scale * x).__code__, {"SETTINGS": module})
 
 
+def by_attribute(scale):
+    def edit(x, where):
+        return edit.scale * x
+
+    edit.scale = scale
+    return edit
+
+
+def by_module_in_a_cell(scale):
+    module = types.ModuleType("settings_of_a_user")
+    module.scale = scale
+    return lambda x, where: module.scale * x
+
+
 class Times:
     def __init__(self, scale):
         self.scale = scale
@@ -75,6 +89,7 @@ def of_class(scale):
 
 # Ways in which one text means several functions
 MAKERS = [times, default, by_global, by_helper, by_module, Times, Slotted, of_class]
+MAKERS += [by_attribute, by_module_in_a_cell]
 MAKERS += [lambda scale: partial(torch.mul, other=scale), lambda scale: Times(scale).apply]
 MAKERS += [lambda scale: lru_cache(times(scale)), lambda scale: times([{"a": (scale, {scale})}])]
 MAKERS += [lambda scale: times(torch.tensor([scale])), lambda scale: times(np.array([scale]))]

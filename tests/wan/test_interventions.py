@@ -291,6 +291,16 @@ def test_moved_keys_stand_elsewhere():
         check(run(edit), q, moved, v)
 
 
+def test_edits_that_turn_keys_know_of_each_other():
+    """Keys that were moved or turned by a base of their head's own already stand where the edits say."""
+    there, jitter = Move("first", position=9, heads=[0, 2], passes="all"), Jitter(0.5, seed=3, heads=[1, 2])
+    alone = run(there)[0]
+    for before in (Move("first", offset=4, passes="all"), Move("first", position=2, passes="all")):
+        close(run(before, there)[0][:, :, [0, 2]], alone[:, :, [0, 2]])
+        assert not torch.allclose(run(before, there)[0][:, :, 1], alone[:, :, 1])
+    close(run(there, jitter)[0], run(jitter, there)[0])
+
+
 def test_jitter_gives_every_head_its_own_base():
     edit, (q, k, v) = Jitter(scale=0.5, seed=3, heads=[0, 2]), inputs()
     bases = edit.bases(SITE.layer, HEADS)

@@ -246,13 +246,19 @@ class HeadwiseCache(AnyCache):
         groups = []
         # 1. Each kind stores its heads of the newest frames behind its past.
         for kind in self.kinds[layer]:
-            kind.keys[:, kind.past :] = kind.of(k[:, -self.own :])
-            kind.values[:, kind.past :] = kind.of(v[:, -self.own :])
-            seen = kind.of(q), kind.keys, kind.values
-            groups.append(HeadGroup(kind.heads, kind.here, *seen, partial(self.parts, kind, self.sink)))
+            own = kind.of(k[:, -self.own :]), kind.of(v[:, -self.own :])
+            kind.keys[:, kind.past :], kind.values[:, kind.past :] = (new.detach() for new in own)
+            keys, values = kind.keys, kind.values
+            if torch.is_grad_enabled():  # a copy, as of KVCache.write: the own keys keep their gradients
+                keys, values = (
+                    torch.cat([buffer[:, : kind.past], new], 1)
+                    for buffer, new in zip((keys, values), own, strict=True)
+                )
+            parts = partial(self.parts, kind, self.sink)
+            groups.append(HeadGroup(kind.heads, kind.here, kind.of(q), keys, values, parts))
         # 2. A clean pass is the last over its frames: the policy chooses once all layers have come.
         if self.is_clean:
-            self.policy.observe(self, layer, q)
+            self.policy.observe(self, layer, q.detach())
             if layer + 1 == self.num_layers:
                 (self.policy.recached if self.is_recache else self.policy.finish)(self)
         return groups
