@@ -273,11 +273,12 @@ class Session:
 
         A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
         seed one for all. product=True makes every prompt with every seed, all seeds of the first prompt
-        first. Equal seeds give equal bits in equal batches: a video of a batch differs from the
-        video alone by rounding, 1e-5 in float32. config is in place of the session's, from which it may
-        differ in OF_A_ROLLOUT alone. requests are what scripts capture; observer is told of every block, and
-        may ask to stop: fewer frames come back then. first_frames are what the video begins with, whole
-        blocks: latents [G, C, h, w], or a file of them, an mp4 or a picture; num_frames counts them.
+        first. On a CPU each has the bits of its video alone; a GPU's products of other sizes round otherwise,
+        which a rollout feeds back to itself: equal batches have equal bits there. config is in place of the
+        session's, from which it may differ in OF_A_ROLLOUT alone. requests are what scripts capture; observer
+        is told of every block, and may ask to stop: fewer frames come back then. first_frames are what the
+        video begins with, whole blocks: latents [G, C, h, w], or a file of them, an mp4 or a picture;
+        num_frames counts them.
         ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
         # 1. A config for each video.
@@ -291,7 +292,11 @@ class Session:
         if product:
             prompts, chosen = [p for p in prompts for _ in chosen], chosen * len(prompts)
         count = max(len(prompts), len(chosen))
-        if not {len(prompts), len(chosen)} <= {1, count} or (seeds is not None and seed is not None):
+        if (
+            not count
+            or not {len(prompts), len(chosen)} <= {1, count}
+            or (seeds is not None and seed is not None)
+        ):
             raise ConfigError(
                 f"{len(prompts)} prompts and {len(chosen)} seeds: one for each, one for all, or product=True"
             )
@@ -305,7 +310,8 @@ class Session:
             configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
         # 2. Load the model, and roll out under the eyes of who captures this session.
         captures, observer = dict(CAPTURES.get()).get(id(self)), observer or Progress(quiet)
-        # A capture around this call says what is asked for
+        if captures and requests:
+            raise ConfigError("a capture around this call says what is asked for: leave requests out")
         requests = captures.requests if captures else requests
         self.prepare(requests, observer=observer, config=configs[0])
         for each in configs:

@@ -388,14 +388,18 @@ class WanModel(nn.Module):
 
         # 1. Latents to tokens, frame by frame and row by row.
         dtype = self.patch_embedding.weight.dtype
-        x = self.patch_embedding(x.to(dtype))  # [B, dim, F, h, w]
+        # Videos of a batch are alone in convolutions and in products of one row, which sum several in another
+        # order than one: a video would not be what it is alone. Rows of larger products have the same bits.
+        videos = 1 if kv_cache is None else len(x)
+        x = torch.cat([self.patch_embedding(some) for some in x.to(dtype).chunk(videos)])  # [B, dim, F, h, w]
         grid_h, grid_w = x.shape[3:]
         rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
         # 2. The noise level of each frame.
         waves = sinusoidal_embedding(t, self.config.freq_dim).to(dtype)
-        time = self.time_embedding(waves)  # [B, F or 1, dim]
-        rows = self.time_projection(time).unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
+        time = torch.cat([self.time_embedding(some) for some in waves.chunk(videos)])  # [B, F or 1, dim]
+        rows = torch.cat([self.time_projection(some) for some in time.chunk(videos)])
+        rows = rows.unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
         # 3. The layers. Without a cache the keys are the frames' own.
         layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
         for block, block_text in zip(self.blocks, text, strict=True):
