@@ -11,6 +11,7 @@ from helpers.long_findings import comparison
 
 from experiments.analysis.results import attribution_rows
 from experiments.findings.first_frame import run as first_frame
+from experiments.findings.head_memory import presence
 from experiments.findings.head_memory import run as head_memory
 from experiments.findings.long_rollouts import run as long_rollouts
 
@@ -56,6 +57,22 @@ def test_shares_of_head_memory_are_those_of_its_answers(tmp_path):
     head_memory.run(["--output_path", str(output), "--figures", str(tmp_path)])
     assert json.loads(output.read_text()) == json.loads((RESULTS / "head_memory/results.json").read_text())
     check_figures(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_contrasts_of_presence_and_identity_are_those_of_the_answers(tmp_path):
+    committed, output = RESULTS / "head_memory/presence_and_identity.json", tmp_path / "results.json"
+    shutil.copy(committed, output)
+    presence.run(["--output_path", str(output), "--figures", str(tmp_path)])
+    assert json.loads(output.read_text()) == json.loads(committed.read_text())
+    check_figures(tmp_path, 1)
+    page = (ROOT / "docs/head_memory.md").read_text().replace("−", "-")
+    for one in json.loads(committed.read_text())["contrasts"].values():
+        estimate, low, high = one["t"]
+        assert (
+            f"| {len(one['trainings'])} | {estimate:.2f} | {low:.2f}, {high:.2f} | {one['p_holm']:.2f} |"
+            in page
+        )
 
 
 def test_the_page_has_the_correlations_of_attribution():

@@ -127,6 +127,9 @@ def collected(folder: Path) -> dict[str, Any]:
     trainings, scenes = {}, [scene for _, scene in captions_behind_a_wall(Design())[0]]
     for file in files:
         lines = {line["name"]: line for line in map(json.loads, file.read_text().splitlines())}
+        if not {*DONORS.values()} <= lines.keys():
+            print(f"{file}: its heads are not chosen yet")
+            continue
         trainings[file.stem] = training_of(lines, [SHAPES.index(one.movers[0].shape) for one in scenes])
     return {
         "environments": {name: one.pop("environment") for name, one in trainings.items()},
@@ -141,14 +144,17 @@ def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -
     about, unedited, readers = lines["training"], lines["unedited"], lines["readers"]
     every, seeds = range(len(unedited["hides"])), about["seeds"]
     shapes = [*shapes[: len(every) // seeds]] * seeds
-    answers, pairs = {}, {}
+    pairs = {
+        edit: PresenceTrials.alike(lines[UNEDITED[edit]], lines[donor]) for edit, donor in DONORS.items()
+    }
+    answers = {}
     for name, line in lines.items():
         edit, _, of = name.partition(", ")
         if edit not in (*EDITS, "unedited", "own color") or (edit in EDITS and not of):
             continue
         rows, donor = line.get("rows", every), "?" * len(every)
         if edit in DONORS:
-            pairs[edit], donor = [*rows], lines[DONORS[edit]]["color"]
+            donor = lines[DONORS[edit]]["color"]
         if not of:  # the floor: how often does an unedited video come back in its donor's colour?
             donor = lines[DONORS["other color" if edit == "own color" else "other seed"]]["color"]
         answers[name] = letters(line, [shapes[n] for n in rows], [donor[n] for n in rows])
@@ -185,6 +191,11 @@ def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -
 
 
 # --- Answers -> findings
+def has(training: Mapping[str, Any], edit: str, of: str) -> bool:
+    """Return whether a training has trials of a set of heads under an edit."""
+    return of == "nobody" or any(name.partition(":")[0] == f"{edit}, {of}" for name in training["answers"])
+
+
 def values_of(training: Mapping[str, Any], edit: str, of: str, question: str) -> np.ndarray:
     """Return the answers to a question [seeds, captions], a mean over draws; NaN where there is none.
 
@@ -222,8 +233,12 @@ def contrast(
 ) -> dict[str, Any]:
     """Return the mean difference over captions and trainings with its intervals, and p.
 
-    bootstrap resamples trainings crossed with captions; t and p are of the trainings' means.
+    Of the trainings that have both sets. bootstrap resamples trainings crossed with captions; t and p are of
+    the trainings' means.
     """
+    trainings = {
+        name: one for name, one in trainings.items() if has(one, edit, more) and has(one, edit, less)
+    }
     rows, videos = [], 0
     for one in trainings.values():
         each = values_of(one, edit, more, question) - values_of(one, edit, less, question)
@@ -291,10 +306,9 @@ def findings_of(report: Mapping[str, Any]) -> dict[str, Any]:
         one["p_holm"] = float(f"{p:.2g}")
     named = np.array([digit == "1" for digit in report["names_color"]])[SEEN:]
     shares: dict[str, Any] = {}
-    first = next(iter(trainings.values()))
     for edit in EDITS:
         for of in SETS:
-            if of == "nobody" or any(name.startswith(f"{edit}, {of}") for name in first["answers"]):
+            if any(has(one, edit, of) for one in trainings.values()):
                 shares[f"{edit}, {of}"] = row_of(trainings.values(), edit, of)
     by_caption: dict[str, Any] = {}
     for name in shares:
@@ -340,8 +354,8 @@ def figure_of(report: Mapping[str, Any]) -> Figure:
         panels[title] = rows_of(shares, edit, "comes_back")
     panels["Other colour's past: its colour"] = rows_of(shares, "other color", "donor")
     captions, trainings = len(report["captions"]) - SEEN, len(report["trainings"])
-    about = f"wan-mini, {captions} captions × 3 seeds × {trainings} trainings"
-    note = "last panel: of videos in which a shape comes back"
+    about = f"wan-mini, {captions} captions × 3 seeds, up to {trainings} trainings"
+    note = "last panel: of videos whose shape comes back"
     return knockout_shares(
         panels, {}, about, title="Presence and identity", y="Heads that are edited", note=note
     )
