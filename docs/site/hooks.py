@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import griffe
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
@@ -18,34 +19,114 @@ DOCUMENTS = (
     "notebooks/*.ipynb",
 )
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
-MEASURES = "measures first_frame rope_waves taxonomy video_maps effects drift"
-REFERENCE = {  # page -> title, modules
-    "session": ("Load, capture, plot", "experiments.session experiments.caches.store"),
-    "edits": ("Edits", "wan.interventions wan.sites"),
-    "policies": ("Policies", "wan.policies wan.policies.frames wan.policies.headwise wan.cache"),
-    "model": (
-        "Model and capture",
-        "wan.config wan.pipeline wan.attention wan.keys wan.capture wan.diffusers_capture",
+# The public API: page -> title, objects and the members of each; none is named: without members
+REFERENCE = {
+    "session": (
+        "Load, generate, capture",
+        """experiments.session.load
+        experiments.session.Session: generate model vae
+        experiments.extraction.cache_builders.Run: video save show
+        experiments.captured.capture
+        experiments.captured.Captured: calls tables save atlas
+        experiments.captured.compare
+        experiments.captured.Comparison: psnr video save show
+        experiments.captured.x0_lens
+        experiments.captured.Lens: distance frames plot
+        experiments.attribution.gradients
+        experiments.attribution.SiteGradients: backward tables save
+        experiments.attribution.attribute
+        experiments.attribution.Scores: open table plot save""",
     ),
-    "measures": ("Measures", " ".join(f"experiments.analysis.{name}" for name in MEASURES.split())),
-    "figures": (
-        "Figures",
-        " ".join(f"experiments.figures.{name}" for name in ("heads", "atlas", "video_maps")),
+    "caches": (
+        "Atlases, profiles, stores",
+        """experiments.captured.Atlas: open units axes view plot mean compare save
+        experiments.captured.MeanAtlas: interval std plot
+        experiments.caches.store.load_cache
+        experiments.caches.view.open_profiles
+        experiments.caches.view.Profiles: values
+        experiments.caches.activations.ActivationStore: runs check tensor batches""",
     ),
+    "edits": (
+        "Edits",
+        """experiments.captured.intervene
+        wan.interventions.at
+        wan.interventions.Source
+        wan.interventions.Edit
+        wan.interventions.Knockout
+        wan.interventions.Bias
+        wan.interventions.Ablate
+        wan.interventions.Patch
+        wan.interventions.Steer
+        wan.interventions.Move
+        wan.interventions.Band
+        wan.interventions.Jitter""",
+    ),
+    "policies": (
+        "Cache policies",
+        """wan.cache.CachePolicy: capacity start admit positions query_positions written layout flush
+        wan.policies.frames.WindowedPolicy: admit evict
+        wan.cache.KVCache: append keep drop view tokens
+        wan.policies.frames.Window
+        wan.policies.frames.Relative
+        wan.policies.frames.DeepSink
+        wan.policies.frames.Participative
+        wan.policies.frames.EmaSink
+        wan.policies.frames.TwoMemories
+        wan.policies.frames.RollingSink
+        wan.policies.frames.MemoryBank
+        wan.policies.headwise.PerHead
+        wan.policies.headwise.DummyForcing
+        wan.policies.headwise.ForcingKV
+        wan.policies.headwise.TriAttention
+        wan.policies.headwise.HeadBudget""",
+    ),
+}
+TESTED = ("docs/own_code.md", "docs/recipes.md", "docs/interventions.md", "README.md")  # examples of these
+BLOCK = re.compile(r"^```python\n(.+?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLES = {
+    "Comparison": 'compare(run, edited).save("outputs/edited.mp4")',
+    "Lens": "x0_lens(session, prompt, layers=[0, 4, 7], blocks=[0]).distance",
+    "open_profiles": 'open_profiles(load_cache("cache/atlas.pt"), step=4).values(layer=5)',
+    "Profiles": "atlas.view(step=4).values(layer=5).profile",
+    "Edit": 'Knockout(frames="first", layers=[5], heads=[10], blocks=[2, 3], passes="denoise")',
+    "Move": 'intervene(Move("sink", position=18, heads=[3], layers=[5], passes="denoise"))',
+    "Band": 'intervene(Band(bands=[0], scale=0.0, heads=[3], layers=[5], passes="denoise"))',
+    "Jitter": "intervene(Jitter(scale=0.8, seed=0))",
+    "KVCache": "cache.keep(range(3)); cache.append(block)  # in a policy's admit(cache, block)",
+} | {
+    name: f'load("wan_mini", cache_policy="{settings}")'
+    for name, settings in {
+        "Window": "window,window=9,sink=3",
+        "Relative": "relative,window=12,sink=3",
+        "DeepSink": "deep_sink,window=21,sink=10",
+        "Participative": "deep_forcing",
+        "EmaSink": "ema_sink,window=9,sink=3",
+        "TwoMemories": "memrope",
+        "RollingSink": "rolling_sink,window=21",
+        "MemoryBank": "memflow",
+        "PerHead": "mini_pyramid_heads",
+        "DummyForcing": "mini_dummy_forcing",
+        "ForcingKV": "mini_forcing_kv",
+        "TriAttention": "mini_triattention",
+        "HeadBudget": "head_budget",
+    }.items()
 }
 
 
 @event_priority(100)  # before mkdocs-jupyter, which takes the notebooks over
 def on_files(files, config):
     """Add documents and what they link to, notebooks, their gallery, and pages of docstrings."""
-    found = {path for pattern in DOCUMENTS for path in ROOT.glob(pattern)}
-    for path in [path for path in found if path.suffix == ".md"]:
-        found |= {(path.parent / link).resolve() for link in LINK.findall(path.read_text())}
+    waiting, found = {path for pattern in DOCUMENTS for path in ROOT.glob(pattern)}, set()
+    while waiting - found:  # documents that documents link to have links, too
+        found |= waiting
+        texts = [(path, path.read_text()) for path in waiting if path.suffix == ".md" and path.is_file()]
+        waiting = {(path.parent / link).resolve() for path, text in texts for link in LINK.findall(text)}
     for path in sorted(found):
         if path.is_file():
             files.append(File(path.relative_to(ROOT).as_posix(), str(ROOT), config.site_dir, False))
-    for name, (title, modules) in REFERENCE.items():
-        text = "\n\n".join([f"# {title}", *(f"::: {module}" for module in modules.split())])
+    blocks = [block for path in TESTED for block in BLOCK.findall((ROOT / path).read_text())]
+    for name, (title, objects) in REFERENCE.items():
+        text = "\n\n".join([f"# {title}", *(entry(line, blocks) for line in objects.splitlines())])
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     shown = next(part["Notebooks"] for part in config.nav if "Notebooks" in part)
     cards = [card(ROOT / name, files, config) for name in shown if name.endswith(".ipynb")]
@@ -54,6 +135,28 @@ def on_files(files, config):
     )
     files.append(File.generated(config, "notebooks/gallery.md", content=text))
     return files
+
+
+def entry(line, blocks):
+    """Return the directive of an object and an example: ours, its docstring's, or the shortest tested block."""
+    path, _, members = line.strip().partition(":")
+    module, _, name = path.rpartition(".")
+    text = f"::: {path}\n    options:\n      members: [{', '.join(members.split())}]\n"
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    own = re.search(rf"^(?:class|def) {name}\b.*?(?=^(?:class|def|@)|\Z)", source, re.MULTILINE | re.DOTALL)
+    found = min((block for block in blocks if re.search(rf"(?<!\.)\b{name}\(", block)), key=len, default="")
+    example = EXAMPLES.get(name) or ("" if ">>>" in own[0] else found)
+    return f"{text}\n```python\n{example.strip()}\n```\n" if example else text
+
+
+class Doctests(griffe.Extension):
+    """Fence the examples of docstrings: their >>> are quotes in Markdown."""
+
+    def on_instance(self, *, obj, **kwargs):
+        if obj.docstring and ">>>" in obj.docstring.value:
+            obj.docstring.value = re.sub(
+                r"^>>> .*(?:\n.+)*", r"```pycon\n\g<0>\n```", obj.docstring.value, flags=re.MULTILINE
+            )
 
 
 def card(path, files, config):
