@@ -138,7 +138,7 @@ def on_files(files, config):
 
 
 def entry(line, blocks):
-    """Return the directive of an object and an example: ours, its docstring's, or the shortest tested block."""
+    """Return an object's directive and an example: ours, its docstring's, or the shortest tested block."""
     path, _, members = line.strip().partition(":")
     module, _, name = path.rpartition(".")
     text = f"::: {path}\n    options:\n      members: [{', '.join(members.split())}]\n"
