@@ -124,16 +124,29 @@ def wave(
     Returns the amplitude sqrt(c^2 + s^2), and r2 = 1 - RSS / RSS of the line a + b f alone; NaN where fewer
     than 6 frames show a wave, and r2 of a line. The default w = 1 rad/frame is Wan's fastest temporal RoPE.
     """
+    amplitude, r2 = _waves(profile, context, np.array([frequency]))
+    return amplitude[0], r2[0]
+
+
+def _waves(
+    profile: np.ndarray, context: Sequence[int], frequencies: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return amplitude and r2 of wave() at each of W frequencies, [W, ...] each."""
     y, f = np.asarray(profile, np.float64)[..., list(context)], np.asarray(context, np.float64)
     if len(f) < 6 or np.ptp(f) < 6:
-        return np.full(y.shape[:-1], np.nan), np.full(y.shape[:-1], np.nan)
-    # [n, 4]: level, trend, and both phases of the wave
-    basis = np.stack([np.ones_like(f), f, np.cos(frequency * f), np.sin(frequency * f)], -1)
-    line, coefficients = basis[:, :2], y @ np.linalg.pinv(basis).T
-    rss = ((y - coefficients @ basis.T) ** 2).sum(-1)
+        return (np.full((len(frequencies), *y.shape[:-1]), np.nan),) * 2
+    # [W, n, 4]: level, trend, and both phases of the wave
+    turns = frequencies[:, None] * f
+    bases = np.stack(np.broadcast_arrays(1.0, f, np.cos(turns), np.sin(turns)), -1)
+    line = bases[0, :, :2]
     of_line = varying(y - y @ np.linalg.pinv(line).T @ line.T, y, RESOLUTION)
+    amplitude, rss = [], []
+    for basis, inverse in zip(bases, np.linalg.pinv(bases), strict=True):
+        coefficients = y @ inverse.T
+        rss.append(((y - coefficients @ basis.T) ** 2).sum(-1))
+        amplitude.append(np.hypot(coefficients[..., 2], coefficients[..., 3]))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.hypot(coefficients[..., 2], coefficients[..., 3]), 1 - rss / of_line
+        return np.stack(amplitude), 1 - np.stack(rss) / of_line
 
 
 def best_period(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
@@ -145,9 +158,9 @@ def best_period(profile: np.ndarray, context: Sequence[int]) -> np.ndarray:
     # From 2.5 frames, near the shortest that samples can show, to half the context
     span = max(np.ptp(context), 6) if len(context) else 6
     frequencies = np.linspace(4 * np.pi / span, 2 * np.pi / 2.5, 400)
-    r2 = np.nan_to_num(np.stack([wave(profile, context, w)[1] for w in frequencies], -1), nan=-np.inf)
-    best = r2.argmax(-1)
-    reliable = (r2.max(-1) >= PERIOD_R2) & (best > 0) & (best < len(frequencies) - 1)
+    r2 = np.nan_to_num(_waves(profile, context, frequencies)[1], nan=-np.inf)
+    best = r2.argmax(0)
+    reliable = (r2.max(0) >= PERIOD_R2) & (best > 0) & (best < len(frequencies) - 1)
     return np.where(reliable, 2 * np.pi / frequencies[best], np.nan)
 
 

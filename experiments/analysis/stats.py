@@ -80,24 +80,31 @@ def rms_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sqrt(((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean(-1))
 
 
-def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's ρ of values [n] and [n]; NaN where one does not vary. Pairs with NaN are left out."""
+def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Spearman's ρ along the last axis of values [..., n] and [..., n], as partial_spearman()."""
     return partial_spearman(x, y, ())
 
 
-def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> float:
-    """Spearman's ρ of x and y [n] given others [n], without NaN; NaN where nothing of one is left."""
-    columns = np.stack([np.asarray(values, np.float64) for values in (x, y, *given)])
-    columns = columns[:, ~np.isnan(columns).any(0)]
-    n = columns.shape[1]
-    if n < 3:
-        return float("nan")
-    # scipy has no partial ρ: correlate what a linear fit by the others' ranks leaves of both ranks
-    pair, others = np.split(scipy.stats.rankdata(columns, axis=1).T, [2], 1)  # [n, 2], [n, given]
-    design = np.concatenate([np.ones((n, 1)), others], 1)
-    a, b = (pair - design @ np.linalg.lstsq(design, pair, rcond=None)[0]).T
-    sizes = np.linalg.norm(a), np.linalg.norm(b)
-    return float(a @ b / (sizes[0] * sizes[1])) if min(sizes) >= 1e-9 * n else float("nan")
+def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> np.ndarray:
+    """Spearman's ρ of x and y [..., n] given others [..., n] along the last axis.
+
+    Places with NaN in one of them are left out. NaN where nothing of one is left, or of fewer than 3 places.
+    """
+    columns = np.broadcast_arrays(*(np.asarray(values, np.float64) for values in (x, y, *given)))
+    known = ~np.isnan(columns).any(0)
+    count = known.sum(-1, keepdims=True)
+    ranks = scipy.stats.rankdata(np.where(known, columns, np.nan), axis=-1, nan_policy="omit")
+    # What is left out stands in the middle, where it adds nothing
+    a, b, *others = np.where(known, ranks - (count + 1) / 2, 0)
+    # scipy has no partial ρ: take from both ranks what is theirs along each of the others (Gram-Schmidt)
+    while others:
+        other, *others = others
+        length = np.linalg.norm(other, axis=-1, keepdims=True)
+        unit = other / np.where(length >= 1e-9 * count, length, np.inf)
+        a, b, *others = (v - (v * unit).sum(-1, keepdims=True) * unit for v in (a, b, *others))
+    sizes = [np.linalg.norm(v, axis=-1) for v in (a, b)]
+    enough = (np.minimum(*sizes) >= 1e-9 * count[..., 0]) & (count[..., 0] >= 3)
+    return np.where(enough, (a * b).sum(-1) / np.where(enough, sizes[0] * sizes[1], 1), np.nan)[()]
 
 
 # --- Intervals and p-values
@@ -168,13 +175,16 @@ def head_correlation(
     """
     per_prompt = np.broadcast_to(predictor, effects.shape).astype(np.float64)
 
-    def rho(prompts: np.ndarray, layers: np.ndarray) -> float:
-        each = (effects[prompts].mean(0), per_prompt[prompts].mean(0), *given)
-        x, y, *others = (np.asarray(values)[layers].ravel() for values in each)
+    def rho(prompts: np.ndarray, layers: np.ndarray, axis: int = -1) -> np.ndarray:
+        """Draws of prompts [..., P] and layers [..., L] -> ρ [...]: all draws are ranked at once."""
+        drawn = [np.stack([v[p].mean(0) for p in np.atleast_2d(prompts)]) for v in (effects, per_prompt)]
+        drawn += [np.asarray(values)[None] for values in given]
+        rows = np.atleast_2d(layers)[..., None]
+        x, y, *others = (np.take_along_axis(v, rows, 1).reshape(len(rows), -1) for v in drawn)
         return partial_spearman(x, y, others)
 
     prompts, layers = map(np.arange, effects.shape[:2])
-    return percentiles(rho(prompts, layers), resampled((prompts, layers), rho, draws))
+    return percentiles(float(rho(prompts, layers)[0]), resampled((prompts, layers), rho, draws))
 
 
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:

@@ -94,8 +94,11 @@ def test_what_is_not_known_has_no_interval_share_or_rank():
         video_maps.open_map(synthetic_caches.maps(), 2, 1, query=(1, 1, 0, 0))
 
 
+SLOPES = strategies.floats(-10, 10, width=32, allow_subnormal=False)  # float32, too, must tell them from 0
+
+
 @settings(deadline=None, max_examples=40)
-@given(strategies.floats(-1e6, 1e6), strategies.floats(-10, 10), strategies.integers(9, 40))
+@given(strategies.floats(-1e6, 1e6), SLOPES, strategies.integers(9, 40))
 def test_constants_have_no_correlation_and_lines_no_period(level, slope, length):
     line, constant, noise = level + slope * np.arange(length), np.full(length, level), draw(length)
     assert np.isnan([stats.pearson(constant, noise), stats.pearson(noise, constant)]).all()

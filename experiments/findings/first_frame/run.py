@@ -72,12 +72,19 @@ def report_of(views: Views) -> dict[str, Any]:
     }
 
 
-def interval(values: np.ndarray, statistic=np.median) -> list[float]:
-    """Return a statistic of values [layers, heads, ...] and its 95 % interval; heads are drawn in layers."""
-    layers, heads = values.shape[:2]
+def median(values: np.ndarray) -> np.ndarray:
+    return np.median(values, -1)
+
+
+def interval(*values: np.ndarray, statistic=median) -> list[float]:
+    """Return a statistic, along the last axis, of values [layers, heads] and its 95 % interval.
+
+    Heads are drawn in layers; all draws [DRAWS, layers * heads] are handed to the statistic at once.
+    """
+    layers, heads = values[0].shape
     drawn = np.random.default_rng(0).integers(0, heads, (DRAWS, layers, heads))
-    samples = [statistic(values[np.arange(layers)[:, None], d]) for d in drawn]
-    return rounded([statistic(values), *np.percentile(samples, (2.5, 97.5))])
+    samples = statistic(*(x[np.arange(layers)[:, None], drawn].reshape(DRAWS, -1) for x in values))
+    return rounded([statistic(*(x.ravel() for x in values)), *np.percentile(samples, (2.5, 97.5))])
 
 
 # --- Waves
@@ -146,12 +153,9 @@ def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]
             np.linalg.norm(means[f"q_mean_{name}"], axis=-1).ravel(),
         ]
         for b in range(rw.NUM_BANDS):
-            pair = np.stack([amplitude[..., b], size[..., b]], -1)
-            rows.append(interval(pair, lambda x: spearman(*x.reshape(-1, 2).T)))
-            every = [
-                spearman(amplitude[..., b].ravel(), other) for other in size.reshape(-1, size.shape[-1]).T
-            ]
-            ranks.append(1 + int((np.array(every) > every[b]).sum()))
+            rows.append(interval(amplitude[..., b], size[..., b], statistic=spearman))
+            every = spearman(amplitude[..., b].ravel(), size.reshape(-1, size.shape[-1]).T)
+            ranks.append(1 + int((every > every[b]).sum()))
             partial.append(partial_spearman(amplitude[..., b].ravel(), size[..., b].ravel(), given))
         found[name] = {
             "rho by band": rows,
@@ -178,7 +182,7 @@ def first_frame_by_block(views: Views, errors: Mapping[tuple[str, int], np.ndarr
         ranked[key] = matrix, fit, starts, rank
         found["{}, {} frames".format(*key)] = {
             "r2 within rows median": interval(fit.r_squared_within_rows),
-            "s": {"mean": interval(fit.s, np.mean), "median": interval(fit.s)},
+            "s": {"mean": interval(fit.s, statistic=lambda x: x.mean(-1)), "median": interval(fit.s)},
             "first query frame": starts,
             "heads above 2 logits": high.sum((0, 1)).tolist(),
             "of those at 18-20, at each block": (high & high[..., [starts.index(18)]]).sum((0, 1)).tolist(),
