@@ -22,7 +22,7 @@ from PIL import Image
 from experiments.analysis.axes import AXES, key_columns
 from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
-from experiments.analysis.taxonomy import KINDS, Thresholds, head_kinds
+from experiments.analysis.taxonomy import ANCHOR, KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError, replacing
@@ -212,7 +212,17 @@ def _pass_data(views: Views, averages: int) -> dict[str, Any]:
         if m.values is not None and np.isfinite(m.values).any()
     ]
     labels = head_kinds(logits, Thresholds())
-    kinds = None if labels is None else [[KINDS.get(int(k), "") for k in row] for row in labels]
+    kinds = None
+    if labels is not None and logits is not None:
+        # The rule counts signs of all context; a head that turns from frame 0 is no anchor to a reader
+        away = logits.key_profiles()[..., 0] < 0
+        kinds = [
+            [
+                "positive" if k == ANCHOR and far else KINDS.get(int(k), "")
+                for k, far in zip(*row, strict=True)
+            ]
+            for row in zip(labels, away, strict=True)
+        ]
     about = {"label": words(view.pass_label, LONGEST["label"]), "noise": list(view.noise_frames)}
     return about | {"quantities": quantities, "measures": measures, "kinds": kinds}
 

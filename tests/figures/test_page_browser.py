@@ -153,7 +153,7 @@ def page(browser, files):
 
 
 # --- What tests ask an open page, and how its numbers are read
-SHOWN = "document.getElementById('detail-title').textContent.split(' · ')[1]"
+SHOWN = "document.getElementById('detail-title').textContent"
 
 
 def box(browser, selector) -> tuple[float, float, float, float]:
@@ -191,6 +191,15 @@ def test_the_link_keeps_the_whole_state(page):
     assert browser.wait_for(f"{SHOWN} === 'Layer 1, head 1'") and browser.js("state.quantity") == "mean_logit"
     page("layer=7&head=99&pass=-1&quantity=<b>&measure=x&sort=y&pins=0.1.2_9.9_x_&min=abc&theme=no&kind=%00")
     assert browser.js(SHOWN) == "Layer 0, head 0" and browser.js("state.pins") == [[0, 1]]
+    # Without a link: the head of the largest effect; one language at a time
+    page("")
+    assert browser.js("Math.max(...measure().values.flat()) === measured(state.layer, state.head)")
+    assert browser.js("document.querySelector('h1').innerText") == "Attention by layer and head"
+    browser.js("choose({ language: 'zh' })")
+    assert browser.js(SHOWN).startswith("第") and browser.js(
+        "document.querySelector('h1').innerText"
+    ).startswith("逐")
+    browser.js("choose({ language: '' })")
 
 
 @pytest.mark.beside

@@ -28,7 +28,7 @@ function draw() {
   redraw("video", drawVideo, [room("detail")]);
   redraw("onvideo", drawOnVideo, [s.pass, at, s.patch, room("detail")]);
   redraw("keys", drawKeys, [quantity, at, s.scale, s.axis, room("keys")]);
-  redraw("heads", drawHeads, [quantity, list, s.scale, room("heads")]);
+  redraw("heads", drawHeads, [quantity, list, s.scale, s.language, room("heads")]);
   redraw("table", drawTable, [quantity, list]);
   markMap();
   markHeads();
@@ -49,6 +49,7 @@ function drawControls() {
     axis: state.axis,
     kind: state.kind,
     theme: state.theme,
+    language: state.language,
   };
   for (const [id, value] of Object.entries(wanted)) if ($(id).value !== String(value)) $(id).value = value;
   for (const id of ["min", "max"]) if (document.activeElement !== $(id)) $(id).value = state[id] ?? "";
@@ -56,6 +57,7 @@ function drawControls() {
   $("keys-box").hidden = !data.keys;
   $("kind-box").hidden = !pass().kinds;
   $("save-matrix").disabled = !pass().matrices[state.quantity];
+  document.documentElement.lang = language();
   document.documentElement.dataset.theme = state.theme || (dark.matches ? "dark" : "light");
 }
 
@@ -253,7 +255,7 @@ for (const [name, move] of [
 }
 for (const name of ["layer", "head", "pass"])
   $(name).addEventListener("input", (event) => choose({ [name]: Number(event.target.value) }));
-for (const name of ["quantity", "measure", "beside", "scale", "axis", "list", "kind", "theme"]) {
+for (const name of ["quantity", "measure", "beside", "scale", "axis", "list", "kind", "theme", "language"]) {
   $(name).addEventListener("change", (event) => choose({ [name]: event.target.value }));
 }
 for (const name of ["min", "max"])

@@ -71,9 +71,17 @@ const START = {
   descending: true,
   pins: [],
   theme: "",
+  language: "",
 };
+// A head worth seeing: where the first measure is largest
+const opened = data.passes[0].measures.find((m) => m.name === START.measure)?.values.flat() ?? [];
+const largest = opened.reduce((best, x, n) => (there(x) && !(opened[best] >= x) ? n : best), 0);
+[START.layer, START.head] = [Math.floor(largest / H), largest % H];
 const state = { ...START };
 
+// The headings' language: the chosen one, else the browser's
+const language = () => state.language || (navigator.language.startsWith("zh") ? "zh" : "en");
+const say = (zh, en) => (language() === "zh" ? zh : en);
 const pass = () => data.passes[state.pass];
 const shown = () => pass().quantities[state.quantity];
 const about = () => data.quantities[state.quantity];
@@ -193,6 +201,7 @@ const LINK = {
   descending: [(word) => word !== "0", (yes) => (yes ? 1 : 0)],
   pins: [pinsOf, (pins) => pins.map(([i, j]) => `${data.layers[i]}.${j}`).join("_")],
   theme: [oneOf(["", "light", "dark"], ""), String],
+  language: [oneOf(["", "en", "zh"], ""), String],
 };
 
 function readLink() {

@@ -137,7 +137,10 @@ function drawTitle() {
     m = measure(),
     kinds = pass().kinds,
     x = measured(i, j);
-  $("detail-title").textContent = `第 ${data.layers[i]} 层，头 ${j} · Layer ${data.layers[i]}, head ${j}`;
+  $("detail-title").textContent = say(
+    `第 ${data.layers[i]} 层，头 ${j}`,
+    `Layer ${data.layers[i]}, head ${j}`,
+  );
   $("detail-line").textContent =
     `${about().label}, ${pass().label}` +
     (kinds ? `; kind: ${kinds[i][j]}` : "") +

@@ -74,8 +74,8 @@ function drawHeads() {
   put("heads", width, Math.max(1, Math.ceil(g.shown.length / g.columns)) * (g.h + g.top + g.gap), out);
   $("heads-title").textContent =
     state.list === "all"
-      ? "列出的头 · Listed heads of all layers"
-      : `第 ${data.layers[state.layer]} 层的头 · Heads of layer ${data.layers[state.layer]}`;
+      ? say("列出的头", "Listed heads of all layers")
+      : say(`第 ${data.layers[state.layer]} 层的头`, `Heads of layer ${data.layers[state.layer]}`);
   $("heads-note").textContent =
     (all.length > g.most ? `The first ${g.most} of ${all.length} listed heads, each ` : "Each head ") +
     `${SCALED[state.scale]}. Δ = first − middle in ${about().unit}; ` +
