@@ -66,7 +66,7 @@ def test_the_published_data():
     named = {m["name"]: m for m in one["measures"]}
     found, excess = named["equal_distance_excess"]["values"], equal_distance_excess(expected, [3] * 7)
     np.testing.assert_allclose(found, excess, rtol=1e-3, atol=1e-6)
-    # No head that turns from frame 0 is called an anchor: for castle's prompt the signs alone would call one so
+    # No head that turns from frame 0 is called an anchor; by signs alone one of castle would be
     castle = EAGLE.with_name("self_forcing_dmd_castle_21f.pt")
     kinds = np.array(data_of(castle)["passes"][0]["kinds"])
     first = load_cache(castle)["last_block_frame_logits"][:, 0, :, 0].float().numpy()
