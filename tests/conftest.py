@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 # Whether a GPU is here is asked of its driver's library: CUDA, once asked, is lost to forks of this process.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the scripts that tests start, as of torch below
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 torch.set_num_threads(1)  # the tensors are small: threads that wait for each other cost seconds
@@ -33,6 +34,14 @@ SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW = "memory figures own_code tracking training evaluation long_rollout parallel "
 SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison head_memory "
 SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
+
+# Files of half a minute and more on one core, the longest first. tests/run.sh tells xdist to keep this order:
+# its own begins with files of many tests, and ends with a few that are long.
+LONGEST = (
+    "readme_commands notebooks types sweep figures layout engine remedies pretended_gpu stopping findings "
+)
+LONGEST += "installed own_code run rollouts golden_policies training parallel head_memory kernels cli"
+LONGEST_FIRST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
 SIZES += ("num_heads", "num_layers", "patch_size")
@@ -81,9 +90,9 @@ def pytest_collection():
 def pytest_collection_modifyitems(items):
     """Mark the slow ones; pytest -m "not slow" leaves them out. What runs beside is slow too.
 
-    The longest file comes first, so that no process waits for it at the end.
+    The longest files come first, so that no process waits for one at the end.
     """
-    items.sort(key=lambda item: item.path.stem != "test_readme_commands")
+    items.sort(key=lambda item: LONGEST_FIRST.get(item.path.stem, len(LONGEST_FIRST)))
     for item in items:
         beside = item.get_closest_marker("beside")
         if beside or item.path.parent.name in SLOW_FOLDERS or item.path.stem in SLOW_FILES:
