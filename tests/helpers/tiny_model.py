@@ -31,6 +31,7 @@ def tiny(tmp_path_factory, request) -> SimpleNamespace:
     settings = yaml.safe_load((mini / "configs/wan_mini.yaml").read_text())
     settings |= {"model": "tiny", "ckpt_dir": str(folder), "checkpoint_path": None, "num_frames": 9}
     settings |= {"denoising_step_list": [1000, 500], "layer_indices": [1], "layer_index": 1, "device": "cpu"}
+    settings |= {"embeds_dir": None}  # nothing that another test can find
     (folder / "tiny.yaml").write_text(yaml.safe_dump(settings))
     config = load_config(str(folder / "tiny.yaml"))
     return SimpleNamespace(path=f"{folder}/tiny.yaml", config=config, session=load(config).prepare())
