@@ -80,13 +80,13 @@ def rms_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sqrt(((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean(-1))
 
 
-def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Spearman's ρ along the last axis of values [..., n] and [..., n], as partial_spearman()."""
+def spearman(x: np.ndarray, y: np.ndarray) -> Any:
+    """Spearman's ρ [...] of values [..., n] and [..., n] along the last axis, as partial_spearman()."""
     return partial_spearman(x, y, ())
 
 
-def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> np.ndarray:
-    """Spearman's ρ of x and y [..., n] given others [..., n] along the last axis.
+def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) -> Any:
+    """Spearman's ρ [...] of x and y [..., n] given others [..., n] along the last axis.
 
     Places with NaN in one of them are left out. NaN where nothing of one is left, or of fewer than 3 places.
     """
