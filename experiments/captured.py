@@ -48,7 +48,7 @@ from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import Device, RunConfig
-from wan.diffusers_capture import watching
+from wan.diffusers_capture import transformers_of, watching
 from wan.errors import ConfigError, as_numbers, checked, did_you_mean, fitted, short_repr
 from wan.interventions import Custom, Edits, reusable
 from wan.interventions import intervene as edited
@@ -57,6 +57,7 @@ from wan.pipeline import flow_to_x0
 from wan.sites import (
     OF_FORWARD,
     OF_HEADS,
+    PIPELINES,
     ActivationSite,
     active_edits,
     check_indices,
@@ -150,25 +151,54 @@ def capture(
 @contextmanager
 def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chosen: dict) -> Iterator[None]:
     """Capture a diffusers pipeline, or its transformer; captured has its runs once the context has ended."""
-    layout = chosen.pop("layout", None)
+    layout, steps = chosen.pop("layout", None), chosen.get("steps") or ()
+    if min(steps, default=0) < 0:
+        raise ConfigError(f"step {min(steps)}: a pipeline tells its steps when it runs; name them from 0")
     if sites:
         check_chosen(chosen)
         captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
         if (folder := captured.folder) is not None:
             begin = partial(folder.add, captured.request)
-            with streamed_runs(x, captured.watcher, layout, begin, captured.tables_of) as runs:
+            streaming = streamed_runs(x, captured.watcher, layout, begin, captured.tables_of)
+            with only_pipeline(x), streaming as captured.runs:  # type: ignore[assignment]
                 yield
-            captured.runs += runs
             return
     elif captured.folder is not None:
         raise ConfigError(NO_SITE)
     else:
         captured.requests = pipeline_requests(**chosen)
-    with pipeline_runs(x, captured.requests, captured.watcher, layout) as runs:
+    runs: list[PipelineRun] = []
+    try:
+        with (
+            only_pipeline(x, is_attention=not sites),
+            pipeline_runs(x, captured.requests, captured.watcher, layout) as runs,
+        ):
+            yield
+    finally:  # also of an error: videos before it are whole
+        for run in runs:
+            run.activations.update(captured.tables_of(run.kept, 0) if run.kept else {})
+            captured.runs.append(run)
+
+
+@contextmanager
+def only_pipeline(x: Any, is_attention: bool = False) -> Iterator[None]:
+    """Let captures and edits of this context be of one pipeline: another one's would be among them.
+
+    One capture alone takes the calls of attention. ConfigError for more.
+    """
+    models = {id(model) for model in transformers_of(x).values()}
+    for others, is_taken in PIPELINES.get():
+        if models.isdisjoint(others):
+            raise ConfigError(
+                "another pipeline is captured or edited here, and what was asked of it would hold for this "
+                "one: leave that context first"
+            )
+        if is_attention and is_taken:
+            raise ConfigError(
+                "this pipeline is captured already; ask one capture for all layers: layers=[0, 1]"
+            )
+    with pushed(PIPELINES, (models, is_attention)):
         yield
-    for run in runs:
-        run.activations.update(captured.tables_of(run.kept, 0) if run.kept else {})
-        captured.runs.append(run)
 
 
 @reusable
@@ -180,7 +210,11 @@ def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edi
     """
     theirs = bool(edits) and (isinstance(edits[0], torch.nn.Module) or hasattr(edits[0], "transformer"))
     rest = edits[1:] if theirs or (edits and isinstance(edits[0], Session)) else edits
-    with watching(edits[0], layout) if theirs else nullcontext(), edited(*rest, data=data) as active:
+    with (
+        only_pipeline(edits[0]) if theirs else nullcontext(),
+        watching(edits[0], layout) if theirs else nullcontext(),
+        edited(*rest, data=data) as active,
+    ):
         yield active
 
 

@@ -56,7 +56,7 @@ from wan.errors import ConfigError, checked, did_you_mean, require_text, short_r
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
-from wan.sites import active_edits, watchers
+from wan.sites import PIPELINES, active_edits, watchers
 from wan.text_encoder import TextEncoder
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
@@ -283,6 +283,8 @@ class Session:
         """
         # 1. A config for each video.
         require_no_run()
+        if PIPELINES.get():
+            raise ConfigError("a diffusers pipeline is captured or edited here: leave that context first")
         base = config or self.config
         if isinstance(first_frames, str | Path):
             base, first_frames = replace(base, first_frames=str(first_frames)), None

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
-from wan.errors import ConfigError
+from wan.errors import ConfigError, short_repr
 from wan.interventions import reusable
 from wan.keys import KeyLayout, send
 from wan.sites import (
@@ -150,6 +150,7 @@ FAMILIES: dict[str, Family] = {
 }
 SITES_HERE: tuple[str, ...] = ("q", "k", "q_rot", "k_rot", "v", "z")
 SITES_HERE += ("cross_q", "cross_k", "cross_v", "cross_z", "attn_out", "cross_out", "mlp_out", "resid_post")
+OF_HEADS_HERE = {"self", "cross", *SITES_HERE[:10]}
 TURNING = ("Move", "Jitter", "Band")  # edits that turn q and k as Wan's RoPE does
 
 # The names of guidance's branches -> ours. A joint call has a batch of both, the negative prompt's first.
@@ -176,6 +177,7 @@ class Caller:
     site: Site
     outer: "Caller | None"
     has_image_keys: bool = False
+    has_called: bool = False
 
 
 _FORWARD: ContextVar[Forward | None] = ContextVar("diffusers_forward", default=None)
@@ -224,7 +226,11 @@ class Watched:
     family: Family
     layers: list[nn.Module]
     undo: ExitStack
+    layout: Any = None
     count: int = 1
+
+    def __deepcopy__(self, memo: Any) -> "Watched":
+        raise ConfigError("a copy would keep the hooks of captures and edits: copy outside of their contexts")
 
 
 _open: dict[int, Watched] = {}  # by the transformer's id
@@ -232,14 +238,24 @@ _replaced: dict[int, tuple[Any, int]] = {}  # by the id of a module's names: the
 _lock = Lock()
 
 
+def count_layers(transformer: Any) -> int | None:
+    """Return how many layers a watched transformer has; None where its family is not known."""
+    return len(_open[id(transformer)].layers) or None
+
+
 @contextmanager
 def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterator[None]:
     key = id(transformer)
     with _lock:
-        if key in _open:
-            _open[key].count += 1
+        pipeline = None if x is transformer else x
+        if (there := _open.get(key)) is not None:
+            if layout not in (None, there.layout):
+                raise ConfigError("this model is watched already with another layout: give the outermost one")
+            if there.pipeline is None:  # a pipeline tells more than its transformer alone
+                there.pipeline, there.name = pipeline, name
+            there.count += 1
         else:
-            _open[key] = _install(transformer, name, None if x is transformer else x, layout)
+            _open[key] = _install(transformer, name, pipeline, layout)
     try:
         yield
     finally:
@@ -256,8 +272,22 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     known = (FAMILIES.get(kind.__name__) for kind in type(transformer).__mro__)
     family = next(filter(None, known), None)
     if layout is not None:
-        locate = layout if callable(layout) else lambda config, given: layout
+        is_pair = isinstance(layout, Sequence) and [type(one) for one in layout] == [int, int]
+        if not callable(layout) and not is_pair:
+            raise ConfigError(f"{short_repr(layout)} is no layout: {SAY_WHERE}")
+        own = None if family is None else family.locate
+
+        def locate(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+            video = VideoTokens(*(layout(config, given) if callable(layout) else layout))
+            if own is of_latents and video.total != (total := of_latents(config, given).total):
+                raise ConfigError(
+                    f"layout {video[:2]} is of {video.total} tokens, not of {total}: {SAY_WHERE}"
+                )
+            return video
+
         family = replace(family or Family(locate, layers=()), locate=locate)
+    if hasattr(transformer, "_orig_mod"):  # of torch.compile(model)
+        raise ConfigError(f"{title} is compiled, which hides its layers: watch it before torch.compile")
     if family is None:
         raise ConfigError(f"{title} is not one of {', '.join(FAMILIES)}; {SAY_WHERE}")
     if any(getattr(part, "_compiled_call_impl", None) for part in transformer.modules()):
@@ -266,7 +296,7 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     callers = _attention_of(family, layers) if layers else _attention_by_names(transformer)
     # 2. Everything is undone in reverse order, also where a module is refused half-way.
     with ExitStack() as stack:
-        watched = Watched(transformer, name, pipeline, family, layers, stack)
+        watched = Watched(transformer, name, pipeline, family, layers, stack, layout)
 
         def hook(module: nn.Module, before: Any, after: Any, always: bool = False) -> None:
             if before is not None:
@@ -322,10 +352,15 @@ def _attention_by_names(transformer: nn.Module) -> list[tuple[Site, nn.Module]]:
     ]
 
 
+def _names_of(processor: Any) -> dict[str, Any]:
+    """Return the names that a processor's code looks functions up in."""
+    return getattr(inspect.unwrap(type(processor).__call__), "__globals__", {})
+
+
 def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
     """Replace dispatch_attention_fn in the names that a module's processor looks it up in."""
     processor = module.processor
-    names = getattr(inspect.unwrap(type(processor).__call__), "__globals__", {})
+    names = _names_of(processor)
     if "dispatch_attention_fn" not in names:
         raise ConfigError(
             f"layer {site.layer}: {type(processor).__name__} does not call diffusers' dispatch_attention_fn, "
@@ -377,7 +412,7 @@ def _enter(watched: Watched, module: nn.Module, args: tuple, kwargs: dict[str, A
         parts = _branches(watched, at, len(given["hidden_states"]))
     else:
         frames, parts = at.query_frames, ((at, slice(None)),)
-    _check_watchers(watched)
+    _check_watchers(watched, at, video)
     # Edits name the frames of a whole video by number, "first" or "past", not as the queries' own.
     keys = (*range(frames[0] - (video.past or 0), frames[0]), *frames)
     layout = KeyLayout.of_frames(keys, len(keys) * video.tokens)
@@ -438,14 +473,24 @@ def _branches(watched: Watched, at: Pass, items: int) -> tuple[tuple[Pass, slice
     )
 
 
-def _check_watchers(watched: Watched) -> None:
-    """Raise ConfigError for layers, heads, sites and edits that this model does not have."""
+def _check_watchers(watched: Watched, at: Pass, video: VideoTokens) -> None:
+    """Raise ConfigError for layers, heads, sites, frames, steps and edits that this forward does not have."""
+    is_whole = video.past is None and at.query_frames == tuple(range(video.frames))
+    scheduler = getattr(watched.pipeline, "scheduler", None)
+    steps = getattr(scheduler, "timesteps", None) if at.step is not None and at.model else None
     heads = getattr(watched.transformer.config, "num_attention_heads", None)
     count = len(watched.layers) or None
     for watcher in watchers():
         for one in watcher.edits or [watcher]:
             check_indices("layer", getattr(one, "layers", None), count)
             check_indices("head", getattr(one, "heads", None), heads)
+            check_indices("block", getattr(one, "blocks", None), 1 if is_whole else None)
+            check_indices("step", getattr(one, "steps", None), None if steps is None else len(steps))
+            if is_whole and isinstance(frames := getattr(one, "frames", None), Sequence):
+                check_indices("frame", [n for n in frames if isinstance(n, int)], video.frames)
+            found = {*getattr(one, "sites", ())}
+            if getattr(one, "heads", None) is not None and found and not found & OF_HEADS_HERE:
+                raise ConfigError(f"{one.sites[0]} has no heads: leave heads out")
             for site in getattr(one, "sites", ()):
                 if site not in ("self", "cross", *SITES_HERE):
                     raise ConfigError(f"{site} cannot be seen in diffusers' models: {', '.join(SITES_HERE)}")
@@ -459,12 +504,26 @@ def _check_watchers(watched: Watched) -> None:
 
 # --- Hooks of its layers: who calls, and what comes out
 def _enter_attention(site: Site, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    if id(_names_of(module.processor)) not in _replaced:
+        raise ConfigError(
+            f"layer {site.layer}: its processor is {type(module.processor).__name__}, which was set while "
+            "captures and edits watch: set it before them"
+        )
     _CALLER.set(Caller(site, _CALLER.get()))
 
 
 def _leave_attention(module: nn.Module, args: tuple, out: Any) -> None:
     if (caller := _CALLER.get()) is not None:
         _CALLER.set(caller.outer)
+        is_looked_at = _FORWARD.get() is not None and (watchers() or observer() is not None)
+        # Where forward is not the class's own, a cache of diffusers may take its place.
+        if is_looked_at and out is not None and not caller.has_called and "forward" not in vars(module):
+            processor = type(module.processor).__name__
+            if not getattr(module, "perturbed_attn", False):
+                raise ConfigError(
+                    f"layer {caller.site.layer}: {processor} did not call diffusers' dispatch_attention_fn, "
+                    "so it cannot be seen; take the model's own processor"
+                )
 
 
 def _expect_image_call(module: nn.Module, args: tuple, out: Tensor) -> None:
@@ -513,6 +572,8 @@ def _show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int,
 def _dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     """dispatch_attention_fn, where somebody may look."""
     caller, forward = _CALLER.get(), _FORWARD.get()
+    if caller is not None:
+        caller.has_called = True
     if caller is None or forward is None or not (watchers() or observer()):
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs)
@@ -735,6 +796,6 @@ def capture_diffusers(
     with watching(x, layout) as found:
         for transformer in found.values():
             for request in requests:
-                request.check(len(_open[id(transformer)].layers) or 1 << 20)
+                request.check(count_layers(transformer) or 1 << 20)
         with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
             yield calls

@@ -161,6 +161,8 @@ _OBSERVERS: ContextVar[tuple[list[Any], ...]] = ContextVar(
     "observers", default=()
 )  # the last one takes the calls
 _GENERATORS: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("generators", default=())
+# Pipelines of diffusers that are captured or edited: ids of transformers, whether attention is captured
+PIPELINES: ContextVar[tuple[tuple[set[int], bool], ...]] = ContextVar("pipelines", default=())
 _of_process: Any = None
 _open = 0  # contexts of any thread in which somebody looks; torch.compile can read it, and no ContextVar
 _lock = Lock()

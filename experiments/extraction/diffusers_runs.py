@@ -6,9 +6,12 @@ pipeline_atlas(runs[0])         # once the context has ended
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import wraps
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from experiments.extraction.provenance import device_name, record_of, versions
 from wan.activations import Activation, SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
-from wan.diffusers_capture import transformers_of, watching
+from wan.diffusers_capture import count_layers, transformers_of, watching
 from wan.errors import ConfigError
 from wan.sites import ActivationSite, active_edits, check_indices, watched
 
@@ -60,7 +63,7 @@ def pipeline_runs(
         models = stack.enter_context(watching(x, layout))
         for model in models.values():
             for request in requests:
-                check_indices("layer", request.layers, getattr(model.config, "num_layers", None))
+                check_indices("layer", request.layers, count_layers(model))
         starts: list[list[Any]] = [[0, 0, None]]  # first call, first activation, prompt
         calls = stack.enter_context(ATTENTION_WEIGHT_CAPTURE.capture(*requests)) if requests else []
         kept = watcher.kept if watcher else []
@@ -75,30 +78,47 @@ def pipeline_runs(
 
         stack.enter_context(noting_prompts(x, note))
         edits = active_edits()
-        yield runs
-    if watcher:
-        watcher.flush()
-    for number, (first, seen, prompt) in enumerate(starts):
-        after = starts[number + 1] if number + 1 < len(starts) else [len(calls), len(kept)]
-        runs += _runs_of(x, calls[first : after[0]], kept[seen : after[1]], prompt, edits)
+        try:
+            yield runs
+        finally:  # also of an error: videos before it are whole
+            if watcher:
+                watcher.flush()
+            for (first, seen, prompt), after in pairwise([*starts, [len(calls), len(kept), None]]):
+                runs += _runs_of(x, calls[first : after[0]], kept[seen : after[1]], prompt, edits)
 
 
 @contextmanager
 def noting_prompts(x: Any, note: Callable[[Any], None]) -> Iterator[None]:
-    """Tell note(prompt) of every prompt that a pipeline encodes, before it does."""
+    """Tell note(prompt) of every video's prompt that a pipeline encodes, before it does.
+
+    Contexts share one function in encode_prompt's place, so they may end in any order.
+    """
     if (encode := getattr(x, "encode_prompt", None)) is None:
         yield
         return
+    if (notes := getattr(encode, "notes", None)) is None:
+        notes, own = list[Callable[[Any], None]](), vars(x).get("encode_prompt")
 
-    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        note(inspect.signature(encode).bind(*args, **kwargs).arguments.get("prompt"))
-        return encode(*args, **kwargs)
+        @wraps(encode)
+        def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+            given = inspect.signature(encode).bind(*args, **kwargs).arguments | kwargs
+            if getattr(x, "_current_timestep", None) is None:  # else a callback's, amid a video
+                for each in [*notes]:
+                    each(given.get("prompt"))
+            return encode(*args, **kwargs)
 
-    x.encode_prompt = encode_prompt
+        encode_prompt.notes, encode_prompt.own = notes, own  # type: ignore[attr-defined]
+        x.encode_prompt = encode_prompt
+    notes.append(note)
     try:
         yield
     finally:
-        del x.encode_prompt
+        notes.remove(note)
+        if not notes:
+            own = x.encode_prompt.own
+            del x.encode_prompt
+            if own is not None:
+                x.encode_prompt = own
 
 
 @dataclass(eq=False)
@@ -147,7 +167,8 @@ def streamed_runs(
         nonlocal stored, prompt
         watcher.flush()
         if stored is not None:
-            stored.finish(None)
+            if not stopped_early(x):
+                stored.finish(None)
             stored, prompt = None, None
 
     def note(text: Any) -> None:
@@ -161,6 +182,13 @@ def streamed_runs(
         edits += active_edits()
         yield runs
     finish()
+
+
+def stopped_early(x: Any) -> bool:
+    """Return whether a pipeline's last video ended before its last step, by an error or on request."""
+    scheduler: Any = getattr(x, "scheduler", None)
+    step = getattr(scheduler, "step_index", None)
+    return step is not None and step < len(scheduler.timesteps)
 
 
 def _facts(
@@ -188,21 +216,23 @@ def _runs_of(
     if not calls and not kept:
         return []
     prompts = [prompt] if not isinstance(prompt, list | tuple) else list(prompt)
-    count = calls[0].q_shape[0] if calls else 1
+    count = max((call.q_shape[0] for call in calls), default=1)
     at = calls[0].at if calls else kept[0].where.at
     frames = len(at.query_frames) if at else 1
     layout = next((call.layout for call in calls if call.layout), None)
     tokens = layout.tokens_per_slot if layout else 1
     heads, head_dim = (calls[0].q_shape[2:]) if calls else (1, 1)
+    columns = next((call.k_shape[1] for call in calls if call.site.kind == "cross"), None)
     found = []
     for item in range(count):
         text = prompts[item * len(prompts) // count] or ""
         config, common = _facts(x, text, frames, edits, tokens, heads, head_dim)
-        own = calls if count == 1 else [call.of_item(item) for call in calls]
+        own = calls if count == 1 else [call.of_item(item) for call in calls if item < call.q_shape[0]]
         layers = max(call.site.layer for call in calls) + 1 if calls else 0
         of_item = kept if item == 0 else []  # activations have the whole batch
         latents = torch.empty(0)
-        found.append(PipelineRun(config, layers, own, latents, [], words_of(x, text), common, kept=of_item))
+        words = words_of(x, text, columns)
+        found.append(PipelineRun(config, layers, own, latents, [], words, common, kept=of_item))
     return found
 
 
@@ -212,10 +242,18 @@ def name_of(x: Any) -> str:
     return Path(origin).name if origin and Path(origin).is_dir() else origin or type(x).__name__
 
 
-def words_of(x: Any, prompt: str) -> list[str]:
-    """Return the text of each token of a prompt; none where the pipeline has no tokenizer."""
+def words_of(x: Any, prompt: str, columns: int | None) -> list[str]:
+    """Return the text of each token of a prompt, cleaned and cut off as the pipeline does before it encodes.
+
+    columns is how many tokens the model attends to. None are returned where there is no tokenizer.
+    """
     tokenizer = getattr(x, "tokenizer", None)
-    return tokenizer.convert_ids_to_tokens(tokenizer(prompt).input_ids) if tokenizer and prompt else []
+    if not tokenizer or not prompt:
+        return []
+    modules = (sys.modules[kind.__module__] for kind in type(x).__mro__)
+    clean = next((module.prompt_clean for module in modules if hasattr(module, "prompt_clean")), str)
+    ids = tokenizer(clean(prompt), truncation=columns is not None, max_length=columns).input_ids
+    return tokenizer.convert_ids_to_tokens(ids)
 
 
 def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
@@ -257,7 +295,7 @@ def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
         there = [name in values for values in of_call.values()]
         if all(there):
             atlas[name] = stack(lambda *at, name=name: of_call[at][name][0], layers, steps)
-    if "cross_mass" in mine.quantities and (words := len(run.prompt_tokens)):
+    if "cross_mass" in mine.quantities and chosen != "uncond" and (words := len(run.prompt_tokens)):
         rows = stack(lambda *at: mine.captured("cross_mass", *at)[0].values["cross_mass"][0], layers, steps)
         atlas |= {"cross_mass": rows[..., :words], "cross_tokens": run.prompt_tokens}
     return run.common | atlas
@@ -275,8 +313,9 @@ def pipeline_requests(
     """Ask for attention of a pipeline, as capture(session, ...) does; cross is of text and image tokens."""
     if "blocks" in more:
         raise ConfigError("a pipeline makes all frames at once: leave blocks out")
+    if more:
+        known = "granularity, layers, steps, mass, cross, rope_bands"
+        raise ConfigError(f"capture of a pipeline's attention knows no {next(iter(more))}; it has {known}")
     kinds: Any = ("self", "cross", "cross_image") if cross else ("self",)
-    request = CaptureRequest(
-        layers, kinds, None, steps, granularity, mass=mass, rope_bands=rope_bands, **more
-    )
+    request = CaptureRequest(layers, kinds, None, steps, granularity, mass=mass, rope_bands=rope_bands)
     return [request]

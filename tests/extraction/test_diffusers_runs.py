@@ -87,6 +87,8 @@ def test_activations_and_edits_of_a_pipeline(pipeline):
     for chosen, message in (
         ({"layers": [2]}, "layer 2 is not in 0..1"),
         ({"blocks": [0]}, "leave blocks out"),
+        ({"steps": -1}, "step -1: a pipeline tells its steps when it runs"),
+        ({"layer": 0}, "attention knows no layer"),
         ({"stream_to": "folder"}, "stream_to= takes activations: name a site"),
     ):
         with pytest.raises(ValueError, match=message), capture(pipeline, **chosen):
@@ -117,3 +119,63 @@ def test_videos_of_a_pipeline_go_to_a_store_as_they_come(pipeline, tmp_path):
     with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
         sample(pipeline, num_inference_steps=1)
     assert [run.manifest["seed"] for run in ActivationStore(tmp_path).runs] == [0, 1, 2]
+
+
+def fail_in_step(number: int, **more):
+    def on_step(pipe, step, t, given):
+        if step == number:
+            pipe.encode_prompt("another prompt", max_sequence_length=16)
+            raise RuntimeError("stopped")
+        return given
+
+    return {"callback_on_step_end": on_step, **more}
+
+
+def test_an_error_amid_a_video_loses_no_other_and_is_no_whole_run(pipeline, tmp_path):
+    with pytest.raises(RuntimeError, match="stopped"), capture(pipeline, layers=[0]) as seen:
+        sample(pipeline, num_inference_steps=2)
+        sample(pipeline, **fail_in_step(1))
+    assert [(len(run.records), run.config.prompt) for run in seen.runs] == [(4, "a circle"), (4, "a circle")]
+    with capture(pipeline, "z", layers=[0], stream_to=tmp_path):
+        with pytest.raises(RuntimeError, match="stopped"):
+            sample(pipeline, **fail_in_step(1))
+        sample(pipeline, num_inference_steps=2)
+    assert [len(run.shards) for run in ActivationStore(tmp_path).runs] == [2]
+
+
+def test_captures_and_edits_are_of_one_pipeline(pipeline):
+    other, edit = small_wan_pipeline(), Knockout(frames=0, layers=[0], passes="all")
+    for outer in (capture(pipeline, "z"), intervene(pipeline, edit)):
+        refused = pytest.raises(ValueError, match="another pipeline is captured or edited here")
+        with outer, refused, capture(other, "z"):
+            pass
+    refused = pytest.raises(ValueError, match="this pipeline is captured already")
+    with capture(pipeline, layers=[0]), refused, capture(pipeline, layers=[1]):
+        pass
+    # Of one pipeline they nest, and end in any order; its transformer alone may come first.
+    contexts = [intervene(pipeline.transformer, edit), capture(pipeline, "z"), capture(pipeline, layers=[0])]
+    _, sites, calls = [context.__enter__() for context in contexts]
+    sample(pipeline, num_inference_steps=1)
+    for context in contexts:
+        context.__exit__(None, None, None)
+    assert (len(sites.runs), len(calls.runs), calls.calls[0]["model"]) == (1, 1, "transformer")
+    assert "encode_prompt" not in vars(pipeline)
+
+
+def test_words_are_those_that_the_encoder_was_given(pipeline):
+    """As they stood in the prompt, and the prompt's beside what the negative prompt's tokens get."""
+    small = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 1, "output_type": "latent"}
+    with capture(pipeline, layers=[0], cross=True) as seen:
+        pipeline(" a &amp;  circle ", max_sequence_length=16, **small)
+        pipeline("a red circle over a blue square", max_sequence_length=4, **small)
+    cleaned, cut = (seen.atlas(run) for run in seen.runs)
+    assert cleaned["cross_tokens"] == ["▁a", "▁", "&", "▁circle", "</s>"]
+    assert cut["cross_tokens"] == ["▁a", "▁red", "▁circle", "</s>"] and cut["cross_mass"].shape[-1] == 4
+    assert "cross_mass" not in seen.atlas(branch="uncond")
+
+
+def test_every_layer_of_joint_models_can_be_named():
+    model, given = made("hunyuan")
+    with capture(model, layers=[1]) as seen, torch.no_grad():
+        model(**given)
+    assert {call.site.layer for call in seen.calls} == {1}

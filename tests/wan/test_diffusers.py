@@ -3,6 +3,7 @@
 The oracle is what PyTorch's scaled_dot_product_attention was given. Passes are compared by value.
 """
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -439,6 +440,41 @@ def test_what_cannot_be_captured_is_refused(pipeline, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=message), watching(model), intervene(edit):
             run(model, given)
+    for layout in (2, (2, "6"), "ab"):
+        with pytest.raises(ConfigError, match="is no layout"), watching(model, layout):
+            pass
+    ours, wan_given = made("wan")
+    short = pytest.raises(ConfigError, match=r"layout \(2, 6\) is of 12 tokens, not of 18")
+    with short, capture_diffusers(ours, layout=(2, 6), granularity="frame"):
+        run(ours, wan_given)
+    with watching(ours):
+        with pytest.raises(ConfigError, match="watched already with another layout"), watching(ours, (9, 2)):
+            pass
+        with pytest.raises(ConfigError, match="copy outside of their contexts"):
+            copy.deepcopy(ours)
+    for chosen, message in (
+        ({"frames": 9}, "frame 9 is not in 0..2"),
+        ({"frames": 0, "blocks": [1]}, "block 1 is not in 0..0"),
+    ):
+        edit = Knockout(**chosen, layers=[0], passes="all")
+        with pytest.raises(ConfigError, match=message), watching(ours), intervene(edit):
+            run(ours, wan_given)
+
+    class Own:  # a processor in names that have dispatch_attention_fn, which it does not call
+        def __call__(self, attn, hidden_states, *_):
+            return hidden_states
+
+    monkeypatch.setitem(globals(), "dispatch_attention_fn", attention_dispatch.dispatch_attention_fn)
+    theirs = ours.blocks[0].attn1.processor
+    with capture_diffusers(ours, granularity="frame"):
+        ours.blocks[0].attn1.processor = Own()
+        with pytest.raises(ConfigError, match="layer 0: its processor is Own, which was set while"):
+            run(ours, wan_given)
+        ours.blocks[0].attn1.processor = theirs
+    ours.blocks[0].attn1.processor = Own()
+    refused = pytest.raises(ConfigError, match="layer 0: Own did not call")
+    with refused, capture_diffusers(ours, granularity="frame"):
+        run(ours, wan_given)
     given.pop("num_frames")
     refused = pytest.raises(ConfigError, match="num_frames is None for 18 tokens")
     with refused, capture_diffusers(model, granularity="frame"):
