@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from wan import attention as call_attention
 from wan import backends as attention_backend
 from wan import cache, reductions
 from wan import model as layers
@@ -164,7 +165,7 @@ def pretended_gpu() -> Iterator[torch.device]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), Operations(), Functions():
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter becomes what it is moved to
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
-        for module in (layers, cache):
+        for module in (layers, cache, call_attention):
             patch.setattr(module, "fused_kernels", lambda *x: None)
         patch.setattr(reductions, "mass_kernels", lambda q: None)
         patch.setattr(attention_backend, "takes", lambda q, k, v: False)

@@ -68,7 +68,7 @@ def scripts() -> list[str]:
     for folder, prefix in (("experiments", ""), ("experiments/benchmarks", "benchmarks.")):
         for path in sorted((ROOT / folder).glob("*.py")):
             text = path.read_text(encoding="utf-8")
-            if "__main__" in text:
+            if '__name__ == "__main__"' in text:
                 found.append(prefix + path.stem)
     return found
 
