@@ -15,6 +15,7 @@ from wan.errors import ConfigError
 from wan.interventions import Ablate, Bias, Jitter, Knockout, Move, Patch, RunInStep, intervene
 from wan.model import CausalWanModel
 from wan.policies import make_policy
+from wan.wings import parallel
 from wan.wings.parallel import apply_head_parallel, check_size, legal_sizes
 
 ATOL = 1e-5
@@ -129,6 +130,15 @@ def test_edits_of_some_heads(tmp_path):
     for name, run in expected.items():
         assert_same(first[name], run)
     torch.testing.assert_close(first_norms, norms, rtol=0, atol=ATOL)
+
+
+def test_processes_that_have_less_of_a_call_send_it_with_the_others(monkeypatch):
+    monkeypatch.setattr(parallel, "BYTES_AT_ONCE", 200)
+    one_head = CaptureRequest(granularity="map", heads=(1,))  # which the first process has
+    expected = stripped(roll_out(small_model(), None, one_head, frames=6))
+    first, _ = together(2, lambda group: stripped(roll_out(parallel_model(group), None, one_head, frames=6)))
+    assert len(expected[1]) > 10
+    assert_same(first, expected)
 
 
 def looked_at_and_switched(group):

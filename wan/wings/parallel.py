@@ -142,9 +142,12 @@ class ProcessShard(HeadShard):
 
     def gather_calls(self, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
         """Join the calls, which must be on the CPU, as many at a time as hold BYTES_AT_ONCE."""
-        sizes = [sum(value.nbytes for value in call.values.values()) for call in calls]
+        # Processes may have more or less of a call: all must send the same ones together.
+        sizes = torch.tensor([sum(value.nbytes for value in call.values.values()) for call in calls])
+        if calls:
+            dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self.group)
         whole: list[CapturedCall] = []
-        for some in _portions(sizes, BYTES_AT_ONCE):
+        for some in _portions(sizes.tolist(), BYTES_AT_ONCE):
             own = calls[some.start : some.stop]
             # 1. What the values are, as objects; there are few kinds of them, and pickling knows them again.
             about = [
