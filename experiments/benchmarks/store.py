@@ -1,6 +1,6 @@
 """Measure a store of activations: seconds and GB to write it, seconds and memory to read its rows shuffled.
 
-    python experiments/benchmarks/store.py /tmp/acts --captions 200 --output_path store.json
+    python experiments/benchmarks/store.py outputs/acts --captions 200 --output_path store.json
 
 Captions are the miniature's held-out ones. A folder that has runs already is added to, and their seconds are
 not counted. Memory is what the process holds beyond the beginning, sampled every 20 ms: its own, and resident
