@@ -190,23 +190,40 @@ ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
 
 ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
 CEILINGS = "rendered", "VAE"
-CONDITIONS = {"base": "none", "matched": "eight others", "no past": "all 96", "known": "the eight"}
+HEADS = {  # sets of presence_and_identity.json -> in words
+    "nobody": "none",
+    "P": "presence heads",
+    "I": "identity heads",
+    "random of P": "presence layers, others",
+    "random of I": "identity layers, others",
+    "all": "all 96",
+}
+HIDDEN = {  # title -> captions by their colour, edit, question
+    "A shape comes back": ("not named", "knockout", "comes_back"),
+    "Of those, in its colour": ("not named", "knockout", "right"),
+}
 
 
-def presence_panels(report: Mapping[str, Any]) -> tuple:
-    """Return panels, counts and subtitle, for figures.knockout_shares, of heads that do not see the past."""
-    found = report["presence"]["conditions"]
-    titles = {"comes_back": "A shape comes back", "right given back": "Of those, in its colour and shape"}
-    panels = {
-        title: {
-            label: (*found[claim][name], found[claim]["each"][name]) for claim, label in CONDITIONS.items()
+def presence_panels(
+    report: Mapping[str, Any],
+    asked: Mapping[str, tuple[str, str, str]] = HIDDEN,
+    heads: Sequence[str] = ("nobody", "random of P", "all", "P"),
+) -> tuple:
+    """Return panels, counts and subtitle, for figures.knockout_shares, of presence_and_identity.json."""
+    panels, counts = {}, {}
+    for title, (captions, edit, question) in asked.items():
+        found = {HEADS[of]: report["shares"][captions][f"{edit}, {of}"] for of in heads}
+        panels[title] = {
+            label: (*row[question]["all"], row[question]["each"]) for label, row in found.items()
         }
-        for name, title in titles.items()
-    }
-    captions, trainings = len(report["captions"]), len(report["miniatures"])
-    counts = {label: found[claim]["returns"] for claim, label in CONDITIONS.items()}
-    about = f"{report['model']}, {captions} captions that do not name the colour × {trainings} trainings"
-    return panels, counts, about
+        counts = {label: row["returns"] for label, row in found.items()}
+    trainings = len(report["trainings"])
+    seeds = next(iter(report["trainings"].values()))["seeds"]
+    videos = [row["videos"] for row in (report["shares"][c]["knockout, nobody"] for c, *_ in asked.values())]
+    about = f"wan-mini, {videos[0] // seeds // trainings} captions"
+    if {captions for captions, *_ in asked.values()} == {"not named"}:
+        about += " that do not name the colour"
+    return panels, counts, f"{about} × {seeds} seeds, {trainings} trainings"
 
 
 def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:

@@ -19,6 +19,7 @@ import scipy.stats
 import torch
 from matplotlib.figure import Figure
 
+from experiments.analysis.results import HEADS, presence_panels
 from experiments.analysis.stats import DRAWS, holm, percentiles, rounded, t_interval
 from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
@@ -36,12 +37,18 @@ from wan.files import read_json
 OUTPUT = Path("experiments/findings/head_memory/presence_and_identity.json")
 QUESTIONS = "hides", "comes_back", "right", "donor", "shape"
 EDITS = "knockout", "other seed", "other color", "rescue"
-SETS = "nobody", "P", "I", "random of P", "random of I", "all"
-UNEDITED = {
-    "knockout": "unedited",
-    "other seed": "unedited",
-    "other color": "own color",
-    "rescue": "unedited",
+MADE_AS = {  # what needs no trial of its own: trials of the same videos
+    "knockout, nobody": "unedited",
+    "other seed, nobody": "unedited",
+    "other color, nobody": "own color",
+    "rescue, all": "unedited",
+    "rescue, nobody": "knockout, all",
+}
+PANELS = {  # title -> captions by their colour, edit, question
+    "No past: comes back": ("all captions", "knockout", "comes_back"),
+    "Another seed's past: comes back": ("all captions", "other seed", "comes_back"),
+    "Only these keep it: comes back": ("all captions", "rescue", "comes_back"),
+    "Other colour's past: its colour": ("not named", "other color", "donor"),
 }
 DONORS = {"other seed": "donor: other seed", "other color": "donor: other color"}
 CONTRASTS = {  # name -> edit, question, the set that should have more, the other one
@@ -52,13 +59,6 @@ CONTRASTS = {  # name -> edit, question, the set that should have more, the othe
 }
 FEWEST_PAIRS = 60  # of a training in contrast 2
 HARMLESS = 0.2  # contrast 1 below this, and not above 0: the knockout was an artefact
-IN_WORDS = {
-    "P": "presence heads",
-    "random of P": "others, P's layers",
-    "I": "identity heads",
-    "random of I": "others, I's layers",
-    "all": "all 96",
-}
 
 
 def run(argv=None):
@@ -81,7 +81,8 @@ def run(argv=None):
     report |= findings_of(report)
     save_report(report, args.output_path)
     print(args.output_path)
-    print(save_svg(figure_of(report), args.figures / "presence_and_identity.svg"))
+    for name, figure in figures_of(report).items():
+        print(save_svg(figure, args.figures / f"{name}.svg"))
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -127,8 +128,8 @@ def collected(folder: Path) -> dict[str, Any]:
     trainings, scenes = {}, [scene for _, scene in captions_behind_a_wall(Design())[0]]
     for file in files:
         lines = {line["name"]: line for line in map(json.loads, file.read_text().splitlines())}
-        if not {*DONORS.values()} <= lines.keys():
-            print(f"{file}: its heads are not chosen yet")
+        if f"half {HALVES - 1}" not in lines:
+            print(f"{file}: trials are missing, go on with --measure")
             continue
         trainings[file.stem] = training_of(lines, [SHAPES.index(one.movers[0].shape) for one in scenes])
     return {
@@ -145,7 +146,8 @@ def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -
     every, seeds = range(len(unedited["hides"])), about["seeds"]
     shapes = [*shapes[: len(every) // seeds]] * seeds
     pairs = {
-        edit: PresenceTrials.alike(lines[UNEDITED[edit]], lines[donor]) for edit, donor in DONORS.items()
+        edit: PresenceTrials.alike(lines[MADE_AS[f"{edit}, nobody"]], lines[donor])
+        for edit, donor in DONORS.items()
     }
     answers = {}
     for name, line in lines.items():
@@ -158,6 +160,23 @@ def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -
         if not of:  # the floor: how often does an unedited video come back in its donor's colour?
             donor = lines[DONORS["other color" if edit == "own color" else "other seed"]]["color"]
         answers[name] = letters(line, [shapes[n] for n in rows], [donor[n] for n in rows])
+    # Does an edit change what is seen before it hides?
+    first_colors = {
+        name: round(
+            float(
+                np.mean(
+                    [
+                        line["color"][n] == lines[plain]["color"][row]
+                        for n, row in enumerate(line.get("rows", every))
+                    ]
+                )
+            ),
+            3,
+        )
+        for name, line in lines.items()
+        if name.partition(", ")[0] in EDITS
+        for plain in ("own color" if name.startswith("other color") else "unedited",)
+    }
     walls = {
         name.partition(", ")[2] or "nobody": {
             question: round(float(np.mean([x == "1" for x in line[question]])), 3)
@@ -181,29 +200,23 @@ def training_of(lines: Mapping[str, Mapping[str, Any]], shapes: Sequence[int]) -
         "largest difference to rollouts alone": unedited["alone"],
         "pairs": pairs,
         "answers": answers,
+        "first second in the unedited colour": first_colors,
         "walls": walls,
         "knockout of P on the other half": [
             round(float(np.mean([x == "1" for x in lines[f"half {half}"]["comes_back"]])), 3)
             for half in range(HALVES)
-            if f"half {half}" in lines
         ],
     }
 
 
 # --- Answers -> findings
-def has(training: Mapping[str, Any], edit: str, of: str) -> bool:
-    """Return whether a training has trials of a set of heads under an edit."""
-    return of == "nobody" or any(name.partition(":")[0] == f"{edit}, {of}" for name in training["answers"])
-
-
 def values_of(training: Mapping[str, Any], edit: str, of: str, question: str) -> np.ndarray:
     """Return the answers to a question [seeds, captions], a mean over draws; NaN where there is none.
 
     right and donor are of what comes back. The first captions, which were seen before, are left out.
     """
-    answers = training["answers"]
-    names = [name for name in answers if name == f"{edit}, {of}" or name.startswith(f"{edit}, {of}: ")]
-    names = [UNEDITED[edit]] if of == "nobody" else names
+    answers, trial = training["answers"], MADE_AS.get(f"{edit}, {of}", f"{edit}, {of}")
+    names = [name for name in answers if name.partition(":")[0] == trial]
     videos = len(answers["unedited"])
     drawn = np.full((len(names), videos), np.nan)
     for n, name in enumerate(names):
@@ -233,12 +246,8 @@ def contrast(
 ) -> dict[str, Any]:
     """Return the mean difference over captions and trainings with its intervals, and p.
 
-    Of the trainings that have both sets. bootstrap resamples trainings crossed with captions; t and p are of
-    the trainings' means.
+    bootstrap resamples trainings crossed with captions; t and p are of the trainings' means.
     """
-    trainings = {
-        name: one for name, one in trainings.items() if has(one, edit, more) and has(one, edit, less)
-    }
     rows, videos = [], 0
     for one in trainings.values():
         each = values_of(one, edit, more, question) - values_of(one, edit, less, question)
@@ -249,21 +258,17 @@ def contrast(
     generator, (groups, columns) = np.random.default_rng(0), of.shape
     chosen = generator.integers(groups, size=(DRAWS, groups, 1))
     drawn = mean_of(of[chosen, generator.integers(columns, size=(DRAWS, 1, columns))], 2).mean(1)
-    found: dict[str, Any] = {
+    return {
         "bootstrap": rounded(percentiles(float(means.mean()), drawn)),
+        "t": rounded(t_interval(means.tolist())),
+        "p": float(f"{scipy.stats.ttest_1samp(means, 0).pvalue:.2g}"),
         "each": rounded(means),
         "trainings": [*trainings],
         "videos": videos,
     }
-    if len(means) > 1:
-        found |= {
-            "t": rounded(t_interval(means.tolist())),
-            "p": float(f"{scipy.stats.ttest_1samp(means, 0).pvalue:.2g}"),
-        }
-    return found
 
 
-def row_of(trainings: Iterable[Mapping[str, Any]], edit: str, of: str, columns: Any = slice(None)) -> dict:
+def row_of(trainings: Iterable[Mapping[str, Any]], edit: str, of: str, columns: Any) -> dict[str, Any]:
     """Return shares of one set of heads under an edit: the mean of trainings with t, and each.
 
     right and donor are of what comes back, in `returns` videos; means of draws count as one video.
@@ -274,9 +279,7 @@ def row_of(trainings: Iterable[Mapping[str, Any]], edit: str, of: str, columns: 
             continue
         values = [values_of(one, edit, of, question)[:, columns] for one in trainings]
         each = [float(mean_of(value)) for value in values]
-        known = [value for value in each if not np.isnan(value)]
-        ends = rounded(t_interval(known)) if len(known) > 1 else rounded(known)
-        found[question] = {"all": ends, "each": [None if np.isnan(x) else round(x, 3) for x in each]}
+        found[question] = {"all": rounded(t_interval(each)), "each": rounded(each)}
         if question == "comes_back":
             found["videos"] = int(sum((~np.isnan(value)).sum() for value in values))
         if question == "right":
@@ -296,43 +299,44 @@ def findings_of(report: Mapping[str, Any]) -> dict[str, Any]:
     }
     contrasts = {}
     for name, what in CONTRASTS.items():
-        some = trainings
-        if name.startswith("2"):
-            some = {n: one for n, one in some.items() if pairs["other color"][n] >= FEWEST_PAIRS}
-        contrasts[name] = contrast(some or trainings, *what)
-    for one, p in zip(
-        contrasts.values(), holm([x.get("p", np.nan) for x in contrasts.values()]), strict=True
-    ):
+        enough = {n: one for n, one in trainings.items() if pairs["other color"][n] >= FEWEST_PAIRS}
+        contrasts[name] = contrast(enough if name.startswith("2") else trainings, *what)
+    for one, p in zip(contrasts.values(), holm([x["p"] for x in contrasts.values()]), strict=True):
         one["p_holm"] = float(f"{p:.2g}")
     named = np.array([digit == "1" for digit in report["names_color"]])[SEEN:]
-    shares: dict[str, Any] = {}
-    for edit in EDITS:
-        for of in SETS:
-            if any(has(one, edit, of) for one in trainings.values()):
-                shares[f"{edit}, {of}"] = row_of(trainings.values(), edit, of)
-    by_caption: dict[str, Any] = {}
-    for name in shares:
-        edit, _, of = name.partition(", ")
-        for label, columns in (("named", named), ("not named", ~named)):
-            row = row_of(trainings.values(), edit, of, columns)
-            means = {
-                question: (row[question]["all"] or [None])[0] for question in QUESTIONS if question in row
-            }
-            by_caption.setdefault(name, {})[label] = means | {"returns": row["returns"]}
+    captions = {"all captions": slice(None), "named": named, "not named": ~named}
+    every = trainings.values()
     return {
         "pairs": pairs,
         "contrasts": contrasts,
         "reading": reading(contrasts),
-        "shares": shares,
-        "by caption": by_caption,
+        "shares": {
+            label: {f"{edit}, {of}": row_of(every, edit, of, some) for edit in EDITS for of in HEADS}
+            for label, some in captions.items()
+        },
+        "walls": {
+            of: {question: wall_of(every, of, question) for question in ("comes_back", "seen_last")}
+            for of in HEADS
+        },
+        "knockout of P on the other half": rounded(
+            t_interval([float(np.mean(one["knockout of P on the other half"])) for one in every])
+        ),
     }
+
+
+def wall_of(trainings: Iterable[Mapping[str, Any]], of: str, question: str) -> list[float]:
+    """Return the share of walls without a shape behind them, over trainings, with its interval."""
+    walls = (
+        [x[question] for name, x in one["walls"].items() if name.partition(":")[0] == of] for one in trainings
+    )
+    return rounded(t_interval([float(np.mean(draws)) for draws in walls]))
 
 
 def reading(contrasts: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the reading that was fixed before the run."""
     above = [one["p_holm"] < 0.05 and one["bootstrap"][0] > 0 for one in contrasts.values()]
     first = next(iter(contrasts.values()))
-    _, low, high = first.get("t", first["bootstrap"])
+    _, low, high = first["t"]
     if above[0] and above[1] and above[2]:
         return "a double dissociation"
     if above[0] and above[2]:
@@ -342,34 +346,15 @@ def reading(contrasts: Mapping[str, Mapping[str, Any]]) -> str:
     return "undecided"
 
 
-def figure_of(report: Mapping[str, Any]) -> Figure:
-    """Draw what comes back under every edit, and of that the share in the donor's colour."""
-    shares, panels = report["shares"], {}
-    titles = {
-        "knockout": "No past: comes back",
-        "other seed": "Another seed's past: comes back",
-        "rescue": "Only these keep it: comes back",
-    }
-    for edit, title in titles.items():
-        panels[title] = rows_of(shares, edit, "comes_back")
-    panels["Other colour's past: its colour"] = rows_of(shares, "other color", "donor")
-    captions, trainings = len(report["captions"]) - SEEN, len(report["trainings"])
-    about = f"wan-mini, {captions} captions × 3 seeds, up to {trainings} trainings"
-    note = "last panel: of videos whose shape comes back"
-    return knockout_shares(
-        panels, {}, about, title="Presence and identity", y="Heads that are edited", note=note
+def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw what comes back without a past, and under every edit."""
+    edits = knockout_shares(
+        *presence_panels(report, PANELS, [*HEADS]),
+        title="Presence and identity",
+        y="Heads",
+        note="last panel: shapes that come back, of captions that do not name the colour",
     )
-
-
-def rows_of(shares: Mapping[str, Any], edit: str, question: str) -> dict[str, tuple]:
-    """Return rows of knockout_shares, one a set of heads."""
-    found = {}
-    for of in SETS:
-        row = shares.get(f"{edit}, {of}", {}).get(question)
-        ends = row["all"] if row else []
-        ends = [*ends, *ends[:1] * 2][:3] or [np.nan] * 3
-        found[IN_WORDS.get(of, of)] = (*ends, row["each"] if row else [])
-    return found
+    return {"hidden_shapes": knockout_shares(*presence_panels(report)), "presence_and_identity": edits}
 
 
 if __name__ == "__main__":

@@ -19,17 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from matplotlib.figure import Figure
 
 from experiments.analysis.results import (
     ALL,
     BACK,
     CEILINGS,
-    CONDITIONS,
     EACH,
     ORDERS,
-    presence_panels,
 )
 from experiments.analysis.stats import (
     DRAWS,
@@ -46,7 +43,7 @@ from experiments.analysis.taxonomy import KINDS, Thresholds, kinds
 from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.extraction.rollout import Progress, stopping_when_asked
-from experiments.figures.atlas import effect_against, knockout_shares
+from experiments.figures.atlas import effect_against
 from experiments.figures.style import save_svg
 from experiments.findings.head_memory.captions import (
     SEED_STEP,
@@ -82,7 +79,6 @@ FIRST_FRAME_CAPTIONS = 32  # of every kind, for frame 0
 SHOWN = 12  # heads of the ranking in the report
 FIRST_PASS = ", first pass"
 STABLE = 10  # frames of the mean head: the budget whose chosen heads are compared
-MEANS = "comes_back", "shape"  # a mean over captions is kept; shape, of CONDITIONS: what is seen is right
 
 Values = dict[str, np.ndarray]  # by claim, a number for each caption
 
@@ -105,12 +101,16 @@ def run(argv=None):
     elif args.measure == "budgets":
         report["budgets"] = measured_budgets(args, report["shapes"])
     report["shapes"]["knockouts"] |= curves_of(report["shapes"]["knockouts"])
-    report["budgets"]["shares"] = shares_of(report["budgets"])
-    report["budgets"]["presence"] = presence_of(report["budgets"])
+    report["budgets"]["shares"] = shares = shares_of(report["budgets"])
+    # Is a shape that is right more than one that comes back?
+    both = [(x[BACK][ALL][0], x["comes_back"][ALL][0]) for x in shares.values() if "comes_back" in x]
+    report["budgets"]["r of right and comes_back"] = [
+        round(float(pearson(*np.transpose(both))), 3),
+        len(both),
+    ]
     save_report(report, args.output_path)
     print(args.output_path)
-    for name, figure in figures_of(report).items():
-        print(save_svg(figure, args.figures / f"{name}.svg"))
+    print(save_svg(figure_of(report), args.figures / "first_frame_removed.svg"))
 
 
 # --- Making the answers
@@ -239,7 +239,7 @@ def about(study: HeadMemory) -> dict[str, Any]:
     """Return what was found in one miniature: known heads, agreement of scores, each caption's answers."""
     found: dict[str, Any] = {"weights_sha256": study.session.weights_sha256}
     folds, answers = range(len(study.folds)), study.ceilings()
-    means: dict[str, dict[str, float]] = defaultdict(dict)
+    means: dict[str, float] = {}
     found["known heads"] = sorted({(*map(int, head),) for n in folds for head in study.known_of(n)})
     found["chosen"] = agreement_of_halves(study)
     for claim, trials in by_claim(one for _, stage in study.stages() for one in stage).items():
@@ -254,13 +254,12 @@ def about(study: HeadMemory) -> dict[str, Any]:
             return np.bincount(rows, said) / np.bincount(rows)
 
         answers[claim] = mean_of(BACK).tolist()
-        for question in MEANS if claim in CONDITIONS else MEANS[:1]:
-            means[question][claim] = round(float(mean_of(question).mean()), 3)
+        means[claim] = round(float(mean_of("comes_back").mean()), 3)
     found["answers"] = {
         claim: "".join(map(str, map(round, values))) if {*values} <= {0, 1} else rounded(values, 2)
         for claim, values in answers.items()
     }
-    found["means"] = {question: dict(sorted(of.items())) for question, of in means.items()}
+    found["means"] = {"comes_back": dict(sorted(means.items()))}
     return found
 
 
@@ -323,46 +322,10 @@ def shares_of(budgets: Mapping[str, Any]) -> dict[str, Any]:
         if len(rows) > 1:
             found[claim][name]["t"] = rounded(t_interval(rows.mean(1))[1:])
     for claim, of in found.items():
-        for question in MEANS:
-            each = [one["means"][question][claim] for one in miniatures if claim in one["means"][question]]
-            if len(each) > 1:
-                of[question] = {ALL: rounded(t_interval(each)), EACH: each}
+        means = (one["means"]["comes_back"] for one in miniatures)
+        if len(each := [of_one[claim] for of_one in means if claim in of_one]) > 1:
+            of["comes_back"] = {ALL: rounded(t_interval(each)), EACH: each}
     return found
-
-
-def presence_of(budgets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what comes back and how much of it is right, and the primary contrast.
-
-    returns counts the videos in which a shape comes back; Wilson's interval takes them as independent.
-    """
-    shares, captions = budgets["shares"], len(budgets["captions"])
-    found: dict[str, Any] = {"conditions": {}}
-    for claim in CONDITIONS:
-        back, right = np.array(shares[claim]["comes_back"][EACH]), np.array(shares[claim][BACK][EACH])
-        returns, good = round(float(back.sum()) * captions), round(float(right.sum()) * captions)
-        wilson = scipy.stats.binomtest(good, returns).proportion_ci(method="wilson")
-        found["conditions"][claim] = {
-            "comes_back": shares[claim]["comes_back"][ALL],
-            "right given back": rounded([good / returns, wilson.low, wilson.high]),
-            "returns": returns,
-            "each": {
-                "comes_back": back.tolist(),
-                "right given back": [
-                    round(float(r / b), 3) if b else None for r, b in zip(right, back, strict=True)
-                ],
-            },
-        }
-    known, others = (np.array(shares[claim]["comes_back"][EACH]) for claim in ("known", "matched"))
-    both = np.array(
-        [[of[BACK][ALL][0], of["comes_back"][ALL][0]] for of in shares.values() if "comes_back" in of]
-    )
-    return found | {
-        "primary: comes_back, eight others less the eight": {
-            "t": rounded(t_interval(others - known)),
-            EACH: rounded(others - known),
-        },
-        "r of right and comes_back over conditions": [round(float(pearson(*both.T)), 3), len(both)],
-    }
 
 
 # --- Curves: how much comes back when more and more heads lose their past
@@ -479,9 +442,9 @@ def first_frame_report(found: Mapping[str, np.ndarray], layers: Sequence[int]) -
     }
 
 
-# --- Figures
-def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw what comes back by heads without a past, and frame 0 removed against attention."""
+# --- The figure
+def figure_of(report: Mapping[str, Any]) -> Figure:
+    """Draw frame 0 removed against attention."""
     shapes, first = report["shapes"], report["shapes"]["first_frame"]
     heads = first["heads"].items()
     shown = {n.removesuffix(FIRST_PASS): np.array(x) for n, x in heads if n.endswith(FIRST_PASS)}
@@ -491,12 +454,7 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, Figure]:
         notes[name] = "ρ = {}\npartial ρ = {}".format(*("{:.2f} [{:.2f}, {:.2f}]".format(*x) for x in both))
     runs = f"{shapes['model']}, {first['prompts']} captions × {shapes['knockouts']['seeds']} seeds"
     about = f"knock out the first frame: {runs}{FIRST_PASS}"
-    return {
-        "hidden_shapes": knockout_shares(*presence_panels(report["budgets"])),
-        "first_frame_removed": effect_against(
-            np.array(first["heads"]["effect"]), shown, notes, subtitle=about
-        ),
-    }
+    return effect_against(np.array(first["heads"]["effect"]), shown, notes, subtitle=about)
 
 
 if __name__ == "__main__":
