@@ -79,7 +79,7 @@ def test_the_page_has_the_correlations_of_attribution():
     rows = attribution_rows(json.loads((RESULTS / "attribution/results.json").read_text()))
     page = (ROOT / "docs/interventions.md").read_text()
     told = [f"| {row['pairs']} | {row['ρ of a pair']} | {row['least']:.2f} |" for row in rows]
-    assert [line in page for line in told] == [True, True, True, False, True]  # not one pass, rollout
+    assert all(line in page for line in told)
     assert rows[0]["ranks apart"].startswith("L3H3")
 
 
