@@ -1,6 +1,6 @@
 """Gradients of a session's videos at named sites, and what they attribute to them.
 
-with gradients(session, "z", layers=[5], blocks=[6], steps=[3]) as grads:
+with gradients(session, "z", layers=[5], blocks=[1], steps=[3]) as grads:
     run = session.generate("a red circle moving right over a dark blue background", seed=42)
     grads.backward(lambda x0: x0.square().mean())
 grads["z"].stack()  # named and shaped like captured activations
@@ -125,7 +125,7 @@ def recorder_graphs(config: Any, recorder: Gradients) -> int:
 class SiteGradients(Mapping[str, Activations]):
     """Gradients by site, of the last run that was made in the context.
 
-    >>> with gradients(session, "z", layers=[5], blocks=[6], steps=[3]) as grads:
+    >>> with gradients(session, "z", layers=[5], blocks=[1], steps=[3]) as grads:
     ...     session.generate("a red circle moving right", seed=42)
     ...     grads.backward(lambda x0: x0[:, :, :, 2:6, 2:6].mean())
     >>> grads["z"].stack().shape  # [layers, blocks, steps, B, L, H, D]
@@ -277,7 +277,7 @@ def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -
 class Scores(Mapping[str, Tensor]):
     """Attribution scores by site, [layers, passes, heads or 1] in units of the metric.
 
-    >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[6], steps=[3])
+    >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[1], steps=[3])
     >>> scores["z"].shape
     [8, 1, 12]
     >>> print(scores.table())

@@ -329,11 +329,11 @@ class Captured:
     >>> with capture(session, "resid_post", layers=[5], steps=[0]) as seen:
     ...     session.generate("a red circle moving right", seed=42)
     >>> seen["resid_post"].stack().shape  # [layers, blocks, steps, B, L, dim]
-    [1, 7, 1, 1, 48, 192]
+    [1, 2, 1, 1, 48, 192]
     >>> with capture(session, layers=[5]) as seen:  # without a site: attention
     ...     session.generate("a red circle moving right", seed=42)
     >>> seen.atlas()["frame_mass"].shape  # [layers, passes, heads, frames, frames]
-    [1, 5, 12, 21, 21]
+    [1, 5, 12, 6, 6]
     """
 
     def __init__(

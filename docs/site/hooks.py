@@ -85,16 +85,15 @@ TESTED = ("docs/own_code.md", "docs/recipes.md", "docs/interventions.md", "READM
 BLOCK = re.compile(r"^```python\n(.+?)^```", re.MULTILINE | re.DOTALL)
 EXAMPLES = {
     "Comparison": 'compare(run, edited).save("outputs/edited.mp4")',
-    "Lens": "x0_lens(session, prompt, layers=[0, 4, 7], blocks=[0]).distance",
+    "Lens": "x0_lens(session, prompt, layers=[4], blocks=[0]).distance",
     "open_profiles": 'open_profiles(load_cache("cache/atlas.pt"), step=4).values(layer=5)',
     "Profiles": "atlas.view(step=4).values(layer=5).profile",
-    "Edit": 'Knockout(frames="first", layers=[5], heads=[10], blocks=[2, 3], passes="denoise")',
+    "Edit": 'Knockout(frames="first", layers=[5], heads=[10], blocks=[1], passes="denoise")',
     "Move": 'intervene(Move("sink", position=18, heads=[3], layers=[5], passes="denoise"))',
     "Band": 'intervene(Band(bands=[0], scale=0.0, heads=[3], layers=[5], passes="denoise"))',
     "Jitter": "intervene(Jitter(scale=0.8, seed=0))",
-    "KVCache": "cache.keep(range(3)); cache.append(block)  # in a policy's admit(cache, block)",
 } | {
-    name: f'load("wan_mini", cache_policy="{settings}")'
+    name: f'load("wan_mini", num_frames=6, cache_policy="{settings}")'
     for name, settings in {
         "Window": "window,window=9,sink=3",
         "Relative": "relative,window=12,sink=3",
@@ -144,7 +143,8 @@ def entry(line, blocks):
     text = f"::: {path}\n    options:\n      members: [{', '.join(members.split())}]\n"
     source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
     own = re.search(rf"^(?:class|def) {name}\b.*?(?=^(?:class|def|@)|\Z)", source, re.MULTILINE | re.DOTALL)
-    found = min((block for block in blocks if re.search(rf"(?<!\.)\b{name}\(", block)), key=len, default="")
+    calls = [block for block in blocks if re.search(rf"(?<!\.)\b{name}\(", block)]
+    found = min(calls or [block for block in blocks if name in block], key=len, default="")
     example = EXAMPLES.get(name) or ("" if ">>>" in own[0] else found)
     return f"{text}\n```python\n{example.strip()}\n```\n" if example else text
 

@@ -478,7 +478,7 @@ class ActivationStore(ActivationFolder):
 
     >>> store = ActivationStore("cache/acts")
     >>> store.tensor("resid_post", 5, run=0, step=-1).shape  # [blocks, L, dim]
-    [7, 48, 192]
+    [2, 48, 192]
     >>> for x in store.batches("resid_post", 5, size=4096, steps=[0, -1]):
     ...     loss = train(x)  # [4096, 192]
     >>> DataLoader(store.batches("resid_post", 5), batch_size=None, num_workers=2)

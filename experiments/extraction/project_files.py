@@ -88,7 +88,12 @@ def policy_settings(source: Any) -> dict[Any, Any]:
     named = [folder / f"{name}.yaml" for folder in folders]
     for path in (Path(name), HOME / name, *named):
         if isfile(path):  # False for a name that is too long, where Path.is_file raises
-            return read_yaml(path)
+            settings = read_yaml(path)
+            for key, value in settings.items():  # files of heads, perhaps FILE:120f
+                file = str(value).partition(":")[0]
+                if not isfile(file) and isfile(HOME / file):
+                    settings[key] = str(HOME / str(value))
+            return settings
     first, *pairs = name.split(",")
     if not pairs:
         if name in policies.POLICIES:

@@ -6,9 +6,12 @@ import copy
 import linecache
 import pickle
 import re
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from doctest import DocTestParser
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +22,7 @@ from diffusers import WanPipeline
 from helpers.checkpoints import small_wan_pipeline
 from helpers.policies import POLICIES as POLICY_ROWS
 from matplotlib.figure import Figure
+from torch.utils.data import DataLoader
 
 from experiments import Atlas, at, capture, compare, intervene, load, run_extraction_all, x0_lens
 from experiments.caches import load_cache
@@ -108,6 +112,41 @@ def test_the_pages_blocks_run_and_show_what_they_say(page, elsewhere, monkeypatc
     if page == "recipes":
         assert len(blocks) == 15 and all(block.count("\n") <= 12 for block in blocks)
         assert Path("ablated.mp4").stat().st_size > 1000
+
+
+@pytest.mark.beside
+@patch.dict(POLICIES)  # a block of recipes.md adds one
+def test_the_examples_of_the_reference_run(elsewhere):
+    """Those in docstrings of the public objects, which show what they say, and those that the site adds."""
+    pytest.importorskip("mkdocs", reason='pip install -e ".[docs]"')
+    site = runpy.run_path(str(ROOT / "docs/site/hooks.py"))
+    names: dict = {"train": torch.sum, "DataLoader": DataLoader}
+    exec(BLOCK.findall((ROOT / "docs/recipes.md").read_text())[0], names)
+    public = {}
+    for line in "\n".join(objects for _, objects in site["REFERENCE"].values()).splitlines():
+        module, _, name = line.split(":")[0].strip().rpartition(".")
+        public[name] = getattr(import_module(module), name)
+    names |= public
+    with capture(names["session"]) as names["captured"]:
+        names["edited"] = names["session"].generate([names["prompt"], names["other"]], seeds=[1, 2])[0]
+    names["atlas"] = names["captured"].atlas(names["edited"])
+    names["atlas"].save("cache/atlas.pt")
+    with capture(names["session"], "resid_post", layers=[5], stream_to="cache/acts"):
+        names["session"].generate(seed=1)
+    plain = partial(re.sub, r"torch\.Size|[()\[\] ]", "")
+    shown = 0
+    for documented in public.values():
+        for example in DocTestParser().get_examples(documented.__doc__ or ""):
+            if example.want:
+                shown += 1
+                assert plain(str(eval(example.source, names))) == plain(str(eval(example.want))), (
+                    example.source
+                )
+            else:
+                exec(example.source, names)
+    for example in site["EXAMPLES"].values():
+        exec(example, names)
+    assert shown == 7 and Path("cache/attribution.pt").is_file() and Path("circle.mp4").is_file()
 
 
 def test_wrappers_of_the_whole_model_are_one_line_that_says_what_to_do(pipe, monkeypatch):
