@@ -184,10 +184,6 @@ def _interval(values: Sequence[float | None]) -> Interval:
 # --- Memory of heads: how much of something is left when more and more heads lose their past
 
 BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
-ORDERS = {"effect": "by single effect", "change": "by change of x0"}  # of heads -> in words
-ORDERS |= {name: f"by {name}" for name in ("s", "mass on the past")}
-
-
 ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
 CEILINGS = "rendered", "VAE"
 HEADS = {  # sets of presence_and_identity.json -> in words

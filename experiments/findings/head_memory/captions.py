@@ -19,8 +19,6 @@ class Design:
     captions: int = 96
     selection: int = 24
     seeds: int = 3
-    draws: int = 20  # of random orders
-    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)  # heads without a past
 
 
 def different(

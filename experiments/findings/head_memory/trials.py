@@ -1,9 +1,7 @@
-"""Roll out captions with a shape behind a wall while heads lose their past, and judge what comes back.
+"""Give the heads that a rule picks the whole past within a budget, and judge what comes back.
 
-A trial is one batched rollout of some captions and seeds under some edits, a work item that is made once.
-HiddenShapes ranks heads on selection captions, in several orders, and knocks the past out of more and more of
-them on others. HeadMemory takes captions that do not name the colour alone, where what comes back can come
-from memory only, and gives the heads that a rule picks the whole past within a budget.
+A trial is one batched rollout of some captions under some edits, a work item that is made once. Captions have
+a shape behind a wall and do not name its colour: what comes back in it can come from memory only.
 """
 
 import os
@@ -24,7 +22,7 @@ from experiments.analysis.results import BACK
 from experiments.analysis.taxonomy import Thresholds, local_mass_share
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import Progress
-from experiments.findings.head_memory.captions import Design, NumberedScenes
+from experiments.findings.head_memory.captions import NumberedScenes
 from experiments.miniature.moving_shapes import FRAMES, rendered
 from experiments.miniature.tracking import EvalPool, hashes
 from experiments.running.engine import Results, cached, work_through
@@ -43,15 +41,8 @@ from wan.config import RunConfig
 from wan.interventions import Edit, intervene
 from wan.vae import VAE
 
-QUESTIONS = ("same", "same_color", "same_shape", "comes_back", "hides", "shape", "direction", "background")
+QUESTIONS = BACK, "comes_back"
 DECODED_AT_ONCE = 96  # videos
-S, MASS_0, MASS_PAST, RATE = "s", "mass on frame 0", "mass on the past", "share of positive logits"
-PAST: dict[str, Dropped] = {  # parts of the past, as the frames that a block loses
-    "past": lambda own: range(own.start),
-    "older past": lambda own: range(max(0, own.start - len(own))),
-    "last block": lambda own: range(max(0, own.start - len(own)), own.start),
-    "frame 0": lambda own: range(min(1, own.start)),
-}
 HALVES = 2  # of the captions: heads are chosen on one and judged on the other
 RIDGE = 3.0  # of the regression on random sets of heads
 # "path patching" is in the results too: its scores need trace() of commit 01e1ad6, and are not made here.
@@ -70,10 +61,10 @@ def measures_of_pass(runs: Runs, step: int) -> dict[str, np.ndarray]:
     logits, mass = frame_matrices(runs, step)
     of_past = np.where(past, mass, 0)[..., past.any(1), :]
     return {
-        S: first_frame_effect(logits, sizes).effect,
-        RATE: sign_rate(logits[..., past]),
-        MASS_0: of_past[..., 0].mean(-1),
-        MASS_PAST: of_past.sum(-1).mean(-1),
+        "s": first_frame_effect(logits, sizes).effect,
+        "share of positive logits": sign_rate(logits[..., past]),
+        "mass on frame 0": of_past[..., 0].mean(-1),
+        "mass on the past": of_past.sum(-1).mean(-1),
     }
 
 
@@ -84,7 +75,8 @@ def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
     """
     sizes, clean = runs.configs[0].block_sizes, len(runs.configs[0].denoising_step_list)
     frames, own, found = range(sum(sizes)), runs.ranges[1], measures_of_pass(runs, 0)
-    older = np.array([[key in PAST["older past"](b) for key in frames] for b in runs.ranges for _ in b])
+    # Before the last block
+    older = np.array([[key < b.start - len(b) for key in frames] for b in runs.ranges for _ in b])
     mass, clean_mass = (np.nan_to_num(frame_matrices(runs, step)[1]) for step in (0, clean))
     # Dummy Forcing: what block 1 reads of frame 0 and of the frames between, each relative to all heads.
     first, middle = (
@@ -95,7 +87,7 @@ def attention_measures(runs: Runs) -> dict[str, np.ndarray]:
     near = local_mass_share(mass[..., -sizes[-1] :, :].mean(-2), Thresholds())
     return found | {
         "mass on the older past": np.where(older, mass, 0)[..., own.start :, :].sum(-1).mean(-1),
-        "Pyramid Forcing": found[RATE],
+        "Pyramid Forcing": found["share of positive logits"],
         "Forcing-KV": 1 - near,
         "Dummy Forcing": np.maximum(*shares),
     }
@@ -115,6 +107,11 @@ class Trial:
         return self.name
 
 
+def whole_past(own: range) -> range:
+    """Return the frames that a block loses without its past."""
+    return range(own.start)
+
+
 def by_claim(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
     """Return the trials of each claim."""
     found: dict[str, list[Trial]] = {}
@@ -123,15 +120,27 @@ def by_claim(trials: Iterable[Trial]) -> dict[str, list[Trial]]:
     return found
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the study of memory."""
+
+    captions: int = 40
+    samples: int = 32  # of random halves of all heads
+    budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
+    narrow: tuple[tuple[int, int], ...] = ((6, 3), (6, 0), (9, 3))  # windows, and sinks, of the other heads
+    folds: int = 5  # parts of the captions, each judged by heads chosen on the others
+
+
 @dataclass
-class Trials:
-    """Trials of runs of one model: scenes, each with its seed. Items lie in folder (the engine's Work)."""
+class HeadMemory:
+    """The study of one model on scenes, each with its seed. Items lie in folder (the engine's Work)."""
 
     scenes: NumberedScenes
     config: RunConfig
     session: Session
     folder: Path
     judges: int = 1  # processes that judge videos
+    sizes: Sizes = Sizes()
 
     def __post_init__(self) -> None:
         model = self.session.model_config
@@ -139,6 +148,7 @@ class Trials:
         self.heads: list[Head] = [*np.ndindex(self.shape)]
         self.everyone = tuple(range(len(self.scenes)))
         self.store = Results(self.folder / "items")
+        self.folds = [self.everyone[number :: self.sizes.folds] for number in range(self.sizes.folds)]
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -162,9 +172,9 @@ class Trials:
         """Return prompts and seeds of rows."""
         return [[self.scenes[row][1].caption, self.scenes[row][0]] for row in rows]
 
-    def base(self, measured: bool = True) -> Trial:
+    def base(self) -> Trial:
         """Return the unedited runs."""
-        return Trial("base", self.everyone, measured=measured)
+        return Trial("base", self.everyone, measured=True)
 
     def trial(self, name: str, heads: Iterable[Head], dropped: Dropped, rows=None) -> Trial:
         """Return a trial in which heads lose part of their past."""
@@ -174,7 +184,7 @@ class Trials:
     def singles(self) -> Iterator[Trial]:
         """Yield one head after another without a past."""
         for head in self.heads:
-            yield self.trial(f"without {head}", [head], PAST["past"])
+            yield self.trial(f"without {head}", [head], whole_past)
 
     def name(self, trial: Trial) -> str:
         """Return the name of a trial's work item: of what its numbers depend on."""
@@ -234,74 +244,7 @@ class Trials:
             found["measures"] = {name: x.round(4).tolist() for name, x in attention_measures(runs).items()}
         return found
 
-
-# --- More and more heads without a past
-@dataclass
-class HiddenShapes:
-    """The study of one model: heads are ranked by trials of selection, and judged by those of test."""
-
-    design: Design
-    selection: Trials
-    test: Trials
-
-    def orders(self) -> dict[str, list[Head]]:
-        """Return heads in every order; of the measured ones the largest first."""
-        measured, heads = self.selection_measures(), self.test.heads
-        by = {
-            name: sorted(heads, key=lambda head: measured[name][head], reverse=True)
-            for name in ("effect", "change", S, MASS_PAST)
-        }
-        random_orders = (random.Random(draw).sample(heads, len(heads)) for draw in range(self.design.draws))
-        return by | {f"random {draw}": order for draw, order in enumerate(random_orders)}
-
-    def conditions(self) -> Iterator[Trial]:
-        """Yield trials of the test captions: nothing, all heads, the first heads of every order."""
-        yield self.test.base(measured=False)
-        yield self.test.trial("all", self.test.heads, PAST["past"])
-        for name, heads in self.orders().items():
-            for count in self.design.counts:
-                yield self.test.trial(f"{name}: {count}", heads[:count], PAST["past"])
-
-    def run(self, watch: Progress) -> None:
-        """Make the trials that are missing. Raises what work_through raises."""
-        self.selection.run("selection", [self.selection.base(), *self.selection.singles()], watch)
-        self.test.run("test", self.conditions(), watch)
-
-    def answers(self, trial: Trial, question: str = BACK) -> np.ndarray:
-        """Return the share over seeds of a trial of the test that is done, [captions]."""
-        return np.array(self.test.read(trial)[question], float).reshape(self.design.seeds, -1).mean(0)
-
-    def selection_measures(self) -> dict[str, np.ndarray]:
-        """Return, by order, a number per head [layers, H], from the selection captions."""
-        found = self.selection.scores(self.selection.everyone)
-        return {"effect": found.pop("effect"), "change": found.pop("change of x0")} | found
-
-
-# --- Which heads keep their past at equal bytes
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the study of memory."""
-
-    captions: int = 40
-    known: int = 8  # heads of largest single effect
-    draws: int = 4  # of random heads for each fold, matched by layer with the known ones
-    samples: int = 32  # of random halves of all heads
-    budgets: tuple[int, ...] = (7, 8, 9, 10, 12, 15)  # frames of the mean head
-    narrow: tuple[tuple[int, int], ...] = ((6, 3), (6, 0), (9, 3))  # windows, and sinks, of the other heads
-    folds: int = 5  # parts of the captions, each judged by heads chosen on the others
-
-
-@dataclass(kw_only=True)
-class HeadMemory(Trials):
-    """The study of one model. known: heads of largest effect, found on other captions; else chosen here."""
-
-    sizes: Sizes
-    known: Sequence[Head] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.folds = [self.everyone[number :: self.sizes.folds] for number in range(self.sizes.folds)]
-
+    # -- which heads keep their past at equal bytes
     def others(self, fold: int) -> list[int]:
         """Return the rows on which heads are chosen for a fold: all but its own."""
         return [row for row in self.everyone if row not in self.folds[fold]]
@@ -312,7 +255,6 @@ class HeadMemory(Trials):
         yield "singles", self.singles()
         if not all(map(self.read, (self.base(), *self.singles()))):
             return
-        yield "controls", self.controls()
         for narrow in self.sizes.narrow:
             yield f"samples, {narrow}", self.sampled(*narrow)
             yield f"budgets, {narrow}", self.budgets(*narrow)
@@ -335,26 +277,10 @@ class HeadMemory(Trials):
     def first(self) -> Iterator[Trial]:
         """Yield the unedited runs, and all heads without a past, with windows, and with windows of a sink."""
         yield self.base()
-        yield self.trial("no past", self.heads, PAST["past"])
+        yield self.trial("no past", self.heads, whole_past)
         windows, sinks = zip(*self.sizes.narrow, strict=True)
         for size, sink in product(sorted({*windows, *self.sizes.budgets}), sorted({*sinks})):
             yield self.trial(f"uniform, {size}, sink {sink}", self.heads, outside(size, sink))
-
-    def known_of(self, fold: int) -> list[Head]:
-        """Return the heads of largest single effect: those given, or chosen on the captions of others."""
-        if self.known:
-            return [*self.known]
-        return self.highest(self.scores_of(self.others(fold))["effect"], self.sizes.known)
-
-    def controls(self) -> Iterator[Trial]:
-        """Yield the known heads without a past, and as many others of the same layers, drawn at random."""
-        yield from self.by_folds("known", self.known_of, PAST["past"])
-        for draw in range(self.sizes.draws):
-
-            def others(fold: int, draw: int = draw) -> list[Head]:
-                return matched(self.heads, self.known_of(fold), len(self.folds) * draw + fold)
-
-            yield from self.by_folds(f"matched; {draw}", others, PAST["past"])
 
     def sampled(self, window: int, sink: int) -> Iterator[Trial]:
         """Yield random halves of all heads with narrow windows, the others with the whole past."""
