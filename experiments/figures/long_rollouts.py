@@ -40,7 +40,8 @@ def policy_dots(
     """
     names = list(dict.fromkeys(name for values in panels.values() for name in values))
     size = (max(2.2, 6.4 / len(panels)), 0.7 + 0.19 * len(names))
-    figure, axes = st.panels(len(panels), len(panels), size, keep=True, sharey=True)
+    columns = 2 if st.is_narrow() else len(panels)
+    figure, axes = st.panels(len(panels), columns, size, keep=True, sharey=True)
     for ax, (title, values) in zip(axes, panels.items(), strict=True):
         for name, value in values.items():
             row, color = names.index(name), "0.45" if name in controls else DARK
@@ -88,7 +89,8 @@ def against_motion(
     motion: Mapping[str, float], measures: Mapping[str, Mapping[str, float]], subtitle=""
 ) -> Figure:
     """Draw a panel a measure of stability over motion: a still video is trivially stable."""
-    figure, axes = st.panels(len(measures), 2, (4.5, 2.7))
+    size = (4.5, 1.9 if st.is_narrow() else 2.7)  # a column is no higher than its page
+    figure, axes = st.panels(len(measures), 2, size, sharex=True)
     for ax, (label, values) in zip(axes, measures.items(), strict=True):
         legend = _points(ax, {name: (motion[name], value) for name, value in values.items()})
         ax.set_ylabel(label)
