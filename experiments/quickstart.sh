@@ -11,7 +11,11 @@ inference=cache/attention_cache.pt
 atlas=cache/atlas.pt
 maps=cache/maps.pt
 effects=cache/effects.pt
-python - "$figure4" "$inference" "$atlas" "$maps" "$effects" <<'PY'
+mkdir -p outputs
+# In one process, which imports torch, diffusers and transformers once; each line is a command of its own too:
+# python experiments/SCRIPT --config_path configs/wan_mini.yaml FLAGS
+python - <<PY
+import runpy
 import sys
 from pathlib import Path
 from experiments.caches import load_cache
@@ -27,16 +31,18 @@ def check(paths):
         if model != "wan-mini":
             raise CacheError(f"{path} is {of} {model}; move it away first, the quickstart would replace it")
 
-main(check, sys.argv[1:])
+main(check, "$figure4 $inference $atlas $maps $effects".split())
+commands = """
+run_extraction_figure4.py --output_path $figure4 --save_video outputs/wan-mini.mp4
+run_extraction_all.py --output_path $atlas --key_curve --cross --rope_bands
+run_extraction.py --output_path $inference
+run_extraction_maps.py --output_path $maps --query_patch 3,2,1 --words --save_video
+run_intervention.py --output_path $effects --interventions configs/edits/forget_past.yaml
+"""
+for script, *flags in map(str.split, commands.strip().splitlines()):
+    sys.argv = [f"experiments/{script}", "--config_path", "configs/wan_mini.yaml", *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 PY
-
-mini=(--config_path configs/wan_mini.yaml)
-mkdir -p outputs
-python experiments/run_extraction_figure4.py "${mini[@]}" --output_path "$figure4" --save_video outputs/wan-mini.mp4
-python experiments/run_extraction_all.py "${mini[@]}" --output_path "$atlas" --key_curve --cross --rope_bands
-python experiments/run_extraction.py "${mini[@]}" --output_path "$inference"
-python experiments/run_extraction_maps.py "${mini[@]}" --output_path "$maps" --query_patch 3,2,1 --words --save_video
-python experiments/run_intervention.py "${mini[@]}" --output_path "$effects" --interventions configs/edits/forget_past.yaml
 papermill --cwd notebooks --no-progress-bar --log-level WARNING notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb \
     -p CACHE_PATH "../$figure4" -p SAVE_DIR figure4
 

@@ -49,7 +49,7 @@ SIZES += ("num_heads", "num_layers", "patch_size")
 
 # Machines with a GPU often have PyTorch and none of these; tests/run.sh installs all of them.
 OFTEN_ABSENT = ("dask", "diffusers", "imageio", "imageio_ffmpeg", "nbformat", "nnsight", "papermill")
-OFTEN_ABSENT += ("matplotlib", "scipy", "seaborn")
+OFTEN_ABSENT += ("matplotlib", "scipy")
 
 
 def absent_library(error: str) -> str | None:
