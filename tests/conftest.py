@@ -143,6 +143,19 @@ def device(request) -> Iterator[torch.device]:
         yield torch.device(request.param)
 
 
+NOTING_LATE_IMPORTS = """
+import sys, threading
+
+def audit(event, args):
+    is_late = event == "import" and threading.current_thread() is not threading.main_thread()
+    if is_late and "/run_extraction" in getattr(sys, "argv", [""])[0]:
+        with open("late_imports", "a") as file:
+            print(args[0], file=file)
+
+sys.addaudithook(audit)
+"""
+
+
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Path:
     """A clone of what is committed, whose environment is this one, with six frames of the miniature."""
@@ -151,7 +164,9 @@ def clone(tmp_path_factory) -> Path:
     # 1. An environment of its own, as env.sh asks for, with the packages and commands of this one
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
     [site] = (folder / ".venv/lib").glob("python*/site-packages")
-    (site / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    (site / "here.pth").write_text("\n".join([*packages, "import noting_late_imports"]))
+    (site / "noting_late_imports.py").write_text(NOTING_LATE_IMPORTS)
     for name, module in (("papermill", "papermill"), ("hf", "huggingface_hub.cli.hf")):
         (folder / ".venv/bin" / name).write_text(f'#!/bin/sh\nexec python -m {module} "$@"\n')
         (folder / ".venv/bin" / name).chmod(0o755)

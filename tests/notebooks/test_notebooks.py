@@ -7,12 +7,8 @@ and draw every figure twice. Kernels run a notebook per layer.
 import base64
 import io
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from contextlib import chdir
 from functools import cache
@@ -562,42 +558,6 @@ def layer_folder(tmp_path):
     return tmp_path / "layers"
 
 
-@pytest.mark.beside
-def test_stopped_and_continued(layer_folder, tmp_path, capsys):
-    out = tmp_path / "out"
-    command = [NOTEBOOK.name, str(layer_folder), "all", "--output_dir", str(out), "--jobs", "1"]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    options["env"] = os.environ | {"PYTHONPATH": str(ROOT)}
-    running = subprocess.Popen([sys.executable, "experiments/run_notebooks.py", *command], **options)
-    first = out / "notebooks" / "layer0.ipynb"
-    while not first.exists() and running.poll() is None:
-        time.sleep(0.05)
-    os.killpg(running.pid, signal.SIGINT)  # Ctrl-C reaches every process of the terminal's job
-    said, errors = running.communicate(timeout=120)
-    assert running.returncode == 130 and errors.splitlines()[-1] == "error: stopped", errors
-    assert "Traceback" not in errors and "the same command continues" in said
-    assert not (out / "index.html").exists()
-    done = first.stat().st_mtime_ns
-
-    run_notebooks.run(command)
-    said = capsys.readouterr()
-    assert first.stat().st_mtime_ns == done and "2/2" in said.err
-    for N in LAYERS:
-        cells = nbformat.read(out / "notebooks" / f"layer{N}.ipynb", 4).cells
-        outputs = [output for cell in cells for output in cell.get("outputs", [])]
-        said = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
-        assert f"Layer {N}, mean_logit, pass 0" in said
-        figures = {f"layer{N}_{name}.svg" for name in ("2d_heatmap_all_heads", "perhead_grid")}
-        assert {path.name for path in (out / f"layer{N}").iterdir()} == figures
-    sheet = (out / "contact_sheet.svg").read_text()
-    assert re.findall(r">Layer (\d+)</text>", sheet) == ["0", "3"]
-    page = (out / "index.html").read_text()
-    assert json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["layers"] == [0, 3]
-    runs = NotebookRuns(NOTEBOOK.name, layer_folder, out)
-    save_cache(layer_folder / "layer0.pt", synthetic_caches.layer(0) | {"prompt": "another"})
-    assert [runs.is_done(N) for N in LAYERS] == [False, True]
-
-
 @pytest.fixture
 def drawing_at_once(monkeypatch):
     """Notebooks that write one figure, whose text is their cache's path, and run no kernel."""
@@ -629,6 +589,13 @@ def test_two_caches_of_one_name_share_no_folder(drawing_at_once, tmp_path, monke
     assert len([*first.parent.iterdir()]) == 2 and f"{second.name}/index.html" in capsys.readouterr().out
     with pytest.raises(CacheError, match=r"has figures of .*a/layer3\.pt; choose another --output_dir"):
         run_notebooks.run([NOTEBOOK.name, "b/layer3.pt", "all", "--output_dir", str(first)])
+
+
+def test_a_layer_whose_cache_changed_is_drawn_again(drawing_at_once, layer_folder, tmp_path):
+    run_notebooks.run([NOTEBOOK.name, str(layer_folder), "all", "--output_dir", str(tmp_path / "out")])
+    runs = NotebookRuns(NOTEBOOK.name, layer_folder, tmp_path / "out")
+    save_cache(layer_folder / "layer0.pt", synthetic_caches.layer(0) | {"prompt": "another"})
+    assert [runs.is_done(N) for N in LAYERS] == [False, True]
 
 
 def test_files_of_others_stay(drawing_at_once, layer_folder, tmp_path):
