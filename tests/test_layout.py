@@ -1,15 +1,18 @@
 """The layout of wan/ and experiments/: imports, the way to a figure, what an eager run skips."""
 
 import ast
-import json
 import subprocess
 import sys
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import transformers.models.umt5.modeling_umt5  # noqa: F401  here, not where it is watched
 from conftest import ROOT
+from helpers.forked import forked
+from helpers.walk import walk
 
 # An import goes to the same room or to a lower level. "" has the scripts.
 ROOMS = ["caches", "analysis extraction wings", "session", "figures", "captured", "attribution"]
@@ -143,30 +146,28 @@ def test_imports_within_functions_are_few():
     assert sum(others.values()) <= LATE_IMPORTS, others
 
 
-WALKED = """
-import json, sys
-import torch, transformers.models.umt5.modeling_umt5  # others' code, four times slower where it is watched
-sys.path[:0] = ["tests", "experiments"]
-from helpers.walk import walk
-from experiments import run_extraction_figure4
-argv = ["--config_path", sys.argv[1] + ".yaml", "--granularity", "frame", "--quiet"]
-argv += ["--output_path", sys.argv[1]]
-entered = sorted(walk(lambda: run_extraction_figure4.run(argv)))
-print(json.dumps([entered, [name for name in sys.modules if name.startswith(("wan.", "experiments."))]]))
-"""
-
-
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return what the command of Figure 4 enters on a CPU, and which modules of ours it imports."""
+def walked(tmp_path_factory) -> tuple[set[tuple[str, str]], list[str]]:
+    """Return what the command of Figure 4 enters on a CPU, and which modules of ours it imports.
+
+    In a fork that forgets our modules: others' code takes seconds to import, and four times that where it is
+    watched.
+    """
     path = tmp_path_factory.mktemp("walk") / "figure4.pt"
-    config = (ROOT / "configs/wan_mini.yaml").read_text()  # by the encoder, whatever is remembered here
-    Path(f"{path}.yaml").write_text(f"{config}\nembeds_dir: null\n")
-    command = [sys.executable, "-c", WALKED, str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    entered, imported = json.loads(done.stdout)
-    return [(file, function) for file, function in entered], imported
+    config = (ROOT / "configs/wan_mini.yaml").read_text().replace("num_frames: 21", "num_frames: 6")
+    Path(f"{path}.yaml").write_text(f"{config}\nembeds_dir: null\n")  # by the encoder, whatever is remembered
+    argv = ["--config_path", f"{path}.yaml", "--granularity", "frame", "--quiet"]
+
+    def call():
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("wan", "experiments")]:
+            del sys.modules[name]
+        script = import_module("experiments.run_extraction_figure4")
+        entered = walk(lambda: script.run([*argv, "--output_path", str(path)]))
+        return entered, [name for name in sys.modules if name.startswith(("wan.", "experiments."))]
+
+    done = forked(call)
+    assert done.code == 0, done.value
+    return done.value
 
 
 def test_the_way_to_figure_4_is_short(walked):

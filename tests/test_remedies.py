@@ -48,12 +48,12 @@ SITUATIONS = {
 }
 
 
-def run(command, output_path=None):
-    """Run a script as its command names it, from the root, in this process."""
+def run(command):
+    """Run a script as its command names it, in this process; a shorter video, unless a frame is named."""
     program, script, *flags = shlex.split(command)
     assert program == "python" and (ROOT / script).is_file(), command
-    module = import_module(script.removesuffix(".py").replace("/", "."))
-    module.run([*flags, "--quiet", *(["--output_path", str(output_path)] if output_path else [])])
+    flags += ["--quiet"] if "--query_patch" in flags else ["--quiet", "--num_frames", "6"]
+    import_module(script.removesuffix(".py").replace("/", ".")).run(flags)
 
 
 def command_of(message):

@@ -31,7 +31,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from experiments.caches.files import replacing
 
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     # White with a grid, as seaborn's "whitegrid", whose import takes seconds: of scipy.stats and pandas
     "axes.axisbelow": True,
     "axes.edgecolor": ".8",
