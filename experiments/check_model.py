@@ -2,8 +2,6 @@
 
     python experiments/check_model.py
     python experiments/check_model.py --frames 72 --output_path outputs/check_model.svg
-    python experiments/check_model.py --config_path configs/wan_mini.yaml --device cpu \\
-        --calibrate docs/check_model.json
 
 Generates the published videos (two prompts, seed 42) and compares the mean logits of their first pass with
 cache/published. The verdict is "agrees", "differs like another prompt" or "wrong"; wrong ends with exit code
@@ -21,17 +19,12 @@ def run(argv=None):
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag("--reference", nargs="+", metavar="FILE", help="atlases to compare with; the published ones")
-    of_miniature = "write how surely the verdict is told, of --config_path configs/wan_mini.yaml, into FILE"
-    flag("--calibrate", metavar="FILE", help=of_miniature)
     args = parser.parse_args(argv)
-
     config = config_from(args)
-    from experiments.studies.model_check import calibrate, check  # after the flags: a --help needs no torch
 
-    if args.calibrate:
-        calibrate(config, args.calibrate)
-    else:
-        check(args, config)
+    from experiments.studies.model_check import check  # after the flags: a --help needs no torch
+
+    check(args, config)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ What is done is kept in OUTPUT_PATH.partial: the same command goes on where it w
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -24,17 +23,14 @@ def run(argv=None):
     add("--config_path", default="configs/wan_mini.yaml")
     add("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     add("--captions", type=count, default=96, help="held-out captions of each set")
-    add("--pasts", type=count, default=96, help="captions of the table of pasts")
     add("--clips", type=count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
-    add("--long_videos", type=count, default=4, help="minutes of video through the VAE, of each set")
-    add("--base", action=argparse.BooleanOptionalAction, default=True, help="the base weights too")
     add("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
     add("--device", default="auto")
     add("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
     args = parser.parse_args(argv)
     workers = workers_of(args.workers)
 
-    from experiments.miniature.evaluation import Counts, evaluate  # no torch for --help
+    from experiments.miniature.evaluation import evaluate  # no torch for --help
 
     paths = {"device": args.device}
     if args.ckpt_dir:
@@ -43,8 +39,8 @@ def run(argv=None):
     partial = args.output_path.with_name(f"{args.output_path.name}.partial")
     require_writable(args.output_path)
     require_writable(partial)
-    counts = Counts(args.captions, args.pasts, args.clips, args.long_videos, args.base)
-    report = evaluate(config, counts, partial, workers)  # forks: nothing has touched a GPU yet
+    # Workers fork: nothing has touched a GPU yet.
+    report = evaluate(config, args.captions, args.clips, partial, workers)
     with replacing(args.output_path) as file:
         file.write(json.dumps(report, indent=1).encode() + b"\n")
     print("VAE:", report["vae"])
@@ -53,8 +49,6 @@ def run(argv=None):
             print(f"{name}, {source}:", result)
     for row in report["past"]:
         print("past:", {key: value for key, value in row.items() if key != "intervals"})
-    for name, part in report["long"].items():
-        print(f"{name}, {part['seconds']} s:", part["psnr"], part["vae"])
 
 
 if __name__ == "__main__":

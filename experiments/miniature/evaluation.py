@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.extraction.provenance import choose_device, environment, threads_for
-from experiments.miniature.moving_shapes import FPS, FRAMES, Scene, rendered
-from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, judge_seconds
-from experiments.miniature.training import decode, psnr, vae_quality
+from experiments.miniature.moving_shapes import FRAMES, rendered
+from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
+from experiments.miniature.training import decode, vae_quality
 from experiments.session import load_pipeline
 from wan import checkpoint
 from wan.config import RunConfig, as_one_block
@@ -36,20 +36,8 @@ from wan.vae import VAE
 GPU_BATCH, CPU_BATCH = 96, 16  # videos of 81 frames: a GPU takes about as long for all of them as for a few
 PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; a block has 3
 DRAWS = 10_000  # of captions, for an interval
-LONG_SECONDS, SETTLED = 60, 5  # of long videos, and the second from which their shares count
 
 Answers = list[dict[str, bool]]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How much evaluate_mini.py measures."""
-
-    captions: int = 96  # of each set
-    pasts: int = 96  # captions of the table of pasts
-    clips: int = 96  # of 81 frames, for the VAE's PSNR
-    long_videos: int = 4  # of a minute, of each set
-    base: bool = True  # the base weights too
 
 
 class Miniature:
@@ -124,23 +112,25 @@ class Parts:
         return self.done[name]
 
 
-def evaluate(config: RunConfig, counts: Counts, partial_file: Path, workers: int = 1) -> dict:
-    """Measure all of it -> plain numbers. Finished parts are kept in `partial_file`, removed at the end."""
+def evaluate(config: RunConfig, captions: int, clips: int, partial_file: Path, workers: int = 1) -> dict:
+    """Measure `captions` of each set, and the VAE on `clips` of 81 frames -> plain numbers.
+
+    Finished parts are kept in `partial_file`, removed at the end.
+    """
     weights = weight_hashes(config)
     # Workers are forks, and a fork cannot use a GPU that its parent has touched: they come first.
     with EvalPool(workers) as pool:
         frozen, mini = hashes(), Miniature(config)
         torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
-        settings = {"weights": weights, "frozen": frozen, "counts": vars(counts)}
+        settings = {"weights": weights, "frozen": frozen, "counts": [captions, clips]}
         parts = Parts(partial_file, settings | {"device": str(mini.device)})
         report = {
             "environment": environment(mini.device),
             "weights": weights,
             "frozen": frozen,
-            "vae": parts.get("vae", lambda: measure_vae(mini, counts.clips)),
-            "captions": {name: caption_set(mini, name, counts, parts, pool) for name in SETS},
-            "past": pasts(mini, counts, parts, pool),
-            "long": {name: long_set(mini, name, counts.long_videos, parts, pool) for name in SETS},
+            "vae": parts.get("vae", lambda: measure_vae(mini, clips)),
+            "captions": {name: caption_set(mini, name, captions, parts, pool) for name in SETS},
+            "past": pasts(mini, captions, parts, pool),
         }
     partial_file.unlink(missing_ok=True)
     return report
@@ -176,42 +166,39 @@ def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float
     return found
 
 
-def caption_set(mini: Miniature, name: str, counts: Counts, parts: Parts, pool: EvalPool) -> dict:
+def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
     """Return the shares of one set: rendered, through the VAE, causal, base."""
-    chosen = held_out_scenes(SETS[name], counts.captions)
+    chosen = held_out_scenes(SETS[name], count)
     prompts = [scene.caption for scene in chosen]
     sources: dict[str, Callable[[], Answers]] = {
         "rendered": lambda: pool.judge_all(rendered(chosen, FRAMES), chosen),
         "vae": lambda: pool.judge_all(mini.reconstructed(rendered(chosen, FRAMES)), chosen),
         "causal": lambda: pool.judge_all(mini.causal(prompts), chosen),
+        "base": lambda: pool.judge_all(mini.base(prompts), chosen),
     }
-    if counts.base:
-        sources["base"] = lambda: pool.judge_all(mini.base(prompts), chosen)
     answers = {source: parts.get(f"{name}, {source}", make) for source, make in sources.items()}
     # Answers of single videos, for the models alone: the other sources have no seed
-    models = [source for source in answers if source in ("causal", "base")]
     return {
-        "count": len(chosen),
+        "count": count,
         "shares": {source: shares(each) for source, each in answers.items()},
         "intervals": {source: intervals(each, prompts) for source, each in answers.items()},
         "each": [
-            {"caption": prompt, "seed": i} | {model: answers[model][i] for model in models}
+            {"caption": prompt, "seed": i} | {model: answers[model][i] for model in ("causal", "base")}
             for i, prompt in enumerate(prompts)
         ],
     }
 
 
-def pasts(mini: Miniature, counts: Counts, parts: Parts, pool: EvalPool) -> list[dict]:
+def pasts(mini: Miniature, count: int, parts: Parts, pool: EvalPool) -> list[dict]:
     """Return what comes back from behind a wall, a row for each window of the past."""
-    chosen = held_out_scenes(SETS["behind a wall"], counts.pasts)
+    chosen = held_out_scenes(SETS["behind a wall"], count)
     prompts, rows = [scene.caption for scene in chosen], []
     for size, sink in PASTS:
-        # The whole past is that of caption_set(), where it has as many captions.
-        done = parts.done["behind a wall, causal"][: len(chosen)]
-        if size > 0 or len(done) < len(chosen):
+        done = parts.done["behind a wall, causal"]  # the whole past is that of caption_set()
+        if size > 0:
             videos = mini.causal(prompts, size, sink)
             done = parts.get(f"past {size} {sink}", partial(pool.judge_all, videos, chosen))
-        window = {"local_attn_size": size, "sink_size": sink, "count": len(chosen)}
+        window = {"local_attn_size": size, "sink_size": sink, "count": count}
         rows.append(window | shares(done) | {"intervals": intervals(done, prompts)})
     return rows
 
@@ -235,28 +222,3 @@ def receptive_field(config: Mapping) -> int:
     z = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(1, 2, 64, 1, 1).requires_grad_()
     [gradient] = torch.autograd.grad(decode(small, z)[:, :, -1].square().sum(), z)
     return 1 + 4 * (int((gradient.abs().sum((0, 1, 3, 4)) > 0).sum()) - 1)
-
-
-def long_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
-    """Put a minute of rendered scenes through the VAE -> PSNR, and the tracker's shares before and after."""
-    scenes = held_out_scenes(SETS[name], count)
-    each = parts.get(f"long {name}", lambda: long_videos(mini, scenes, pool))
-    means = {
-        key: {q: round(sum(one[key][q] for one in each) / count, 3) for q in each[0][key]} for key in each[0]
-    }
-    return {"count": count, "seconds": LONG_SECONDS, "shares_from_second": SETTLED} | means
-
-
-def long_videos(mini: Miniature, scenes: Sequence[Scene], pool: EvalPool) -> list[dict]:
-    """Return, of each scene, dB of its first and last second through the VAE, and shares of both videos."""
-    videos, rows = rendered(scenes, LONG_SECONDS * FPS + 1), []
-    for scene, video, out in zip(scenes, videos, mini.reconstructed(videos), strict=True):
-        squared = (out - video).square().mean((1, 2, 3))[None]
-        db = {"first_second": psnr(squared[:, :FPS]), "last_second": psnr(squared[:, -FPS:])}
-        rows.append((db, [pool.submit(long_shares, one.numpy(), scene) for one in (video, out)]))
-    return [{"psnr": db, "rendered": a.result(), "vae": b.result()} for db, (a, b) in rows]
-
-
-def long_shares(video: np.ndarray, scene: Scene) -> dict[str, float]:
-    """Return shares of the seconds of a video [frames, 3, H, W] in 0..1."""
-    return judge_seconds(torch.from_numpy(video), scene).shares(SETTLED)
