@@ -10,9 +10,7 @@ from experiments.running.cli import config_from, count, main, run_parser
 
 
 def run(argv=None):
-    parser = run_parser(
-        __doc__, "cache/attribution.pt", without=("interventions", "ablate_heads", "ablate_passes")
-    )
+    parser = run_parser(__doc__, "cache/attribution.pt", without=["interventions"])
     flag = parser.add_argument
     flag("--source_prompt", required=True, help="of the run whose activations are taken")
     flag("--sites", nargs="+", default=["z", "mlp_out"], help="of wan.sites.SITES")

@@ -13,8 +13,8 @@ from experiments.running.cli import config_from, count, main, plan, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame", "site")
-WITHOUT_USE: tuple[str, ...] = ("output_path", "step", "save_video", "overwrite")
-WITHOUT_USE += ("interventions", "ablate_heads", "ablate_passes")  # --edit names the edit
+# --edit names the edit
+WITHOUT_USE = ("output_path", "step", "save_video", "overwrite", "interventions")
 
 
 def run(argv=None):

@@ -19,7 +19,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
     if not config.interventions:
-        raise ConfigError("nothing to edit: give --interventions, or --ablate_heads and --ablate_passes")
+        raise ConfigError("nothing to edit: give --interventions")
 
     from experiments.studies.interventions import make_effects  # after the flags: a --help needs no torch
 

@@ -161,7 +161,6 @@ def test_a_flag_that_is_none_names_the_nearest(capsys):
     (["--prompt_schedule", "none.yaml"], "is no YAML file of one list `prompts`, each with frame"),
     (["--prompts", "none.txt", "--output_dir", "x"], "No such file or directory; write a prompt a line"),
     (["--interventions", "none.yaml"], "No such file or directory; write - {edit: knockout, frames: first"),
-    (["--ablate_heads", "no.csv", "--ablate_passes", "all"], "such file or directory; write 8 lines of 12"),
     (["--ckpt_dir", "none"], "download_weights.sh; or --config_path configs/wan_mini.yaml, whose weights"),
 ])  # fmt: skip
 def test_a_wrong_flag_says_what_would_fit(flags, said, capsys, monkeypatch):

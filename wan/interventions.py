@@ -34,8 +34,8 @@ from torch import Tensor
 
 from wan.attention import Call
 from wan.config import RunConfig
-from wan.errors import ConfigError, check_fields, checked, from_values, library_reads, named, short_repr
-from wan.files import MAX_SIZE, read_text, read_yaml
+from wan.errors import ConfigError, check_fields, checked, from_values, named, short_repr
+from wan.files import MAX_SIZE, read_yaml
 from wan.identity import code_of, code_of_class
 from wan.keys import (
     MIXED,
@@ -792,7 +792,7 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
         return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
 
 
-# --- Edits in YAML and CSV files
+# --- Edits in YAML files
 FORM = "write - {edit: knockout, frames: first, passes: denoise, layers: [3]}, a line an edit"
 
 
@@ -815,21 +815,6 @@ def read_edits(path: str | Path) -> list[Edit]:
     if not (edits := edits_of(values, str(path))):
         raise ConfigError(f"{path} holds no intervention; {FORM}")
     return edits
-
-
-def read_ablated_heads(path: str | Path, num_layers: int, num_heads: int, passes: str) -> list[Edit]:
-    """Read Ablate edits from a CSV of layers x heads, no headings: 1 drops a head, 0 keeps it."""
-    with library_reads(f"{path}: the CSV of layers x heads"):
-        form = f"write {num_layers} lines of {num_heads} numbers 0,1,0,...: layers x heads, 1 drops a head"
-        text = read_text(path, MAX_BYTES, form=form)
-        lines = [line for line in text.splitlines() if line.strip()] or ["no line"]
-        drops = np.loadtxt(lines, int, delimiter=",", quotechar='"', ndmin=2)
-    fits = drops.shape == (num_layers, num_heads) and np.isin(drops, (0, 1)).all()
-    if not fits or not drops.any():
-        message = f"{path} is {drops.shape} of {np.unique(drops)[:3].tolist()}; this model takes"
-        raise ConfigError(f"{message} {num_layers} layers x {num_heads} heads, 1 drops a head and 0 keeps it")
-    heads = {layer: tuple(np.flatnonzero(row).tolist()) for layer, row in enumerate(drops)}
-    return [Ablate("zero", layers=(n,), heads=some, passes=passes) for n, some in heads.items() if some]
 
 
 # --- Contexts that may be entered again

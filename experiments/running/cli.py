@@ -265,8 +265,6 @@ def run_parser(
     )
     flag("--lora", nargs="+", metavar="FILE[:STRENGTH]", help="LoRAs to merge, beside the config's lora_path")
     flag("--interventions", metavar="FILE", help="a YAML of edits, in place of the config's")
-    flag("--ablate_heads", metavar="FILE.csv", help="layers x heads, 1 drops a head; with --ablate_passes")
-    flag("--ablate_passes", choices=("denoise", "clean", "all"), help="in which passes; no default")
     add_run_flags(parser)
     return parser
 
@@ -336,20 +334,13 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
 
-    # 2. Edits: a file's in place of the YAML's; heads that are dropped come on top
-    path, heads, passes = args.interventions, args.ablate_heads, args.ablate_passes
-    if (heads is None) != (passes is None):
-        raise ConfigError("--ablate_heads and --ablate_passes (denoise, clean or all) go together")
-    if not (path or heads or config.interventions):
+    # 2. Edits: a file's in place of the YAML's
+    if not (args.interventions or config.interventions):
         return config
-    from wan import checkpoint, interventions  # only a run with edits needs them
+    from wan.interventions import edits_of, read_edits  # only a run with edits needs them
 
-    edits = interventions.edits_of(config.interventions, args.config_path)
-    if path:
-        edits = interventions.read_edits(path)
-    if heads and passes:
-        sizes = checkpoint.read_model_config(config.ckpt_dir)
-        edits += interventions.read_ablated_heads(heads, sizes.num_layers, sizes.num_heads, passes)
+    path = args.interventions
+    edits = read_edits(path) if path else edits_of(config.interventions, args.config_path)
     return replace(config, interventions=[edit.to_dict() for edit in edits])
 
 

@@ -25,7 +25,6 @@ from wan.interventions import (
     Move,
     Patch,
     intervene,
-    read_ablated_heads,
     read_edits,
 )
 from wan.keys import MIXED, KeyLayout, Slot
@@ -126,24 +125,6 @@ def test_a_hostile_yaml_is_one_line(tmp_path, message):
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
-def test_a_csv_of_heads_to_drop(tmp_path):
-    path = written(tmp_path, "0,1,0\n0,0,0\n1, 1,0\n", "heads.csv")
-    assert read_ablated_heads(path, 3, 3, "denoise") == [
-        Ablate("zero", layers=[0], heads=[1], passes="denoise"),
-        Ablate("zero", layers=[2], heads=[0, 1], passes="denoise"),
-    ]
-    for message, text in {
-        r"is \(3, 3\) .* takes 4 layers x 3 heads": "0,1,0\n0,0,0\n1,1,0\n",
-        r"of \[0, 1, 2\]; .* 1 drops a head": "0,1,0\n0,0,2\n1,1,0\n0,0,0\n",
-        r"of \[0\]; .* 1 drops a head": "0,0,0\n" * 4,
-        "the CSV of layers x heads cannot be read: ": "0,1\n0,0,0\n1,1,0\n0,0,0\n",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            read_ablated_heads(written(tmp_path, text, "heads.csv"), 4, 3, "all")
-    with pytest.raises(ConfigError, match="/dev/zero cannot be read: it is no plain file"):
-        read_ablated_heads("/dev/zero", 3, 3, "all")
-
-
 def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):
     def edits_by(*flags):
         words = ["--config_path", "configs/wan_mini.yaml", *flags]
@@ -151,12 +132,6 @@ def test_flags_name_edits_and_replace_those_of_the_config(tmp_path):
 
     edits = [edit.to_dict() for edit in EDITS]
     assert edits_by() == [] != edits_by("--interventions", str(written(tmp_path, json.dumps(edits)))) == edits
-    heads = str(written(tmp_path, "0,0,0,0,0,0,0,0,0,0,0,0\n" * 7 + "1,0,0,0,0,0,0,0,0,0,0,0", "heads.csv"))
-    both = ["--ablate_heads", heads, "--ablate_passes", "clean"]
-    assert edits_by(*both) == [Ablate("zero", layers=7, heads=0, passes="clean").to_dict()]
-    for wrong in (both[:2], both[2:]):
-        with pytest.raises(ConfigError, match="go together"):
-            edits_by(*wrong)
 
 
 # --- Single calls
