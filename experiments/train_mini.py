@@ -9,8 +9,7 @@
 
 A stage ends after its steps or, where they end first, its minutes (data is not counted). Then it
 writes bf16 weights (the moving average of training) and its numbers in OUTPUT_DIR/training.json. A stage
-that is stopped leaves nothing; --start_from trains on from weights that are finished. On a CPU,
-`--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
+that is stopped leaves nothing. On a CPU, `--steps 2 --batch 1 --clips 4` rehearses a stage in seconds.
 """
 
 from pathlib import Path
@@ -23,20 +22,18 @@ def run(argv=None):
     add = parser.add_argument
     stages = ("vae", "base", "causal", "few_step", "lora", "framewise")
     add("--stage", required=True, choices=stages)
-    add("--steps", type=count, help="of the stage; the recipe's where left out, as the next three")
-    add("--lr", type=finite_number, help="peak learning rate")
+    add("--steps", type=count, help="of the stage; the recipe's where left out, as the next two")
     add("--batch", type=count, help="clips of 81 frames per step")
     add("--clips", type=count, help="different clips to train on")
     add("--minutes", type=finite_number, help="at most; the data is not counted")
     add("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
-    add("--start_from", type=Path, metavar="DIR", help="train on from the weights in another OUTPUT_DIR")
     add("--device", default="auto")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
     from experiments.miniature.training import train  # no torch for --help
 
-    names = ("steps", "lr", "batch", "clips", "minutes", "start_from", "seed")
+    names = ("steps", "batch", "clips", "minutes", "seed")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     numbers = train(args.stage, args.output_dir, args.device, **given)
     told = ", ".join(f"{name} {numbers[name]}" for name in ("steps", "seconds", "loss_mean_of_last_10"))

@@ -102,7 +102,6 @@ class Stage:
     sink: int = 0  # of these, the first frames of the video
     seed: int = 0
     minutes: float | None = None  # ends the stage before its steps
-    start_from: Path | None = None  # a folder of earlier weights to train on from
     output_dir: Path = SHIPPED
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32  # of forward and backward
@@ -331,17 +330,15 @@ EDGE_CONTRAST, EDGE_WEIGHT = 0.1, 5.0
 
 
 def train_vae(stage: Stage) -> dict:
-    """Train random or earlier weights -> vae/. Return losses and the PSNR of held-out clips."""
-    earlier = stage.start_from and stage.start_from / "vae"
-    vae = AutoencoderKLWan.from_pretrained(earlier) if earlier else AutoencoderKLWan(**VAE)
-    vae = vae.to(stage.device, torch.float32)
+    """Train random weights -> vae/. Return losses and the PSNR of held-out clips."""
+    vae = AutoencoderKLWan(**VAE).to(stage.device, torch.float32)
     channels_last(vae)
     scenes = list(itertools.islice(sample_scenes(stage.seed, kinds=KINDS), stage.clips))
     table = scene_table(scenes).to(stage.device)
     curve: list[list[float]] = []
 
     def loss_of(step: int, progress: float) -> tuple[str, Loss]:
-        lengths = SHORT_CLIPS if progress < SHORT_SHARE and not earlier else LONG_CLIPS
+        lengths = SHORT_CLIPS if progress < SHORT_SHARE else LONG_CLIPS
         frames = lengths[step % len(lengths)]
         size = (max(1, round(stage.batch * FRAMES / frames)),)  # as many frames in every step
 
@@ -504,9 +501,6 @@ def train_base(stage: Stage) -> dict:
     model = WanModel(**asdict(MODEL)).to(stage.device)
     model.init_weights()
     encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(shipped_tokenizer()), **TEXT))
-    if stage.start_from:
-        model.load_state_dict(read_transformer_state(stage.start_from))
-        encoder = UMT5EncoderModel.from_pretrained(stage.start_from / "text_encoder")
     encoder.to(stage.device)
     compile_layers(stage, model)
 
@@ -652,9 +646,7 @@ def train_causal(stage: Stage) -> dict:
     """
     clips = LatentClips(stage)
     model = CausalWanModel(**asdict(MODEL)).to(stage.device)
-    if stage.start_from:
-        state = read_self_forcing_state(stage.start_from / GENERATOR)
-    elif stage.name == "causal":
+    if stage.name == "causal":
         state = read_transformer_state(stage.output_dir)
     else:
         state = read_self_forcing_state(stage.output_dir / (GENERATOR if stage.rank else "causal.pt"))
@@ -829,7 +821,7 @@ def train(name: str, output_dir: Path, device: str = "auto", **given: Any) -> di
     diffusers_logging.set_verbosity_error()
     numbers = {"vae": train_vae, "base": train_base}.get(name, train_causal)(stage)
     recipe = {field: getattr(stage, field) for field in LOGGED}
-    entry = {"environment": environment(chosen), "start_from": str(stage.start_from or "")} | recipe | numbers
+    entry = {"environment": environment(chosen)} | recipe | numbers
     log = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     with replacing(path) as file:
         file.write(json.dumps(log | {name: entry}, indent=1).encode() + b"\n")
