@@ -10,11 +10,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from importlib import import_module
@@ -59,6 +60,24 @@ def interrupt(frame: FrameType | None) -> NoReturn:
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
+    """Let a function handle these signals while the context lasts, but those that are ignored.
+
+    Nothing changes outside the main thread, where no signals arrive.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager

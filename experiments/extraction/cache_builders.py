@@ -105,13 +105,10 @@ class Run:
 
     # --- What was captured
     @property
-    def blocks_done(self) -> int:
-        return self.common.get("blocks_done", len(self.config.block_sizes))
-
-    @property
     def last_block(self) -> list[int]:
         """Frames of the last finished block."""
-        return block_frames(self.config.block_sizes, self.blocks_done - 1)
+        sizes = self.config.block_sizes
+        return block_frames(sizes, self.common.get("blocks_done", len(sizes)) - 1)
 
     def pass_tag(self, step: int) -> PassTag:
         """A pass of the causal rollout, whose last one is the clean pass."""
@@ -227,7 +224,7 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
 
 def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
     """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
-    if run.blocks_done < len(run.config.block_sizes):
+    if run.common.get("partial"):
         raise RunError("the last block was not reached")
     num_frames, entries = run.config.num_frames, dict[int, dict[str, Any]]()
     # Layers may see different frames, where a policy chooses by layer

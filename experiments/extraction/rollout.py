@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.caches.files import CacheError, RunError, StoppedError, interrupt
+from experiments.caches.files import CacheError, RunError, StoppedError, handled, interrupt
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
@@ -143,12 +142,8 @@ def open_log(path: str | Path) -> TextIO:
 def stopping_when_asked(observer: Progress, unit: str = "block") -> Iterator[None]:
     """Let the current block, or step, finish after Ctrl-C, SIGTERM or SIGHUP of a closed terminal.
 
-    A second Ctrl-C or SIGTERM stops at once, as does any before something is generated. Outside the main
-    thread nothing is changed: signals do not arrive there.
+    A second Ctrl-C or SIGTERM stops at once, as does any before something is generated.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     # A closed terminal may send SIGHUP and SIGTERM both: they are one wish to stop, not two
     asked_before: set[int] = set()
 
@@ -161,17 +156,11 @@ def stopping_when_asked(observer: Progress, unit: str = "block") -> Iterator[Non
             with suppress(OSError, RuntimeError, ValueError):  # no terminal; a line that is being printed
                 tqdm.write(f"stopping after this {unit}; Ctrl-C again stops at once", file=sys.stderr)
 
-    numbers = [signal.SIGINT]
+    numbers = [signal.SIGINT, signal.SIGHUP]  # which nohup ignores: the run outlives its terminal
     if not torch.distributed.is_initialized():  # else SIGTERM ends a process that waits for another at once
         numbers.append(signal.SIGTERM)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the run outlives its terminal
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, asked) for number in numbers}
-    try:
+    with handled(asked, numbers):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

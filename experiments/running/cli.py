@@ -5,19 +5,17 @@ import hashlib
 import re
 import signal
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from os.path import isfile
 from pathlib import Path
-from types import FrameType
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
-from experiments.caches.files import RunError, StoppedError, interrupt, require_distinct
+from experiments.caches.files import RunError, StoppedError, handled, interrupt, require_distinct
 from experiments.extraction.project_files import policy_settings
 from wan.config import DTYPES, NOISES, LoRAFile, RunConfig, load_config
 from wan.errors import ConfigError, UserError, did_you_mean, one_line, reason_of, require_text, short_repr
@@ -38,8 +36,10 @@ OF_CLASSES = {  # of torch, Python and its pools: what an exception that no user
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
     warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
+    # SIGTERM and a closed terminal stop it as Ctrl-C does. A rollout has its own handler (rollout.observed).
+    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     try:
-        with stopped_by_signals():
+        with handled(lambda number, frame: interrupt(frame), stopping):
             run(argv)
     except (KeyboardInterrupt, Exception) as error:
         message, code = explained(error)
@@ -50,26 +50,6 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
                 traceback.print_exc()
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(code) from None
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Stop for SIGTERM and a closed terminal as for Ctrl-C. A rollout has its own (rollout.observed)."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        interrupt(frame)
-
-    if threading.current_thread() is not threading.main_thread():  # where no signals arrive
-        yield
-        return
-    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    numbers = [n for n in stopping if signal.getsignal(n) != signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def explained(error: BaseException) -> tuple[str, int]:

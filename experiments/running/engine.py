@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
-from experiments.caches.files import RunError, StoppedError, replacing
+from experiments.caches.files import RunError, StoppedError, handled, replacing
 from experiments.extraction.rollout import Progress
 from experiments.running.ranks import cores
 from wan.errors import ConfigError, one_line
@@ -331,12 +331,8 @@ def ending_at_once() -> Iterator[None]:
         os.write(2, b"error: stopped\n")
         os._exit(130)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(end, (signal.SIGINT, signal.SIGTERM)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _slurm_cluster(path: str) -> Any:
