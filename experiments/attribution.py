@@ -274,7 +274,7 @@ def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -
     }
 
 
-class Scores(Mapping[str, Tensor]):
+class Scores(dict[str, Tensor]):
     """Attribution scores by site, [layers, passes, heads or 1] in units of the metric.
 
     >>> scores = attribute(session, prompt, seed=1, source=Source(prompt=other), blocks=[1], steps=[3])
@@ -285,6 +285,7 @@ class Scores(Mapping[str, Tensor]):
     """
 
     def __init__(self, cache: Mapping[str, Any]):
+        super().__init__({each["site"]: each["scores"] for each in cache["sites"]})
         self.cache = dict(cache)
         self.layers: list[int] = self.cache["layers"]
         self.passes = [*zip(self.cache["pass_blocks"], self.cache["pass_steps"], strict=True)]
@@ -294,19 +295,8 @@ class Scores(Mapping[str, Tensor]):
         """Read scores from their file. Raises CacheError for any other file."""
         return cls(load_cache(path, expect=("attribution",)))
 
-    def __getitem__(self, site: str) -> Tensor:
-        if site not in self:
-            raise ConfigError(f"no scores of {short_repr(site)}{did_you_mean(site, [*self])}")
-        return {each["site"]: each["scores"] for each in self.cache["sites"]}[site]
-
-    def __contains__(self, site: object) -> bool:
-        return site in [*self]
-
-    def __iter__(self) -> Iterator[str]:
-        return (each["site"] for each in self.cache["sites"])
-
-    def __len__(self) -> int:
-        return len(self.cache["sites"])
+    def __missing__(self, site: str) -> Tensor:
+        raise ConfigError(f"no scores of {short_repr(site)}{did_you_mean(site, [*self])}")
 
     def table(self, count: int = 12) -> str:
         """Return the largest scores, each the mean over passes, with the heads or layers they are of."""

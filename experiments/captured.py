@@ -602,7 +602,7 @@ class MeanAtlas:
 
     >>> mean = Atlas.mean([captured.atlas(run) for run in captured.runs])
     >>> mean["frame_mass"], mean.std("frame_mass"), mean.interval("frame_mass")
-    >>> mean.plot(layer=5)  # means, and a band of the deviation
+    >>> mean.plot(layer=5)  # means and deviations, and each run
     """
 
     def __init__(self, atlases: Sequence[Atlas]):
@@ -637,15 +637,16 @@ class MeanAtlas:
     def plot(
         self, layer: int, step: int | None = None, quantity: str | None = None, head: int | None = None
     ) -> "Figure":
-        """Draw the mean profile of every head of a layer, or of one, in a band of its deviation over runs."""
+        """Draw profiles of every head of a layer, or of one: mean and deviation over runs, and each run."""
         views = [atlas.view(step, quantity) for atlas in self.atlases]
         heads = range(views[0].num_heads) if head is None else [head]
         if head is not None and head not in range(views[0].num_heads):
             raise CacheError(f"head {head} is not in these caches; they have 0..{views[0].num_heads - 1}")
         # [runs, H, F + averages] -> a panel per head
         profiles = np.stack([view.key_profile(layer) for view in views])
+        panels = {f"L{layer} H{n}": profiles[:, n] for n in heads}
         caption = replace(views[0].caption, source=f"{views[0].model}, {self.count} runs")
-        return drawing().head_bands(profiles[:, heads], heads, caption, layer=layer)
+        return drawing().sweep_curves(panels, caption, [f"run {n}" for n in range(self.count)])
 
     def __repr__(self) -> str:
         lines = [f"MeanAtlas: {self.count} runs of {self.atlases[0]['model']}, layers {self.layers}"]

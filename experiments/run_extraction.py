@@ -18,10 +18,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import (
-        cache_builders,
-        make_caches,
-    )  # after the flags: a --help needs no torch
+    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
 
     requests = cache_builders.inference_requests(config, args.blocks, args.steps, args.capture == "logits")
     make_caches(args, config, requests, {args.output_path: cache_builders.inference_cache})

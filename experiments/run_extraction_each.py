@@ -21,10 +21,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import (
-        cache_builders,
-        make_caches,
-    )  # after the flags: a --help needs no torch
+    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
 
     requests = cache_builders.layer_requests(config, args.granularity, args.output_dir is not None)
     folder = args.output_dir or "cache"

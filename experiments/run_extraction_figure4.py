@@ -18,10 +18,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config, is_logits = config_from(args), args.capture == "logits"
 
-    from experiments.running.run import (
-        cache_builders,
-        make_caches,
-    )  # after the flags: a --help needs no torch
+    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
 
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
     build = partial(cache_builders.figure4_cache, is_logits=is_logits)

@@ -62,10 +62,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import (
-        cache_builders,
-        make_caches,
-    )  # after the flags: a --help needs no torch
+    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
 
     grid = cache_builders.token_grid(config)
     places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame

@@ -144,39 +144,17 @@ def head_grid(
 
 
 @styled
-def head_bands(profiles: np.ndarray, heads: Sequence[int], caption: Caption, *, layer: int) -> Figure:
-    """Draw a panel per head of profiles [runs, H, F + averages]: the mean, in a band of the deviation."""
-    runs, n, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
-    figure, axes = st.panels(n, columns=4 if n <= 16 else 6, size=(2.5, 1.4) if n > 1 else (5.0, 2.4))
-    means, deviations, legend = profiles.mean(0), profiles.std(0, ddof=1), dict[str, Artist]()
-    for axis, head, mean, deviation in zip(axes, heads, means, deviations, strict=True):
-        # [F + averages]
-        band = (mean - deviation)[:F], (mean + deviation)[:F]
-        (line,) = axis.plot(np.arange(F), mean[:F], color=DARK, linewidth=1.2, label="mean")
-        shade = axis.fill_between(np.arange(F), *band, color=BLUE, alpha=0.35, linewidth=0)
-        shade.set_label(f"± standard deviation over {runs} runs")
-        axis.yaxis.set_major_locator(MaxNLocator(3))
-        legend |= {"mean": line, "band": shade}
-        legend |= _on_frames(axis, mean[:F], mean[F:], caption, f"H{head}")
-    title = (
-        f"Layer {layer}, {n} head{'s' * (n > 1)}: {st.NAMES[caption.quantity]}{'; scales differ' * (n > 1)}"
-    )
-    x, y = f"Key frame ({caption.unit})", st.LABELS[caption.quantity]
-    st.label_figure(figure, axes, title, caption.about, y, legend, x)
-    return figure
-
-
-@styled
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
-    figure, axes = st.panels(len(profiles), columns=2, size=(4.5, 2.4))
+    few = len(profiles) <= 4
+    figure, axes = st.panels(len(profiles), columns=2 if few else 4, size=(4.5, 2.4) if few else (2.5, 1.4))
     legend: dict[str, Any] = {}
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
         # [atlases, F + averages] -> [F + averages]
         mean, frames, F = values.mean(0), np.arange(values.shape[1]), values.shape[1] - caption.averages
         axis.bar(frames[:F], mean[:F], width=0.8, color=BLUE, alpha=0.6, linewidth=0)
         axis.plot(frames[:F], values[:, :F].T, color="0.35", linewidth=0.5)
-        style: dict[str, Any] = {"fmt": "o", "color": DARK, "markersize": 3, "capsize": 2}
+        style: dict[str, Any] = {"fmt": "o", "color": DARK, "markersize": 3, "capsize": 2 * few}
         legend["mean"] = axis.errorbar(frames, mean, values.std(0, ddof=1), **style)
         legend["mean"].set_label(f"mean ± standard deviation over {len(names)} atlases")
         legend |= _on_frames(axis, mean[:F], mean[F:], caption, title)
