@@ -353,8 +353,8 @@ def frame_maps(
     # 3. A panel a head; square cells where queries are about as many as keys
     square = rows > F / 2
     size = (2.2, 1.9 if square else 1.4) if H <= 16 else (1.6, 1.5 if square else 1.1)
-    shape = {"columns": 4 if H <= 16 else 6, "size": size if H > 1 else (5.0, 2.4)}
-    figure, axes = st.panels(H, **shape, sharex=True, sharey=True)
+    size, columns = size if H > 1 else (5.0, 2.4), 4 if H <= 16 else 6
+    figure, axes = st.panels(H, columns, size=size, sharex=True, sharey=True)
     if square and H > 1:
         st.shape_square(figure, axes)
     legend = st.grey_legend(matrices)
