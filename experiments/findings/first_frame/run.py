@@ -14,8 +14,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import experiments.analysis.rope_waves as rw
-from experiments.analysis import measures, published
-from experiments.analysis.first_frame import first_frame, key_frame_contrasts, matrices
+from experiments.analysis import published
+from experiments.analysis.first_frame import first_frame, matrices
 from experiments.analysis.panels import choose_heads
 from experiments.analysis.stats import partial_spearman, pearson, rounded, spearman
 from experiments.caches import load_cache
@@ -29,8 +29,6 @@ from experiments.running.cli import main
 
 PROMPTS, LENGTHS, HEAD_DIM = ("eagle", "castle"), (21, 72), 128
 WITH_MATRIX = (("eagle", 21), ("castle", 21), ("eagle", 72))  # castle's 72 frames are its last block alone
-LATER_LINE = slice(12, 36)  # another reference for contrasts: level and trend are not identified
-SINK = 2.0  # logits above the other context frames: what earlier work calls a sink
 STEADY_FROM, STEADY_TO = 9, 18  # first query frames of the blocks at which frame 0 must be the highest
 STEADY_S = 0.5  # logits: weights of frame 0 are e^0.5 = 1.6 times those at the same distance
 HELD_OUT = {"every third frame": (1, 0.0), "blocks of 3 frames": (3, 0.0), "whole thirds, ridge 1": (23, 1.0)}
@@ -98,7 +96,7 @@ def of_curves(
         return round(float(np.median(rw.r_squared(curves, fitted))), 3)
 
     waves = rw.fit_waves(curves, distances, FREQUENCIES)
-    bases = {str(b): rw.temporal_frequencies(HEAD_DIM, b)[: rw.NUM_BANDS] for b in (5000, 7500, 10000, 15000)}
+    bases = {str(b): rw.temporal_frequencies(HEAD_DIM, b)[: rw.NUM_BANDS] for b in (7500, 10000)}
     at = [
         int(np.abs(distances - d).argmin()) for d in short_distances
     ]  # the same distances in the long curve
@@ -108,7 +106,6 @@ def of_curves(
         "held out": {
             name: held_out(curves, distances, size, ridge) for name, (size, ridge) in HELD_OUT.items()
         },
-        "one band, 1 rad a frame": median_r2(FREQUENCIES[:1]),
         "scale of all frequencies": {str(s): median_r2(FREQUENCIES * s) for s in (0.95, 1.05)},
         "base": {base: median_r2(frequencies) for base, frequencies in bases.items()},
         "r with 21 frames, median": interval(pearson(waves.at(short_distances), short_curves)),
@@ -142,27 +139,17 @@ def held_out(curves: np.ndarray, distances: np.ndarray, size: int, ridge: float)
 def against_queries(curves: np.ndarray, distances: np.ndarray) -> dict[str, Any]:
     """Return Spearman's ρ over heads of fitted amplitudes with |E q_b| of LongLive's queries, by band."""
     amplitude = rw.fit_waves(curves, distances, FREQUENCIES).amplitude  # [layers, heads, B]
-    means = np.load(published.FOLDER / "longlive_query_means.npz")
-    found: dict[str, Any] = {}
-    for name in ("81f", "120f"):
-        size = np.abs(means[f"q_mean_{name}"])[..., : len(rw.temporal_frequencies(HEAD_DIM))]
-        rows, ranks, partial = [], [], []
-        # Strong heads are strong in every band: ρ is also given all bands together and the queries' norm.
-        given = [
-            np.sqrt((amplitude**2).sum(-1)).ravel(),
-            np.linalg.norm(means[f"q_mean_{name}"], axis=-1).ravel(),
-        ]
-        for b in range(rw.NUM_BANDS):
-            rows.append(interval(amplitude[..., b], size[..., b], statistic=spearman))
-            every = spearman(amplitude[..., b].ravel(), size.reshape(-1, size.shape[-1]).T)
-            ranks.append(1 + int((every > every[b]).sum()))
-            partial.append(partial_spearman(amplitude[..., b].ravel(), size[..., b].ravel(), given))
-        found[name] = {
-            "rho by band": rows,
-            "given all amplitudes and the queries' norm": rounded(partial),
-            "rank of the own band among the temporal ones": ranks,
-        }
-    return found
+    means = np.load(published.FOLDER / "longlive_query_means.npz")["q_mean_81f"]
+    size = np.abs(means)[..., : rw.NUM_BANDS]
+    # Strong heads are strong in every band: ρ is also given all bands together and the queries' norm.
+    given = [np.sqrt((amplitude**2).sum(-1)).ravel(), np.linalg.norm(means, axis=-1).ravel()]
+    bands = range(rw.NUM_BANDS)
+    return {
+        "rho by band": [interval(amplitude[..., b], size[..., b], statistic=spearman) for b in bands],
+        "given all amplitudes and the queries' norm": rounded(
+            [partial_spearman(amplitude[..., b].ravel(), size[..., b].ravel(), given) for b in bands]
+        ),
+    }
 
 
 # --- Frame 0 by block of queries
@@ -177,18 +164,13 @@ def first_frame_by_block(views: Views, errors: Mapping[tuple[str, int], np.ndarr
         matrix, sizes = matrices(view), view.block_sizes
         fit = rw.fit_matrix(matrix, sizes, FREQUENCIES)
         queries, excess, rank = rw.first_by_block(matrix, sizes)  # [layers, H, blocks] each
-        starts, high = [block.start for block in queries], excess > SINK
-        parts = rw.split_first(matrix, sizes, fit)._asdict().items()
+        starts = [block.start for block in queries]
         ranked[key] = matrix, fit, starts, rank
         found["{}, {} frames".format(*key)] = {
             "r2 within rows median": interval(fit.r_squared_within_rows),
-            "s": {"mean": interval(fit.s, statistic=lambda x: x.mean(-1)), "median": interval(fit.s)},
             "first query frame": starts,
-            "heads above 2 logits": high.sum((0, 1)).tolist(),
-            "of those at 18-20, at each block": (high & high[..., [starts.index(18)]]).sum((0, 1)).tolist(),
             **{
                 label: {
-                    "first - context of the last block": {n: round(float(x[head]), 2) for n, x in parts},
                     "excess by block": rounded(excess[head], 1),
                     "rank by block": rank[head].tolist(),
                 }
@@ -218,7 +200,6 @@ def steady_heads(ranked: Mapping[tuple[str, int], tuple], errors: Mapping) -> di
         np.logical_and(*(f(lead[p], 0) for p in PROMPTS)) for f in (np.greater_equal, np.greater)
     )
     close = np.logical_or(*(lead[p] <= 2 * errors[p, 21][:, None] for p in PROMPTS))
-    s = np.minimum(*(ranked[p, 21][1].s for p in PROMPTS))
     _, long_fit, starts, long_rank = ranked["eagle", 72]
     first = {start: long_rank[..., i] == 1 for i, start in enumerate(starts) if start >= STEADY_FROM}
     fitted = {}
@@ -242,7 +223,6 @@ def steady_heads(ranked: Mapping[tuple[str, int], tuple], errors: Mapping) -> di
         "both": int(both.sum()),
         "both, strictly": int(strictly.sum()),
         "strictly, within twice the error of colours": int((strictly & close).sum()),
-        "both, and s at least 0.5 for both prompts": int((both & (s >= STEADY_S)).sum()),
         "both, and s at least 0.5 at 72 frames": int((both & (long_fit.s >= STEADY_S)).sum()),
         "of both, frame 0 is first at a block of 72 frames": {
             str(start): int((both & at).sum()) for start, at in first.items() if start <= 33
@@ -254,54 +234,28 @@ def steady_heads(ranked: Mapping[tuple[str, int], tuple], errors: Mapping) -> di
 
 # --- The first-frame effect s and its placebos
 def first_frame_effects(views: Views) -> dict[str, Any]:
-    """Return s, placebos and contrasts of every atlas with a matrix, and how s agrees between atlases."""
+    """Return s and placebos of every atlas with a matrix, and how s agrees between atlases."""
     atlases, effects = {}, []
     for prompt, length in WITH_MATRIX:
-        view = views[prompt, length]
-        found, _ = first_frame(view)
+        found, _ = first_frame(views[prompt, length])
         assert found is not None
         s, placebos = found.fit.effect, np.abs(found.placebos.mean((0, 1)))
         effects.append(s.ravel())
-        later = None
-        if length >= LATER_LINE.stop:  # long enough for a line through later frames
-            far = key_frame_contrasts(matrices(view), view.block_sizes, LATER_LINE.stop, LATER_LINE)
-            later = mean_interval(far[..., : LATER_LINE.start]).round(2).tolist()
-        error, r_squared = (np.median(x) for x in (found.fit.residual_error, found.fit.r_squared_within_rows))
         atlases[f"{prompt}, {length} frames"] = {
             "heads": s.size,
-            "first_minus_middle": summary(measures.head_statistics(view.profiles()).delta),
-            "effect": summary(s) | {"residual_error_median": round(float(error), 2)},
-            "r_squared_within_rows_median": round(float(r_squared), 2),
+            "mean s": round(float(s.mean()), 2),
             "placebos": {
                 "frames": [found.frames[0], found.frames[-1]],
                 "largest_mean": round(float(placebos.max()), 2),
                 "its_frame": found.frames[int(placebos.argmax())],
                 "heads_above_all": int((found.rank == 1).sum()),
-                "heads_above_all_to_24": int(found.above_placebos.sum()),
             },
-            "contrasts": mean_interval(found.contrasts).round(2).tolist(),  # mean, low, high
-            "contrasts_to_frames_12_to_35": later,
         }
     prompts, lengths = (round(float(np.corrcoef(effects[0], s)[0, 1]), 2) for s in effects[1:])
     return {
         "atlases": atlases,
         "correlation_of_s": {"between prompts": prompts, "between lengths": lengths},
     }
-
-
-def mean_interval(values: np.ndarray) -> np.ndarray:
-    """Return the mean over heads of values [layers, H, n] and its 95 % interval, [3, n]."""
-    layers, heads, _ = values.shape
-    drawn = np.random.default_rng(0).integers(0, heads, (DRAWS, layers, heads, 1))
-    means = [np.take_along_axis(values, d, 1).mean((0, 1)) for d in drawn]
-    return np.stack([values.mean((0, 1)), *np.percentile(means, (2.5, 97.5), axis=0)])
-
-
-def summary(values: np.ndarray) -> dict[str, Any]:
-    """Return mean, median and how many heads are above 2 logits."""
-    above = int((values > measures.DELTA_THRESHOLD).sum())
-    mean, median = (round(float(f(values)), 2) for f in (np.mean, np.median))
-    return {"mean": mean, "median": median, "heads_above_2": above}
 
 
 # --- Figures
