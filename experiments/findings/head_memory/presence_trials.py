@@ -8,7 +8,7 @@ the file is not made again. Sets of heads are chosen on captions that no trial i
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -448,7 +448,7 @@ class PresenceTrials:
         return found
 
     def run(self) -> None:
-        """Make the trials that are missing; those of the contrasts come first."""
+        """Make the trials that are missing."""
         # 1. Choose heads on other captions.
         self.singles()
         sets = self.sets()
@@ -464,27 +464,25 @@ class PresenceTrials:
         by_color = self.alike(own_color, self.trial("donor: other color", colors, self.test, which=1))
         del other_seed
         # 3. The same with edits.
-        for how, names in self.order(sets):
-            if how in ("knockout", "rescue"):
-                for name in names:
-                    heads = sets.get(name, self.heads)
-                    lost = [head for head in self.heads if head not in heads] if how == "rescue" else heads
-                    self.trial(f"{how}, {name}", plain, self.test, knockouts_of(lost))
-                continue
-            rows, pairs, donors = (
-                (by_seed, plain_pairs(self.test), plain_pairs(self.test, 1))
-                if how == "other seed"
-                else (by_color, color_pairs(self.test), color_pairs(self.test))
-            )
-            if rows and any(f"{how}, {name}" not in self.done for name in names):
+        every = sets | {"all": self.heads}
+        for name, heads in every.items():
+            self.trial(f"knockout, {name}", plain, self.test, knockouts_of(heads))
+        for name, heads in sets.items():
+            others = [head for head in self.heads if head not in heads]
+            self.trial(f"rescue, {name}", plain, self.test, knockouts_of(others))
+        in_colors = color_pairs(self.test)
+        for how, rows, pairs, donors in (
+            ("other seed", by_seed, plain_pairs(self.test), plain_pairs(self.test, 1)),
+            ("other color", by_color, in_colors, in_colors),
+        ):
+            if rows and any(f"{how}, {name}" not in self.done for name in every):
                 runs, source = self.runs([pairs[n] for n in rows]), RecordedCalls(0)
                 self.runs([donors[n] for n in rows]).rollout(int(how == "other color"), source)
                 scenes = [self.test[n] for n in rows]
-                for name in names:
-                    edits = patches_of(sets.get(name, self.heads))
-                    self.trial(f"{how}, {name}", runs, scenes, edits, source, rows=rows)
+                for name, heads in every.items():
+                    self.trial(f"{how}, {name}", runs, scenes, patches_of(heads), source, rows=rows)
         # 4. Walls with nothing behind them; P chosen on one half of the selection captions, on the other.
-        self.empty_walls(sets)
+        self.empty_walls(every)
         self.other_halves()
 
     @staticmethod
@@ -493,30 +491,15 @@ class PresenceTrials:
         blocks = zip(one["gone"], one["back"], other["gone"], other["back"], strict=True)
         return [n for n, (a, b, c, d) in enumerate(blocks) if a != "0" and (a, b) == (c, d)]
 
-    @staticmethod
-    def order(sets: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-        """Yield edits and names of sets of heads, those of the contrasts first."""
-        of_p = ["P", *(name for name in sets if name.startswith("random of P"))]
-        of_i = ["I", *(name for name in sets if name.startswith("random of I"))]
-        yield "other seed", [*of_p, "I"]
-        yield "other color", ["P", "I", "all"]
-        yield "rescue", of_p
-        yield "knockout", [*of_p, "I", "all"]
-        yield "rescue", of_i
-        yield "other color", [*of_p[1:], *of_i[1:]]
-        yield "other seed", [*of_i[1:], "all"]
-        yield "knockout", of_i[1:]
-
     def empty_walls(self, sets: Mapping[str, Sequence[Head]]) -> None:
         """Give runs without a shape the past of runs that have one: does a patch conjure an object?"""
         runs, twins = self.runs(empty_pairs(self.walls)), self.runs(plain_pairs(self.walls))
         self.trial("wall", runs, self.walls)
-        names, source = ["P", "I", "all", *(name for name in sets if ":" in name)], RecordedCalls(0)
-        if any(f"wall, {name}" not in self.done for name in names):
+        if any(f"wall, {name}" not in self.done for name in sets):
+            source = RecordedCalls(0)
             twins.rollout(0, source)
-            for name in names:
-                edits = patches_of(sets.get(name, self.heads))
-                self.trial(f"wall, {name}", runs, self.walls, edits, source)
+            for name, heads in sets.items():
+                self.trial(f"wall, {name}", runs, self.walls, patches_of(heads), source)
 
     def other_halves(self) -> None:
         """Knock out the heads chosen on one half of the selection captions, on the other half."""
