@@ -402,10 +402,24 @@ class WanModel(nn.Module):
         rows = rows.unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
         # 3. The layers. Without a cache the keys are the frames' own.
         layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
-        for block, block_text in zip(self.blocks, text, strict=True):
-            x = block(x, rows, rope, block_text, kv_cache, mask, layout)
+        x = self.run_layers(x, rows, rope, text, kv_cache, mask, layout)
         # 4. Tokens to flow.
         return self.flow_of(x, time, grid_h, grid_w)
+
+    def run_layers(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rope: Rope,
+        text: TextKeysValues,
+        kv_cache: Cache = None,
+        mask: Mask = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        """Run all layers one after the other, [B, L, dim] -> [B, L, dim]; text is of every layer."""
+        for block, block_text in zip(self.blocks, text, strict=True):
+            x = block(x, time, rope, block_text, kv_cache, mask, layout)
+        return x
 
     def flow_of(self, x: Tensor, time: Tensor, height: int, width: int) -> Tensor:
         """Flow [B, C, F, h, w] that a residual stream [B, L, dim] stands for, of height x width tokens.

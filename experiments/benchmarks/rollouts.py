@@ -221,20 +221,30 @@ def shared_seconds(
     rollout: Rollout, group: dist.ProcessGroup, active: Active = nullcontext, policy: Any = None
 ) -> float:
     """Return the slowest rank's seconds of a rollout that all make together, with the calls gathered."""
+    together(rollout, group)
+    return slowest(group, rollout.seconds(partial(gathered, rollout, active), policy))
+
+
+def together(rollout: Rollout, group: dist.ProcessGroup) -> None:
+    """Let all processes of a group make a rollout's videos, and wait until they are here."""
     if rollout.model.head_shard is None:
         parallel.apply_head_parallel(rollout.model, group)
-
-    @contextmanager
-    def gathered() -> Iterator[Any]:
-        with active() as calls:
-            yield calls
-        if rollout.model.head_shard is not None:
-            rollout.model.head_shard.gather_calls(calls or [])
-
     parallel.wait_for_all(group)
-    slowest = torch.tensor([rollout.seconds(gathered, policy)], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return slowest.item()
+
+
+def slowest(group: dist.ProcessGroup, seconds: float) -> float:
+    of_all = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(of_all, dist.ReduceOp.MAX, group=group)
+    return of_all.item()
+
+
+@contextmanager
+def gathered(rollout: Rollout, active: Active) -> Iterator[Any]:
+    """Gather what was captured in the first process, where there are several."""
+    with active() as calls:
+        yield calls
+    if rollout.model.head_shard is not None:
+        rollout.model.head_shard.gather_calls(calls or [])
 
 
 def models(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
@@ -420,18 +430,38 @@ def every_site(rollout: Rollout, found: dict[str, Any]) -> None:
 
 # --- While the model runs
 def with_video(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
-    """Yield noise to latents, to pictures on the host and to an mp4: one after the other, and at once."""
-    rollout = Rollout(config, args.random_weights, graphs=args.graphs)
-    vae = vae_of(args, config, rollout.device)
+    """Yield noise to latents, to pictures on the host and to an mp4: one after the other, and at once.
+
+    By torchrun the first process decodes, on a GPU of its own where there is one more than processes.
+    """
+    rollout, rank = Rollout(config, args.random_weights, graphs=args.graphs), this_rank()
+    group = parallel.join(rollout.device) if rank.count > 1 else None
+    config = replace(config, gpus=rank.count)
+    decoders = video.decoders_device(config)
+    vae = vae_of(args, config, decoders)
     vae.vae.to(rollout.dtype)
+    if group is not None:
+        choose_device(config.device)  # the rollout's is the current one again
     mass = capturing(capture_requests(config, rollout.sizes.num_layers)["mass"])
     mp4, append = Path(tempfile.mkdtemp()) / "video.mp4", video.GrowingVideo.append
     about: Rows = {}
 
     def pictures() -> None:
-        video.write_mp4(video.to_pixels(vae.decode(rollout.generate())).cpu()[0], mp4)
+        latents = rollout.generate()
+        if rank.is_first:
+            video.write_mp4(video.to_pixels(vae.decode(latents.to(decoders))).cpu()[0], mp4)
 
-    def at_once(name: str, encodes: bool, active: Active) -> float:
+    def timed(call: Callable[[], Any]) -> float:
+        if group is None:
+            return seconds_of(call)
+        together(rollout, group)
+        return slowest(group, seconds_of(call))
+
+    def at_once(name: str, encodes: bool, active: Active) -> None:
+        if not rank.is_first:
+            with gathered(rollout, active):
+                rollout.generate()
+            return
         start, arrived = time.perf_counter(), list[float]()
 
         def append_timed(self: video.GrowingVideo, pixels: Tensor, first: int) -> None:
@@ -444,25 +474,25 @@ def with_video(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             mock.patch.object(video.GrowingVideo, "append", append_timed),
             video.LiveVideo(config, mp4) as live,
         ):
-            live.begin(rollout.device)  # on a CPU it would wait for the end
-            with active():
+            live.begin(decoders)  # on a CPU it would wait for the end
+            with gathered(rollout, active):
                 rollout.generate(lambda _, latents: live.add(latents.clone()))
             for piece in live.pieces:
                 piece.result().result()
             if encodes:
                 live.video.finish()
         about.setdefault(name, {})["first_pictures_s"] = round(arrived[0], 3)
-        return time.perf_counter() - start
 
+    seconds = rollout.seconds if group is None else partial(shared_seconds, rollout, group)
     rows: Timed = {
-        "rollout": rollout.seconds,
-        "rollout, atlas": partial(rollout.seconds, mass),
-        "rollout, then decoder, then mp4": partial(seconds_of, pictures),
+        "rollout": seconds,
+        "rollout, atlas": partial(seconds, mass),
+        "rollout, then decoder, then mp4": partial(timed, pictures),
     }
     for shown, encodes in {"decoded": False, "decoded, in an mp4": True}.items():
         for more, active in {"": nullcontext, ", atlas": mass}.items():
             name = f"blocks {shown} beside{more}"
-            rows[name] = partial(at_once, name, encodes, active)
+            rows[name] = partial(timed, partial(at_once, name, encodes, active))
     warmed_up(rows)  # by --graphs, layers record themselves
     for name, known in warmed_up(rows).items():  # graphs are recorded
         about[name] = about.get(name, {}) | known

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,9 @@ class GrowingVideo:
 class LiveVideo:
     """The mp4 of one run: on a GPU, blocks are decoded and encoded while the next ones are denoised.
 
-    The decoder has a thread and a CUDA stream of its own, the encoder a thread. PATH.growing.mp4 plays what
-    is there already. On a CPU, and where a GPU has no room, all is decoded at the end.
+    The decoder has a thread and a CUDA stream of its own, and a GPU where the rollout leaves one free; the
+    encoder has a thread. PATH.growing.mp4 plays what is there already. On a CPU, where a GPU has no room, and
+    on the GPUs of a rollout of several, all is decoded at the end.
     """
 
     def __init__(
@@ -274,8 +276,10 @@ class LiveVideo:
         self.config, self.path = config, Path(path)
         self.growing = self.path.with_suffix(".growing.mp4")
         self.decoding, self.encoding = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.vae = self.decoding.submit(load_vae, config, vae_dtype, preview)
-        self.overlaps, self.frames = config.gpus == 1, 0  # latent frames that came
+        self.device = decoders_device(config)
+        on_device = replace(config, device=str(self.device))
+        self.vae = self.decoding.submit(load_vae, on_device, vae_dtype, preview)
+        self.frames = 0  # latent frames that came
         self.pieces: list[Future] = []  # of the decoder, each with one of the encoder
         self.video: Any = None  # a GrowingVideo, and its decoder, once a block came
         self.decoder: Any = None
@@ -294,11 +298,14 @@ class LiveVideo:
 
     def add(self, latents: Tensor) -> None:
         """Take a block's latents [1, n, C, h, w], which nobody changes afterwards."""
-        if not self.frames and self.overlaps and has_room(latents):
-            self.begin(latents.device)
+        # Here: in the decoder's thread the copy would make the rollout's GPU wait for the decoder's.
+        latents = latents.to(self.device)
+        overlaps = self.config.gpus == 1 or self.device.index == self.config.gpus
+        if not self.frames and overlaps and has_room(latents):
+            self.begin(self.device)
         if self.video is not None:
             first = max(0, 1 + VIDEO_FRAMES_PER_LATENT * (self.frames - 1))
-            made = None if self.stream is None else torch.cuda.current_stream(latents.device).record_event()
+            made = None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
             self.pieces.append(self.decoding.submit(self._decode, latents, made, first))
         self.frames += latents.shape[1]
 
@@ -328,12 +335,24 @@ class LiveVideo:
             whole = False
         if self.video is None or not whole:
             vars(self).pop("decoder", None)  # its memory
-            save_video(latents, self.path, vae, self.config, fingerprint)
+            save_video(latents.to(self.device), self.path, vae, self.config, fingerprint)
             return
         self.video.tag = tag_of(fingerprint, self.config, vae)
         self.video.finish()
         with replacing(self.path) as file:
             file.write(self.growing.read_bytes())
+
+
+def decoders_device(config: RunConfig) -> torch.device:
+    """Return a GPU that the rollout of a config leaves free, where one is visible, else its own device.
+
+    A rollout has the first config.gpus of them, unless it names one.
+    """
+    device = choose_device(config.device)
+    is_named = config.gpus == 1 and device.index is not None
+    if device.type != "cuda" or is_named or config.gpus >= torch.cuda.device_count():
+        return device
+    return torch.device("cuda", config.gpus)
 
 
 def stream_of(device: torch.device) -> "torch.cuda.Stream | None":

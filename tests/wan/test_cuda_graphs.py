@@ -5,6 +5,7 @@ Without a GPU a replay makes its call again, with whatever lies at the addresses
 
 import gc
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from wan.wings.graphs import apply_cuda_graphs
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 2, "text_dim": 16, "text_len": 8}
 FRAMES, TEXT = CaptureRequest(granularity="frame"), CaptureRequest(granularity="frame", kinds=("cross",))
+LOGITS, BANDS = replace(FRAMES, mass=False), replace(FRAMES, rope_bands=True, layers=[1], steps=[1, 2])
+CURVES = CaptureRequest(granularity="key", layers=[0], blocks=[1])
 POLICIES = {
     "full": {"name": "full"},
     "relative": {"name": "relative", "window": 6, "sink": 1},  # its clean pass keeps keys without RoPE
@@ -80,6 +83,30 @@ def test_the_same_bits(policy, replays):
     shapes = 4  # two batch sizes, blocks of 1 and of 3 frames
     assert replays[0] == shapes * 2 * len(model.blocks)
     assert replays[1] > replays[0]
+
+
+@pytest.mark.parametrize(
+    "requests", [(), (FRAMES,), (LOGITS, BANDS)], ids=["plain", "frames", "two requests"]
+)
+def test_whole_passes_are_replayed(requests, replays, monkeypatch):
+    """From the third pass of a block on, with what a capture asks for, and nothing of what another asked."""
+    monkeypatch.setattr(cuda_graphs.ReplayedPass, "AFTER", 1)
+    eager, model = both(torch.bfloat16, whole=True)
+    whole = vars(model)["run_layers"]
+    for seed in (1, 2):
+        assert_equal(*(roll_out(of, seed=seed, requests=requests) for of in (model, eager)))
+    assert len(whole.passes) >= 4 and None not in whole.passes.values()  # blocks of frames 0, 1-3, 4-6, 7-9
+    # Who needs Python has it: hooks, edits, curves; each is heard in every pass.
+    for more in (FRAMES, CURVES):
+        assert_equal(*(roll_out(of, requests=[more]) for of in (model, eager)))
+    with intervene(Knockout(frames="first", heads=[1], passes="all")) as active:
+        assert_equal(*(roll_out(of, requests=requests) for of in (model, eager)))
+    assert all(active.changed)
+    for of in (model, eager):
+        of.blocks[1].register_forward_hook(lambda block, given, x: x + 1.0)
+    assert_equal(*(roll_out(of, requests=requests) for of in (model, eager)))
+    model.double().bfloat16()
+    assert not whole.passes
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the kernels and products of a block of the 1.3B are a GPU's")

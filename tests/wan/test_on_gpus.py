@@ -20,7 +20,7 @@ from wan.capture import CaptureRequest
 from wan.model import CausalWanModel
 from wan.policies import POLICIES, make_policy
 from wan.sites import BESIDE_GRAPHS, SITES, watched
-from wan.wings.graphs import apply_cuda_graphs
+from wan.wings.graphs import ReplayedPass, apply_cuda_graphs
 from wan.wings.parallel import apply_head_parallel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -148,23 +148,36 @@ def of_a_group(group, device="cuda"):
     model = CausalWanModel(**sizes).eval().requires_grad_(False).to(device)
     if group is not None:
         apply_head_parallel(model, group)
-    found = []
+    found, recorded = [], set()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(ReplayedPass, "AFTER", 1)
     for _ in range(2):
-        for policy in (None, make_policy(**ROWS["relative"])):
-            latents, calls = stripped(roll_out(model, policy, REQUESTS[0], size=(4, 8)))
+        runs = [
+            (None, REQUESTS[0]),
+            (make_policy(**ROWS["relative"]), REQUESTS[0]),
+            (None, FRAMES),
+            (None, FRAMES),
+        ]
+        for policy, request in runs:
+            latents, calls = stripped(roll_out(model, policy, request, size=(4, 8)))
             found.append((latents.cpu(), calls))
+        recorded |= getattr(vars(model).get("run_layers"), "passes", {}).keys()
         apply_cuda_graphs(model)
-    return found
+    monkeypatch.undo()
+    by_peers = group is not None and model.head_shard.peer_memory is not None
+    return found, not by_peers or len(recorded) >= 4
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_gpus_compute_what_one_does(count):
     require_gpus(count)
-    expected, (first, *others) = of_a_group(None), together(count, of_a_group, 120, on_gpus=True)
-    for found, like in zip(first, expected, strict=True):
-        assert_close(found, like)
-    for eager, replayed in zip(first[:2], first[2:], strict=True):
+    (expected, _), found = of_a_group(None), together(count, of_a_group, 120, on_gpus=True)
+    (first, *others), recorded = zip(*found, strict=True)
+    for run, like in zip(first, expected, strict=True):
+        assert_close(run, like)
+    for eager, replayed in zip(first[:4], first[4:], strict=True):
         assert_close(replayed, eager, atol=0)
+    assert all(recorded)  # whole passes, where the GPUs have each other's memory
     for other in others:
         assert all(torch.equal(latents, mine) for (latents, _), (mine, _) in zip(other, first, strict=True))
 
@@ -174,11 +187,13 @@ def test_a_command_on_several_gpus(count, tmp_path):
     require_gpus(count)
     command = [sys.executable, "experiments/run_extraction_all.py", "--config_path", "configs/wan_mini.yaml"]
     command += ["--num_frames", "6", "--dtype", "float32", "--quiet", "--device", "cuda", "--output_path"]
+    command.insert(-1, "--save_video")  # on the next GPU, where there is one
     for gpus in (1, count):
         path = str(tmp_path / f"{gpus}.pt")
         done = subprocess.run([*command, path, "--gpus", str(gpus)], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
     one, several = (load_cache(tmp_path / f"{gpus}.pt") for gpus in (1, count))
     assert several["gpus"] == count
+    assert all((tmp_path / f"{gpus}.mp4").stat().st_size > 1000 for gpus in (1, count))
     for name in ("frame_logits", "frame_mass"):
         torch.testing.assert_close(several[name], one[name], atol=1e-3, rtol=0, equal_nan=True)

@@ -1,8 +1,13 @@
-"""CUDA graphs of the parts of a layer before and after self-attention, added to a model from outside.
+"""CUDA graphs of layers and of whole passes, added to a model from outside.
 
 A GPU may compute its share of a layer sooner than Python launches its thirty kernels. Two graphs a layer
 launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
 captures run between them, as without graphs.
+
+On several GPUs a share is so small that Python between the graphs takes longer than the GPU. There a pass
+over a block that came before, in the same slots of a cache at the same addresses, becomes one graph of all
+layers (ReplayedPass): with attention, with the writes into the cache, and with the frame values that a
+capture asks for.
 
 Graphs read and write at fixed addresses. On one GPU keys and values are computed between the graphs, which
 keeps them out of these, and so is the product behind attention. On several GPUs the first graph
@@ -21,16 +26,19 @@ import gc
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from threading import Lock
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan.activations import SiteCapture
-from wan.cache import AnyCache
+from wan.cache import AnyCache, CachePolicy, KVCache
+from wan.capture import SMALL, Capture, CapturedCall
 from wan.errors import one_line
 from wan.keys import KeyLayout
 from wan.model import (
@@ -44,19 +52,22 @@ from wan.model import (
     modulated_norm,
     multiply,
 )
-from wan.sites import is_hidden, observer, watchers
+from wan.sites import current_pass, is_hidden, observed, observer, watchers
 
 Replay = Callable[[], None]
 
 
-def apply_cuda_graphs(model: CausalWanModel, after: int = 1) -> None:
+def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None = None) -> None:
     """Replay layers in rollouts, once a shape was called so often: recording takes time of its own.
 
-    Under gradients, edits or captured text they run as before.
+    Under gradients, edits or captured text they run as before. whole says whether passes become one graph,
+    too; None: on several GPUs.
     """
     recorder, inputs = Recorder(model.device), dict[Hashable, OnOneGPU]()
-    for block in model.blocks:
-        vars(block)["forward"] = ReplayedBlock(block, recorder, inputs, after)
+    layers = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
+    for block, replayed in zip(model.blocks, layers, strict=True):
+        vars(block)["forward"] = replayed
+    vars(model)["run_layers"] = ReplayedPass(model, layers, recorder, whole)
     move = model._apply
 
     def forget_and_move(*args: Any, **kwargs: Any) -> Any:
@@ -71,9 +82,11 @@ def forget_cuda_graphs(model: CausalWanModel) -> None:
     """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
     for block in model.blocks:
         if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
-            for kept in (replayed.graphs, replayed.texts, replayed.inputs):
+            for kept in (replayed.graphs, replayed.texts, replayed.copied, replayed.inputs):
                 kept.clear()
             replayed.recorder.renew()
+    if isinstance(replayed := vars(model).get("run_layers"), ReplayedPass):
+        replayed.forget()
 
 
 # CUDA ends a recording with an error, for good, where an older graph is freed meanwhile. A dropped model is a
@@ -98,6 +111,7 @@ class Recorder:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.is_whole = False  # while the layers of a whole pass run, for a recording or in its place
         weakref.finalize(self, _retire, self.graphs).atexit = False
         self.renew()
 
@@ -222,9 +236,11 @@ class ReplayedBlock:
 
     def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, OnOneGPU], after: int):
         self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after
-        self.eager = block.forward
+        before = block.forward
+        self.eager: Callable[..., Tensor] = before.eager if isinstance(before, ReplayedBlock) else before
         self.graphs: dict[Hashable, Replay] = {}
         self.texts: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the prompt's, at fixed addresses
+        self.copied: dict[Hashable, weakref.ref[Tensor]] = {}  # and whose they are now
         self.calls: Counter[Hashable] = Counter()  # without graphs
 
     def __call__(
@@ -237,7 +253,10 @@ class ReplayedBlock:
         mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
-        # 1. Training and whoever looks inside a layer need its Python; so do the first calls of a shape.
+        # 1. Training and whoever looks inside a layer need its Python; so do the first calls of a shape, and
+        #    the recording of a whole pass.
+        if self.recorder.is_whole:
+            return self.eager(x, time, rope, text, kv_cache)
         by = observer()  # who may need the call itself
         hidden = is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
         if kv_cache is None or mask is not None or hidden or torch.is_grad_enabled():
@@ -255,12 +274,9 @@ class ReplayedBlock:
         if key not in self.inputs:  # of all layers
             kind = OnOneGPU if attn.site.shard is None else OnSeveralGPUs
             self.inputs[key] = kind(x, time, rope, attn.num_heads)
-        if text[0].shape not in self.texts:
-            self.texts[text[0].shape] = torch.empty_like(text[0]), torch.empty_like(text[1])
         inputs = self.inputs[key]
         inputs.take(x, time, rope)
-        own_text = self.texts[text[0].shape]
-        copy_all(own_text, text)
+        own_text = self.text_of(text)
         # 3. Graph, attention, graph.
         if ("before", key) not in self.graphs:
             inputs.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
@@ -269,10 +285,188 @@ class ReplayedBlock:
         self._replay(("after", key), lambda: inputs.finish(self.block, own_text))
         return inputs.x
 
+    def text_of(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the prompt's keys and values at the addresses that graphs know."""
+        shape = text[0].shape
+        if shape not in self.texts:
+            self.texts[shape] = torch.empty_like(text[0]), torch.empty_like(text[1])
+        of = self.copied.get(shape)
+        if of is None or of() is not text[0]:  # once a prompt: nobody writes into what a rollout computed
+            copy_all(self.texts[shape], text)
+            self.copied[shape] = weakref.ref(text[0])
+        return self.texts[shape]
+
     def _replay(self, name: Hashable, call: Callable[[], None]) -> None:
         if name not in self.graphs:
             self.graphs[name] = self.recorder.record(call)
         self.graphs[name]()
+
+
+@dataclass(eq=False)
+class WholePass:
+    """One graph of all layers, and where what it computes is: rewritten by the next replay."""
+
+    x: Tensor  # [B, L, dim]
+    replay: Replay = field(init=False)
+    calls: list[CapturedCall] = field(default_factory=list)  # what a capture keeps of the pass
+    flat: Tensor | None = None  # their values, one behind the other
+
+
+class ReplayedPass:
+    """All layers of a pass: in turn, or as one graph where the same pass came before and needs no Python.
+
+    The same: the same slots of a cache at the same addresses, the same shapes, the same values asked for. A
+    recording costs a pass's time, so a pass is recorded when it comes for the AFTER-th time: in the second
+    video, where each block has five passes.
+    """
+
+    AFTER = 5
+    AT_MOST = 128  # graphs; caches at ever new addresses would make more and more of them
+
+    def __init__(
+        self, model: CausalWanModel, layers: list[ReplayedBlock], recorder: Recorder, whole: bool | None
+    ):
+        self.model, self.layers, self.recorder, self.whole = model, layers, recorder, whole
+        self.in_turn = MethodType(type(model).run_layers, model)
+        self.forget()
+
+    def forget(self) -> None:
+        self.inputs: dict[Hashable, OnOneGPU] = {}
+        self.passes: dict[Hashable, WholePass | None] = {}  # None: what is captured of it does not fit
+        self.counts: Counter[Hashable] = Counter()
+        self.addresses: tuple[Any, Hashable] = (None, ())  # of the newest cache
+
+    def __call__(
+        self,
+        x: Tensor,
+        time: Tensor,
+        rope: Rope,
+        text: list[tuple[Tensor, Tensor]],
+        kv_cache: Cache = None,
+        mask: Mask = None,
+        layout: KeyLayout | None = None,
+    ) -> Tensor:
+        # 1. Is it a pass that can be replayed, and did it come before?
+        by = observer()
+        if mask is not None or type(kv_cache) is not KVCache:
+            return self.in_turn(x, time, rope, text, kv_cache, mask, layout)
+        key = self.key_of(x, time, rope, text, kv_cache, by)
+        if key is None or self.passes.get(key, key) is None:
+            return self.in_turn(x, time, rope, text, kv_cache)
+        if key not in self.passes and (self.counts[key] < self.AFTER or len(self.passes) >= self.AT_MOST):
+            self.counts[key] += 1
+            before = len(by.calls) if by else 0
+            x = self.in_turn(x, time, rope, text, kv_cache)
+            if by and not all(map(fits_a_graph, by.calls[before:])):
+                self.passes[key] = None
+            return x
+        # 2. Bring the inputs to the addresses that the graph knows.
+        shape = key[:4]
+        if shape not in self.inputs:
+            self.inputs[shape] = Inputs(x, time, rope)
+        inputs = self.inputs[shape]
+        inputs.take(x, time, rope)
+        texts = [layer.text_of(own) for layer, own in zip(self.layers, text, strict=True)]
+        # 3. Record, and replay.
+        one = self.passes.get(key)
+        if one is None:
+            one = self.passes[key] = WholePass(inputs.x)
+            one.replay = self.recorder.record(partial(self.run, one, inputs, texts, kv_cache, by))
+        one.replay()
+        # 4. What was captured, in memory of its own.
+        if by and one.flat is not None:
+            values = one.flat.clone().split([x.numel() for call in one.calls for x in call.values.values()])
+            by.calls += self.calls_of(one, iter(values), kv_cache)
+        return one.x
+
+    def key_of(
+        self, x: Tensor, time: Tensor, rope: Rope, text: Any, kv_cache: KVCache, by: Any
+    ) -> tuple[Hashable, ...] | None:
+        """Say what a pass is, for the graphs; None where it needs Python."""
+        shard, policy = self.model.head_shard, type(kv_cache.policy)
+        by_peers = getattr(shard, "peer_memory", None) is not None
+        is_plain = (
+            (by_peers or (self.whole and shard is None))
+            and self.whole is not False
+            # a policy that chooses by queries, or between passes, runs Python in write()
+            and policy.written is CachePolicy.written
+            and policy.own_slots is CachePolicy.own_slots
+            and policy.layout is CachePolicy.layout
+            and not kv_cache.stores_raw
+            and kv_cache.layouts[0].is_plain
+            and not watchers()
+            and not torch.is_grad_enabled()
+            and not any(self.hooks())
+        )
+        asked = self.asked_of(by, len(x)) if is_plain else None
+        if asked is None:
+            return None
+        if self.addresses[0] is None or self.addresses[0]() is not kv_cache:
+            numbers = tuple(one.data_ptr() for one in (*kv_cache.keys, *kv_cache.values))
+            self.addresses = weakref.ref(kv_cache), numbers
+        shapes = x.shape, time.shape, rope.keys[0].shape, text[0][0].shape
+        return *shapes, self.addresses[1], len(kv_cache.slots), kv_cache.own.start, kv_cache.own.stop, asked
+
+    def hooks(self) -> Iterator[Any]:
+        """Yield hooks between layers, which a replay would not call; the pass's own come along."""
+        for block in self.model.blocks:
+            yield from block._forward_hooks.values()
+            yield from (
+                one for one in block._forward_pre_hooks.values() if not getattr(one, "is_replayed", False)
+            )
+
+    def asked_of(self, by: Any, batch: int) -> tuple[Hashable, ...] | None:
+        """Return what a capture asks of each layer; None where it is more than frame values of one video."""
+        if by is None:
+            return ()
+        at = current_pass()
+        if type(by) is not Capture or batch > 1 or at is None or at.parts:
+            return None
+        sites = [attn.site for block in self.model.blocks for attn in (block.self_attn, block.cross_attn)]
+        asked: list[Hashable] = []
+        for one in by.requests:
+            layers = tuple(site.layer for site in sites if one.wants(site, at))
+            by_frame = one.granularity == "frame" and one.kinds == ("self",) and not one.query_key_means
+            if layers and (not by_frame or one.call_indices is not None):
+                return None
+            asked.append((layers, one.mass, one.rope_bands))
+        return tuple(asked)
+
+    def run(self, one: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
+        """Run the layers in turn, and put the values that a capture keeps one behind the other."""
+        capture = Capture(by.requests) if by else None
+        self.recorder.is_whole = True
+        try:
+            with observed(capture):
+                one.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
+        finally:
+            self.recorder.is_whole = False
+        if capture and capture.calls:
+            one.calls = capture.calls
+            one.flat = torch.cat([x.reshape(-1) for call in one.calls for x in call.values.values()])
+
+    def calls_of(self, one: WholePass, values: Iterator[Tensor], kv_cache: KVCache) -> Iterator[CapturedCall]:
+        """Yield the calls of the pass that runs."""
+        at = current_pass()
+        for call in one.calls:
+            own = {name: next(values).view(like.shape) for name, like in call.values.items()}
+            layout = kv_cache.layouts[call.site.layer].on_host
+            yield replace(call, at=at, values=own, layout=layout)
+
+
+class Inputs(OnOneGPU):
+    """What a pass reads, at fixed addresses."""
+
+    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+        super().__init__(x, time, rope, 1)
+
+    def allocate(self, num_heads: int) -> None:
+        """All else is the graph's own."""
+
+
+def fits_a_graph(call: CapturedCall) -> bool:
+    """Return whether values stay on the GPU until a capture ends, and can lie one behind the other."""
+    return all(x.numel() <= SMALL and x.dtype == torch.float32 for x in call.values.values())
 
 
 @cache

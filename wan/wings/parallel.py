@@ -221,6 +221,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
             )
         return shard.tokens(x, 1), *args[1:]
 
+    own_tokens.is_replayed = True  # type: ignore[attr-defined]  # a graph of a whole pass has it
     vars(model)["rope_tables"] = own_tables
     model.blocks[0].register_forward_pre_hook(own_tokens)
     model.head.register_forward_hook(lambda head, args, out: shard.all_tokens(out))
