@@ -8,6 +8,7 @@ out, whose logit is NaN then.
 """
 
 from collections.abc import Iterator, Sequence
+from math import isqrt
 
 import torch
 import torch.nn.functional as F
@@ -101,13 +102,25 @@ def _visible_mean(logits: Tensor, members: Tensor) -> Tensor:
 
 def frame_means(x: Tensor, num_frames: int) -> Tensor:
     """Mean over the tokens of each frame, accumulated in float32: [B, F·S, H, D] -> [B, F, H, D]."""
+    if x.is_cuda:
+        return frame_sums(x, num_frames) / (x.shape[1] // num_frames)
     return x.unflatten(1, (num_frames, -1)).mean(2, dtype=torch.float32)
+
+
+def frame_sums(x: Tensor, num_frames: int) -> Tensor:
+    """Sum over the tokens of each frame in float32: [B, F·S, H, D] -> [B, F, H, D]."""
+    x = x.unflatten(1, (num_frames, -1))
+    if x.is_cuda:
+        # A few frames of a few heads have too few sums for a GPU: rows of a frame first, then the frame.
+        rows = next(n for n in range(isqrt(x.shape[2]), 0, -1) if x.shape[2] % n == 0)
+        return x.unflatten(2, (rows, -1)).sum(3, dtype=torch.float32).sum(2)
+    return x.sum(2, dtype=torch.float32)
 
 
 def frame_logits(q: Tensor, frame_key_means: Tensor, num_query_frames: int) -> Tensor:
     """Mean logit of every frame pair from the frames' mean keys [B, Fk, H, D] -> [B, H, Fq, Fk]."""
     # mean over i, j of q_i · k_j = (mean of q) · (mean of k): no logit is formed.
-    sums = q.unflatten(1, (num_query_frames, -1)).sum(2, dtype=torch.float32)  # [B, Fq, H, D]
+    sums = frame_sums(q, num_query_frames)  # [B, Fq, H, D]
     tokens = q.shape[1] // num_query_frames
     q_means = sums * (q.shape[-1] ** -0.5 / tokens)  # at once: a mean would divide first
     return q_means.transpose(1, 2) @ frame_key_means.permute(0, 2, 3, 1)

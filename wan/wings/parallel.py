@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -149,19 +150,25 @@ class ProcessShard(HeadShard):
         whole: list[CapturedCall] = []
         for some in _portions(sizes.tolist(), BYTES_AT_ONCE):
             own = calls[some.start : some.stop]
-            # 1. What the values are, as objects; there are few kinds of them, and pickling knows them again.
-            about = [
-                ({name: (value.shape, value.dtype) for name, value in call.values.items()}, _frames_of(call))
-                for call in own
-            ]
+            # 1. What the values are, as objects: few, since most calls have the shapes of the one before.
+            alike = [(kinds, len(list(run))) for kinds, run in groupby(map(_kinds_of, own))]
             of_all: list[Any] | None = None if self.group.rank() else [None] * self.size
-            dist.gather_object(about, of_all, group=self.group, group_dst=0)
+            dist.gather_object(alike, of_all, group=self.group, group_dst=0)
             # 2. Their numbers, as one tensor of bytes.
-            values = [value for call in own for value in call.values.values()]
-            packed = self._gather_bytes(_as_bytes(values))
-            if of_all is not None:
-                parts = [_unpacked(*one) for one in zip(of_all, packed, strict=True)]
-                whole += [_joined(call, of, self.total) for call, *of in zip(own, *parts, strict=True)]
+            packed = self._gather_bytes(_as_bytes([value for call in own for value in call.values.values()]))
+            if of_all is None:
+                continue
+            # 3. Calls of one kind in all processes are joined at once.
+            unpacked = [_unpacked(*one) for one in zip(of_all, packed, strict=True)]
+            if all(kinds == alike for kinds in of_all):
+                start = 0
+                for (_, count), *parts in zip(alike, *unpacked, strict=True):
+                    whole += _joined(own[start : start + count], parts, self.total)
+                    start += count
+                continue
+            singly = [list(_one_by_one(of, kinds)) for of, kinds in zip(unpacked, of_all, strict=True)]
+            for call, *parts in zip(own, *singly, strict=True):
+                whole += _joined([call], parts, self.total)
         return whole
 
     def _gather_bytes(self, own: Tensor) -> list[Tensor]:
@@ -303,8 +310,10 @@ def _portions(sizes: Sequence[int], limit: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-def _frames_of(call: CapturedCall) -> Sequence[int]:
-    return () if call.layout is None else call.layout.frames
+def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
+    """Say what a call's values are, and of which frames its columns."""
+    frames = () if call.layout is None else tuple(call.layout.frames)
+    return tuple((name, value.shape, value.dtype) for name, value in call.values.items()), frames
 
 
 def _as_bytes(values: Sequence[Tensor]) -> Tensor:
@@ -314,27 +323,42 @@ def _as_bytes(values: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _unpacked(about: Sequence[tuple[dict[str, Any], Sequence[int]]], packed: Tensor) -> list[tuple]:
-    """Return what _joined() takes of each call of a process."""
+Values = dict[str, Tensor]  # of n calls alike, [n, B, H, ...] each
+
+
+def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Values, Sequence[int]]]:
+    """Return the values of each run of calls alike of a process, and the frames of their columns."""
     found, start = [], 0
-    for kinds, frames in about:
-        values = {}
-        for name, (shape, dtype) in kinds.items():
-            stop = start + shape.numel() * dtype.itemsize
-            # a copy begins where its dtype may begin
-            values[name] = packed[start:stop].clone().view(dtype).view(shape)
-            start = stop
+    for (kinds, frames), count in alike:
+        sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in kinds]
+        rows = packed[start : start + count * sum(sizes)].view(count, sum(sizes))
+        start += rows.numel()
+        # a copy begins where its dtype may begin
+        values = {
+            name: part.flatten().clone().view(dtype).view(count, *shape)
+            for (name, shape, dtype), part in zip(kinds, rows.split(sizes, 1), strict=True)
+        }
         found.append((values, frames))
     return found
 
 
+def _one_by_one(
+    runs: Sequence[tuple[Values, Sequence[int]]], alike: Sequence[tuple[Any, int]]
+) -> Iterator[tuple[Values, Sequence[int]]]:
+    """Yield single calls of runs."""
+    for (values, frames), (_, count) in zip(runs, alike, strict=True):
+        for n in range(count):
+            yield {name: of[n : n + 1] for name, of in values.items()}, frames
+
+
 def _joined(
-    call: CapturedCall, parts: list[tuple[dict[str, Tensor], Sequence[int]]], num_heads: int
-) -> CapturedCall:
-    """Join the values of a call, some heads each with the frames of their columns."""
+    calls: Sequence[CapturedCall], parts: Sequence[tuple[Values, Sequence[int]]], num_heads: int
+) -> Iterator[CapturedCall]:
+    """Join the values of calls alike: of each process its heads, and the frames of their columns."""
     values, seen = [part[0] for part in parts], [part[1] for part in parts]
-    layout, edited = call.layout, [of["attended"] for of in values if "attended" in of]
-    if layout is not None and len(set(seen)) > 1:  # under per_head: their heads see different frames
+    layout, edited = calls[0].layout, [of["attended"] for of in values if "attended" in of]
+    differ = layout is not None and len({*map(tuple, seen)}) > 1
+    if layout is not None and differ:  # under per_head: their heads see different frames
         layout = joint_layout(seen, layout)
         values = [
             {name: spread(of[name], has, layout.frames) for name in BY_FRAME if name in of}
@@ -344,12 +368,15 @@ def _joined(
         for of in values:  # also where no head lost a key
             everything = ~of["frame_logits"].isnan() if "frame_logits" in of else torch.ones_like(edited[0])
             of.setdefault("attended", everything)
-    # Heads lie in dim 1 of all values [B, H, ...]; processes are in the order of their heads.
+    # Heads lie in dim 2 of all values [n, B, H, ...]; processes are in the order of their heads.
     whole = {
-        name: like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 1)
+        name: (like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
         for name, like in values[0].items()
     }
-    q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
-    if layout is not None:
-        k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
-    return replace(call, values=whole, q_shape=q_shape, k_shape=k_shape, layout=layout)
+    for n, call in enumerate(calls):
+        layout = layout if differ else call.layout
+        q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
+        if layout is not None:
+            k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
+        own = {name: of[n] for name, of in whole.items()}
+        yield CapturedCall(call.site, call.at, own, q_shape, k_shape, layout, call.item)
