@@ -118,13 +118,15 @@ SMALL = 1 << 15  # elements; values up to here wait for the end: pinned memory o
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
     """Bring captured tensors to the CPU: what did not set off by itself in one copy for each dtype."""
-    if any(value.is_pinned() for call in calls for value in call.values.values()):
-        torch.cuda.synchronize()
-    waiting: dict[torch.dtype, list[tuple[dict[str, Tensor], str, Tensor]]] = {}
+    pinned, waiting = False, dict[torch.dtype, list[tuple[dict[str, Tensor], str, Tensor]]]()
     for call in calls:
         for name, value in call.values.items():
             if value.is_cuda:
                 waiting.setdefault(value.dtype, []).append((call.values, name, value))
+            elif value.numel() > SMALL:
+                pinned = pinned or value.is_pinned()
+    if pinned:
+        torch.cuda.synchronize()
     for small in waiting.values():  # a copy of each would wait for the GPU a thousand times
         flat = torch.cat([value.reshape(-1) for *_, value in small]).cpu()
         pieces = flat.split([value.numel() for *_, value in small])

@@ -44,7 +44,7 @@ def frame_values(
     by_slot = layout.chosen is None
     num_slots = len(layout.slots)
     added = None if bias is None else send(bias.values if by_slot else bias.per_token(), q.device)
-    means = frame_means(k, num_slots) if by_slot else k.float()
+    means = frame_sums(k, num_slots) / layout.tokens_per_slot if by_slot else k.float()
     parts = {"logits": with_bias(frame_logits(q, means, num_query_frames), added)}
     if mass and tails is not None:
         parts["mass"] = mass_of_tails(tails, num_query_frames)
@@ -100,20 +100,13 @@ def _visible_mean(logits: Tensor, members: Tensor) -> Tensor:
     return (logits.nan_to_num() @ members) / ((~logits.isnan()).float() @ members)
 
 
-def frame_means(x: Tensor, num_frames: int) -> Tensor:
-    """Mean over the tokens of each frame, accumulated in float32: [B, F·S, H, D] -> [B, F, H, D]."""
-    if x.is_cuda:
-        return frame_sums(x, num_frames) / (x.shape[1] // num_frames)
-    return x.unflatten(1, (num_frames, -1)).mean(2, dtype=torch.float32)
-
-
 def frame_sums(x: Tensor, num_frames: int) -> Tensor:
-    """Sum over the tokens of each frame in float32: [B, F·S, H, D] -> [B, F, H, D]."""
+    """Sum over the tokens of each frame, accumulated in float32: [B, F·S, H, D] -> [B, F, H, D]."""
     x = x.unflatten(1, (num_frames, -1))
     if x.is_cuda:
-        # A few frames of a few heads have too few sums for a GPU: rows of a frame first, then the frame.
+        # Frames of a few heads have too few sums for a GPU: those of rows first, then those of the frame.
         rows = next(n for n in range(isqrt(x.shape[2]), 0, -1) if x.shape[2] % n == 0)
-        return x.unflatten(2, (rows, -1)).sum(3, dtype=torch.float32).sum(2)
+        x = x.unflatten(2, (rows, -1)).sum(3, dtype=torch.float32)
     return x.sum(2, dtype=torch.float32)
 
 
@@ -133,7 +126,8 @@ def frame_logits_by_band(
 
     Exact: a dot product is the sum of those of its parts, and RoPE turns every pair of dims within one band.
     """
-    q_means = frame_means(q, num_query_frames) * q.shape[-1] ** -0.5
+    tokens = q.shape[1] // num_query_frames
+    q_means = frame_sums(q, num_query_frames) / tokens * q.shape[-1] ** -0.5
     parts = (x.transpose(1, 2).split(list(bands), -1) for x in (q_means, frame_key_means))  # [B, H, F, size]
     return torch.stack([q_part @ k_part.mT for q_part, k_part in zip(*parts, strict=True)], -1)
 

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from wan.activations import SiteCapture
+from wan.attention import Call
 from wan.cache import AnyCache, CachePolicy, KVCache
-from wan.capture import SMALL, Capture, CapturedCall
+from wan.capture import SMALL, Capture, CapturedCall, CaptureRequest
 from wan.errors import one_line
 from wan.keys import KeyLayout
 from wan.model import (
@@ -328,6 +329,7 @@ class ReplayedPass:
     ):
         self.model, self.layers, self.recorder, self.whole = model, layers, recorder, whole
         self.in_turn = MethodType(type(model).run_layers, model)
+        self.beside = torch.cuda.Stream(model.device) if recorder.stream else None
         self.forget()
 
     def forget(self) -> None:
@@ -434,13 +436,18 @@ class ReplayedPass:
 
     def run(self, one: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
         """Run the layers in turn, and put the values that a capture keeps one behind the other."""
-        capture = Capture(by.requests) if by else None
+        capture = CaptureBeside(by.requests, self.beside) if by else None
+        handles = (
+            [block.register_forward_hook(capture.join) for block in self.model.blocks] if capture else []
+        )
         self.recorder.is_whole = True
         try:
             with observed(capture):
                 one.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
         finally:
             self.recorder.is_whole = False
+            for handle in handles:
+                handle.remove()
         if capture and capture.calls:
             one.calls = capture.calls
             one.flat = torch.cat([x.reshape(-1) for call in one.calls for x in call.values.values()])
@@ -452,6 +459,31 @@ class ReplayedPass:
             own = {name: next(values).view(like.shape) for name, like in call.values.items()}
             layout = kv_cache.layouts[call.site.layer].on_host
             yield replace(call, at=at, values=own, layout=layout)
+
+
+class CaptureBeside(Capture):
+    """A capture whose values are computed beside the rest of the layer, on a stream of their own.
+
+    A layer's products leave parts of a GPU idle, and the more of them the smaller its share of the heads.
+    """
+
+    def __init__(self, requests: tuple[CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
+        super().__init__(requests)
+        self.stream = stream
+        self.held: list[Any] = []  # what the stream reads is not given to others before it is done
+
+    def observe(self, call: Call) -> None:
+        if self.stream is not None and self.wants(call.site):
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.held.append((call.q, call.k, call.lse, call.tails))
+        with torch.cuda.stream(self.stream):
+            super().observe(call)
+
+    def join(self, *given: Any) -> None:
+        """Wait for the stream at the end of a layer: the next one overwrites what peers sent to this GPU."""
+        if self.held and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.held.clear()
 
 
 class Inputs(OnOneGPU):

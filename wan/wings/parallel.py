@@ -318,6 +318,8 @@ def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
 
 def _as_bytes(values: Sequence[Tensor]) -> Tensor:
     """Lay values of several dtypes one behind the other, uint8 [n]."""
+    if len({x.dtype for x in values}) == 1:  # mostly: one step for all
+        return torch.cat([x.reshape(-1) for x in values]).view(torch.uint8)
     return torch.cat(
         [torch.empty(0, dtype=torch.uint8), *(x.contiguous().flatten().view(torch.uint8) for x in values)]
     )
@@ -378,5 +380,5 @@ def _joined(
         q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
         if layout is not None:
             k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
-        own = {name: of[n] for name, of in whole.items()}
+        own = {name: of[n].clone() for name, of in whole.items()}  # one call does not keep all
         yield CapturedCall(call.site, call.at, own, q_shape, k_shape, layout, call.item)
