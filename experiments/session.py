@@ -598,8 +598,8 @@ def encode_prompts(
     # Remembered states are taken where all that their bits depend on is the same (states_files)
     where, known = encoding_device(config, device), dict[str, PromptStates]()
     encoder: TextEncoder | None = None
-    for prompt, path in zip(prompts, states_files(config, prompts, sizes, dtype, where), strict=True):
-        if path is not None and is_of(path):
+    for prompt, path, is_there in states_files(config, prompts, sizes, dtype, where):
+        if path is not None and is_there:
             with suppress(CheckpointError):  # damaged: to be made again
                 known[prompt] = read_states(path, sizes)
                 continue
@@ -623,27 +623,28 @@ def needs_encoder(
     """Return True where encode_prompts would load umT5."""
     if config.prompt_embeds:
         return False
-    paths = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
-    return not all(path is not None and is_of(path) for path in paths)
-
-
-def is_of(path: Path) -> bool:
-    """Return True where remembered states say that they are those that the file is named by."""
-    with suppress(CheckpointError):
-        return read_weights_file(path).get("fingerprint") == path.stem
-    return False
+    files = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
+    return not all(is_there for *_, is_there in files)
 
 
 def states_files(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> list[Path | None]:
-    """Name the files of prompts' states by all that their bits depend on. None: they are not remembered."""
+) -> Iterator[tuple[str, Path | None, bool]]:
+    """Name the file of each prompt's states by all that their bits depend on, and say whether it is there.
+
+    None: states are not remembered.
+    """
     if config.embeds_dir is None:
-        return [None] * len(prompts)
+        yield from ((prompt, None, False) for prompt in prompts)
+        return
     files = describe_files(encoder_files(config.ckpt_dir))
     made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "versions": versions()}
     made_of |= {"device": device_name(device), "code": code_version()}
-    return [Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt" for prompt in prompts]
+    for prompt in prompts:
+        path, is_there = Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt", False
+        with suppress(CheckpointError):  # absent or damaged; a file of another name is of other states
+            is_there = read_weights_file(path).get("fingerprint") == path.stem
+        yield prompt, path, is_there
 
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:

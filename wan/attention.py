@@ -62,10 +62,8 @@ class Call:
         return replace(self, q=q, k=k, v=v, layout=self.layout.of_item(item), lse=lse, tails=tails)
 
     def parts(self) -> Iterator["Call"]:
-        """Yield the call of each block, where a forward is over blocks at several noise levels."""
-        if self.at is None or not self.at.parts:
-            yield self
-            return
+        """Yield the call of each block of a forward over blocks at several noise levels."""
+        assert self.at is not None
         tokens, start = self.q.shape[1] // len(self.at.query_frames), 0
         for part in self.at.parts:
             rows = slice(start, start := start + tokens * len(part.query_frames))

@@ -500,7 +500,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
     @torch.no_grad()
     def observe(self, call: Call) -> None:
         """Keep what is asked for of a call whose softmax is done."""
-        for part in call.parts():
+        for part in call.parts() if call.at is not None and call.at.parts else (call,):
             asked = [request for request in self.requests if request.wants(part.site, part.at)]
             if not asked:
                 continue

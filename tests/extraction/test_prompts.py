@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def state_file(config, prompt, *given):
-    (path,) = sessions.states_files(config, [prompt], *given)
+    ((_, path, _),) = sessions.states_files(config, [prompt], *given)
     return path
 
 
