@@ -1,4 +1,4 @@
-"""Batches of rollouts, with their unedited latents; heads that lose their past; what heads attend to.
+"""Batches of rollouts, with their unedited latents; heads that lose their past.
 
 Differences are root mean squares of x0 per latent frame, in units of the distance between two seeds: a
 rollout feeds on itself, so that any edit ends as far away as another seed would.
@@ -6,17 +6,14 @@ rollout feeds on itself, so that any edit ends as far away as another seed would
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from experiments.extraction.provenance import threads_for
 from wan.blocks import block_ranges
-from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import RunConfig
 from wan.interventions import HeadOutputs, Knockout, record_head_outputs
 from wan.noise import draw_noise
@@ -75,14 +72,6 @@ class Runs(Batch):
         self.between_seeds = distance(self.latents, Batch(self.session, others).rollout())
         self.means: dict[object, object] = {}  # of reference sets, read once
 
-    def of(self, rows: Sequence[int]) -> "Runs":
-        """Return some of these runs, without the outputs of heads."""
-        found, some = copy(self), list(rows)
-        found.configs = [self.configs[row] for row in some]
-        found.noise, found.renoise, found.text = self.noise[some], self.renoise[:, some], self.text[some]
-        found.latents, found.between_seeds = self.latents[some], self.between_seeds[some]
-        return found
-
 
 def distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the root mean square difference per frame, float64 [B, F] of [B, F, C, h, w], on the CPU."""
@@ -131,20 +120,3 @@ def knockouts(
         if (frames := [*dropped(ranges[block])])
         for layer, some in layers.items()
     )
-
-
-# --- What heads attend to
-def frame_matrices(runs: Batch, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean logits and mass of a pass of unedited runs, float64 [R, layers, H, F, F]; NaN: not seen."""
-    with ATTENTION_WEIGHT_CAPTURE.capture(granularity="frame", steps=[step]) as calls:
-        runs.rollout()
-    model, frames = runs.session.model_config, runs.configs[0].num_frames
-    # [R, layers, H, F, F]
-    shape = len(runs.configs), model.num_layers, model.num_heads, frames, frames
-    logits, mass = (np.full(shape, np.nan) for _ in range(2))
-    for call in calls:
-        assert call.at is not None and call.layout is not None
-        rows, columns = np.array(call.at.query_frames)[:, None], np.array(call.layout.frames)
-        for matrix, name in ((logits, "frame_logits"), (mass, "frame_mass")):
-            matrix[:, call.site.layer][:, :, rows, columns] = call.values[name].double().numpy()
-    return logits, mass

@@ -39,7 +39,7 @@ def check_figures(folder, count):
 @pytest.mark.slow
 def test_the_first_frame_is_measured_and_drawn_again(tmp_path):
     output = tmp_path / "results.json"
-    first_frame.run(["--output_path", str(output), "--figures", str(tmp_path), "--device", "cpu"])
+    first_frame.run(["--output_path", str(output), "--figures", str(tmp_path)])
     measured = json.loads(output.read_text())
     committed = json.loads((RESULTS / "first_frame/results.json").read_text())
     assert measured.pop("environment").keys() == committed.pop("environment").keys()

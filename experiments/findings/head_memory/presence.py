@@ -25,12 +25,19 @@ from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import knockout_shares
 from experiments.figures.style import save_svg
-from experiments.findings.head_memory.captions import Design, captions_behind_a_wall
-from experiments.findings.head_memory.presence_trials import CHOSEN, HALVES, SEEN, PresenceTrials
-from experiments.findings.report import finding_parser, miniature_config
+from experiments.findings.head_memory.presence_trials import (
+    CHOSEN,
+    HALVES,
+    SEEN,
+    Design,
+    PresenceTrials,
+    captions_behind_a_wall,
+)
+from experiments.findings.report import finding_parser
 from experiments.miniature.moving_shapes import SHAPES
 from experiments.running.cli import count, main
 from experiments.session import load
+from wan.config import load_config
 from wan.errors import ConfigError
 from wan.files import read_json
 
@@ -67,6 +74,8 @@ def run(argv=None):
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--measure", action="store_true", help="make the trials of --ckpt_dir that are missing")
     what.add_argument("--collect", action="store_true", help="read the answers of all trials in --folder")
+    flag("--config_path", default="configs/wan_mini.yaml")
+    flag("--device", default="auto")
     flag("--ckpt_dir", nargs="+", default=["checkpoints/wan-mini"], help="directories of miniatures")
     flag("--captions", type=count, default=Design.captions, help="on which heads are judged")
     flag("--selection", type=count, default=Design.selection, help="captions on which heads are chosen")
@@ -89,7 +98,8 @@ def measure(args: argparse.Namespace) -> None:
     """Make the trials that are missing of each miniature."""
     design = Design(args.captions, args.selection, args.seeds)
     for ckpt_dir in args.ckpt_dir:
-        config = miniature_config(args, ckpt_dir)
+        weights = {"ckpt_dir": ckpt_dir, "checkpoint_path": f"{ckpt_dir}/self_forcing_mini.pt"}
+        config = load_config(args.config_path, {"device": args.device, "dtype": "float32"} | weights)
         session = load(config).prepare((), PresenceTrials.texts())
         torch.backends.cudnn.benchmark = session.device.type == "cuda"  # a decoder of one size
         trials = PresenceTrials(config, session, args.folder / f"{Path(ckpt_dir).name}.jsonl", design)

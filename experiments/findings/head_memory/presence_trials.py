@@ -21,12 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.findings.head_memory.captions import (
-    SEED_STEP,
-    Design,
-    NumberedScenes,
-    captions_behind_a_wall,
-)
 from experiments.miniature.moving_shapes import (
     BACKGROUNDS,
     COLORS,
@@ -36,16 +30,28 @@ from experiments.miniature.moving_shapes import (
     Scene,
     coverage,
 )
-from experiments.miniature.tracking import DIFFERS, SMALLEST, grown, in_sight, judge, outline_size, shrunk
+from experiments.miniature.tracking import (
+    DIFFERS,
+    SETS,
+    SMALLEST,
+    grown,
+    held_out_scenes,
+    in_sight,
+    judge,
+    outline_size,
+    shrunk,
+)
 from experiments.session import Session
 from experiments.studies.batches import Head, by_layer, matched
 from experiments.studies.paired_prompts import OTHER, Pair, PairedRuns, RecordedCalls
 from wan.blocks import block_ranges
 from wan.config import RunConfig
+from wan.errors import ConfigError
 from wan.interventions import Edit, Knockout, Patch, intervene
 from wan.sites import ActivationSite, Pass, Watcher
 from wan.vae import VAE
 
+SEED_STEP = 10_000  # between seeds of a caption; the first is the caption's number, as in evaluation.json
 CHOSEN = 8  # heads of a set
 DRAWS = 4  # random sets of the same layers
 HALVES = 2
@@ -56,10 +62,31 @@ HEADS_AT_ONCE = 4  # single heads without a past in one batch
 DECODED_AT_ONCE = 32  # videos; one size of batches, for which cuDNN looks for its kernels once
 CHECKED = 32  # videos that the tracker judges too, one by one
 
+NumberedScenes = list[tuple[int, Scene]]
 Answers = dict[str, Any]  # question -> a character a video; None of a shape or colour is "-"
 
 
 # --- Scenes and pairs
+@dataclass(frozen=True)
+class Design:
+    """Sizes of the study."""
+
+    captions: int = 96
+    selection: int = 24
+    seeds: int = 3
+
+
+def captions_behind_a_wall(design: Design) -> tuple[NumberedScenes, NumberedScenes]:
+    """Return held-out scenes of different captions with their numbers, of the test and of the selection."""
+    count, found = design.captions + design.selection, dict[str, tuple[int, Scene]]()
+    for number, scene in enumerate(held_out_scenes(SETS["behind a wall"], 4 * count)):
+        found.setdefault(scene.caption, (number, scene))
+    chosen = [*found.values()][:count]
+    if len(chosen) < count:
+        raise ConfigError(f"{count} captions behind a wall are asked for, {len(chosen)} are held out")
+    return chosen[: design.captions], chosen[design.captions :]
+
+
 def other_color(scene: Scene) -> str:
     """Return the next of COLORS that stands out from the background."""
     names = [*COLORS]

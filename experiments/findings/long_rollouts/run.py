@@ -102,6 +102,8 @@ Values = Mapping[str, np.ndarray]  # of a policy: measure -> [prompts]
 def run(argv=None):
     parser = finding_parser(__doc__, "long_rollouts")
     flag = parser.add_argument
+    flag("--config_path", default="configs/wan_mini.yaml")
+    flag("--device", default="auto")
     flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
     flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
     flag("--lengths", type=count, nargs="+", default=[21, 45, 93, 141, 240], help="latent frames")
