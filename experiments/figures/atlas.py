@@ -30,9 +30,9 @@ def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title="Measures of every head"
 ) -> Figure:
     """Draw a panel per measure, scales from the 2nd to 98th percentile, shared by logits and by effects."""
-    # Six maps are a sweep's, two measures in three ways: a row for each measure
+    # Rows of four at most, as even as can be: a sweep's six are two measures in three ways
     shown = [(m, m.values) for m in maps if m.values is not None and np.isfinite(m.values).any()]
-    columns = 3 if len(shown) == 6 else max(1, min(4 if len(shown) <= 8 else 5, len(shown)))
+    columns = -(-len(shown) // max(1, -(-len(shown) // 4))) or 1
     # At a column's width there are two side by side: low ones, that all may stand on one page
     tall = 1.0 if st.is_narrow() and len(shown) > 4 else _height(len(layers)) + 0.3
     figure, axes = st.panels(len(shown), columns, (3.0, tall))
