@@ -98,11 +98,10 @@ done
 fetch --format human
 python - "$model" "Wan-AI/$base" "$target" "$repository" <<'PY' || exit 1
 import sys
+from hashlib import file_digest
 from pathlib import Path
 
 from huggingface_hub import HfApi
-
-from wan.checkpoint import file_sha256
 
 checked = hashed = 0
 for folder, repository in zip(sys.argv[1::2], sys.argv[2::2]):
@@ -112,7 +111,8 @@ for folder, repository in zip(sys.argv[1::2], sys.argv[2::2]):
             continue
         checked, wanted = checked + 1, entry.lfs.sha256 if entry.lfs else None
         hashed += wanted is not None
-        wrong = file.stat().st_size != entry.size or (wanted and file_sha256(file) != wanted)
+        with file.open("rb") as content:
+            wrong = file.stat().st_size != entry.size or (wanted and file_digest(content, "sha256").hexdigest() != wanted)
         if wrong:
             sys.exit(f"error: {file} is not the file that the hub has; remove it, and run the same command again")
 print(f"checked: the sizes of {checked} files are the hub's, and so are the SHA-256 of {hashed}")

@@ -1,5 +1,7 @@
 """On a pretended GPU: what waits for the device, which a real one would have to answer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import golden_model
@@ -8,6 +10,7 @@ from helpers.rollouts import TWO_STEPS
 
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.interventions import Ablate, Bias, Knockout, Move, intervene, record_head_outputs
+from wan.model import CausalWanModel
 from wan.pipeline import CausalInferencePipeline
 from wan.policies import make_policy
 
@@ -18,12 +21,20 @@ CHOSEN = {"name": "participative", "window": 9, "sink": 3, "budget": 7, "recent"
 BANK = {"name": "memory_bank", "window": 9, "sink": 3, "bank": 2, "interval": 1}
 
 
+def two_layers(gpu) -> CausalWanModel:
+    """The golden model's first two: what waits for a GPU waits in the first already."""
+    model = golden_model()
+    del model.blocks[2:]
+    model.config = replace(model.config, num_layers=2)
+    return model.to(gpu)
+
+
 @pytest.mark.parametrize("policy", [{"name": "full"}, BANK, CHOSEN], ids=lambda policy: policy["name"])
 def test_a_rollout_waits_for_the_gpu_only_where_its_capture_ends(policy):
     with pretended_gpu() as gpu:
         x, text = torch.randn(1, 12, 16, 4, 6).to(gpu), torch.randn(1, 32, 64).to(gpu)
         options = {"cache_policy": make_policy(**policy)} | TWO_STEPS
-        pipeline = CausalInferencePipeline(golden_model().to(gpu), **options)
+        pipeline = CausalInferencePipeline(two_layers(gpu), **options)
         waited.clear()
         with ATTENTION_WEIGHT_CAPTURE.capture(FRAMES, *([] if policy is CHOSEN else [MAPS])) as calls:
             pipeline.inference(x, prompt_embeds=text, renoise=x[None])
@@ -45,7 +56,7 @@ def test_edited_calls_wait_for_nothing():
     ]
     with pretended_gpu() as gpu:
         x, text = torch.randn(1, 6, 16, 4, 6).to(gpu), torch.randn(1, 32, 64).to(gpu)
-        pipeline = CausalInferencePipeline(golden_model().to(gpu), **TWO_STEPS)
+        pipeline = CausalInferencePipeline(two_layers(gpu), **TWO_STEPS)
         with record_head_outputs() as outputs:
             pipeline.inference(x, prompt_embeds=text, renoise=x[None])
         with intervene(*edits, data={edits[4]: outputs}) as session:

@@ -632,14 +632,22 @@ def test_the_runner_refuses_parameters(layer_folder, tmp_path):
 
 
 def test_a_notebook_that_fails_is_named(tmp_path, capfd, monkeypatch):
-    """A cache that is damaged after the layers were chosen."""
+    """A cache that is damaged after the layers were chosen; in a notebook whose kernel loads no torch."""
     save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
-    monkeypatch.setattr(NotebookRuns, "parameters", lambda self, layer: {"CACHE_PATH": "../cache/none.pt"})
+    cells = [nbformat.v4.new_code_cell("class CacheError(Exception): pass\nraise CacheError('none found')")]
+    about = {"kernelspec": {"name": "python3", "display_name": "Python", "language": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=about), tmp_path / "short.ipynb")
+    execute = papermill.execute_notebook
+    monkeypatch.setattr(
+        papermill,
+        "execute_notebook",
+        lambda path, *given, **how: execute(tmp_path / "short.ipynb", *given, **how),
+    )
     flags = ["plt_fig4.ipynb", tmp_path / "a.pt", "1", "--output_dir", tmp_path / "out"]
     with pytest.raises(SystemExit) as ended:
         cli.main(run_notebooks.run, [*map(str, flags)])
     said = capfd.readouterr().err
-    assert ended.value.code == 1 and "error: layer 1: CacheError: ../cache/none.pt not found" in said
+    assert ended.value.code == 1 and "error: layer 1: CacheError: none found" in said
     assert (tmp_path / "out" / "notebooks" / "layer1.failed.ipynb").is_file()
 
 
