@@ -43,7 +43,7 @@ from experiments.caches.formats import SCHEMA_VERSION
 from experiments.caches.store import layer_from_atlas
 from experiments.captured import policy_atlas
 from experiments.figures import style
-from experiments.figures.folder import save_contact_sheet
+from experiments.figures.folder import FigureFolder, save_contact_sheet
 from experiments.findings.long_rollouts import run as policy_findings
 from experiments.running import cli
 from experiments.running.notebooks import NotebookRuns
@@ -62,11 +62,11 @@ def ipython() -> InteractiveShell:
     return shell
 
 
-def run(name, folder, cache=None, parameter="CACHE_PATH", **parameters):
+def run(name, folder, cache=None, parameter="CACHE_PATH", writes=True, **parameters):
     """Printed text and the words of every figure, by its path, of a notebook over a cache.
 
     An error's text comes last. Figures are neither laid out, which takes most of the time, nor drawn again to
-    be shown: both is for tests/figures.
+    be shown: both is for tests/figures. Nor are they written, unless writes.
     """
     if cache is not None:
         save_cache(folder / "c.pt", cache)
@@ -78,6 +78,8 @@ def run(name, folder, cache=None, parameter="CACHE_PATH", **parameters):
         patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
         for name in ("_fit", "_show"):
             patch.setattr(style, name, lambda figure: None)
+        if not writes:
+            patch.setattr(FigureFolder, "save", lambda self, figure, name: figure)
         ipython().reset(new_session=True)
         for cell in notebook.cells:
             if cell.cell_type == "code" and not (done := ipython().run_cell(cell.source)).success:
@@ -132,7 +134,9 @@ def test_an_older_layer_cache_prints_the_older_notebooks_numbers(tmp_path):
     assert drawn.keys() == set(names.values()) and all(name in printed for name in names.values())
     assert "H2 (sink=3.28)" in drawn[names["perhead_grid"]] and "Shown     21 latent frames" in printed
     assert "not attended" in drawn[names["2d_heatmap_all_heads"]]
-    of_atlas, _ = run("extract_all_attention", tmp_path)  # by default the layer is taken out of this atlas
+    of_atlas, _ = run(
+        "extract_all_attention", tmp_path, writes=False
+    )  # by default the layer is taken out of this atlas
     assert [row_of(of_atlas, str(h)) for h in range(12)] == [row_of(printed, str(h)) for h in range(12)]
     # It has the first pass alone; another is not drawn as if it were that
     said, _ = run("extract_all_attention", tmp_path, DATA_PATH=str(tmp_path / "layer20.pt"), STEP=2)
@@ -169,7 +173,8 @@ def test_probabilities_of_a_window_of_logits_and_of_an_atlas(tmp_path):
     assert all("ayer 5" in text and "not attended" in text for text in drawn.values())
     atlas = synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4), F=9, H=3, S=5)
     mass = atlas["frame_mass"][2, 1, 2, -3:].double().mean(0)  # layer 5, clean pass, head 2, last block
-    printed, _ = run("plot_figure4", tmp_path, atlas, WEIGHT_INDEX=5, HEAD=2, QUANTITY="mass")
+    chosen = {"WEIGHT_INDEX": 5, "HEAD": 2, "QUANTITY": "mass"}
+    printed, _ = run("plot_figure4", tmp_path, atlas, writes=False, **chosen)
     stored_in_half = float(row_of(printed.split("(max")[1], "2")[1])
     assert stored_in_half == pytest.approx(float(mass[0]), abs=1e-3)
     said, _ = run("plot_figure4", tmp_path, atlas, WEIGHT_INDEX=6)

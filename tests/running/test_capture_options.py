@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.running import cli
 from wan.errors import ConfigError
-from wan.policies import WindowedPolicy
+from wan.policies import POLICIES, WindowedPolicy
 
 PROMPTS = ["a red circle", "a blue square"]
 
@@ -125,6 +126,7 @@ def test_one_head_and_means_of_atlases_are_drawn(pipe):
         mean.plot(layer=1, head=9)
 
 
+@patch.dict(POLICIES)  # a policy is known from its class on
 @pytest.mark.parametrize(
     "admit, said",
     [
