@@ -35,12 +35,10 @@ SLOW = "memory figures own_code tracking training evaluation long_rollout parall
 SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison head_memory "
 SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
-# Files of half a minute and more on one core, the longest first. tests/run.sh tells xdist to keep this order:
+# Files of ten seconds and more on one core, the longest first. tests/run.sh tells xdist to keep this order:
 # its own begins with files of many tests, and ends with a few that are long.
-LONGEST = (
-    "readme_commands notebooks types sweep figures layout engine remedies pretended_gpu stopping findings "
-)
-LONGEST += "installed own_code run rollouts golden_policies training parallel head_memory kernels cli"
+LONGEST = "readme_commands notebooks golden_policies own_code types engine run cli figures sweep rollouts "
+LONGEST += "stopping remedies findings scripts head_memory long_rollout parallel training layout kernels"
 LONGEST_FIRST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")

@@ -161,7 +161,7 @@ def test_a_killed_worker_and_ctrl_c_lose_nothing_and_nothing_is_made_twice(tmp_p
     assert running.returncode == 130 and "stopping after this item" in "".join(said), said
     assert f"{done} of 100 are done and will not be made again" in said[-1] and 20 <= done < 100
     assert workers and not psutil.wait_procs(workers, timeout=10)[1]
-    assert made(Sleeping(tmp_path), items_of(100, 0.1)) == (100, 0)
+    assert made(Sleeping(tmp_path), items_of(100, 0.001)) == (100, 0)
 
 
 @pytest.mark.beside
