@@ -8,10 +8,9 @@ What is done is kept in OUTPUT_PATH.partial: the same command goes on where it w
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from experiments.caches.files import replacing, require_writable
+from experiments.caches.files import require_writable, save_report
 from experiments.running.cli import Parser, count, main, whole_number
 from experiments.running.ranks import workers_of
 from wan.config import load_config
@@ -41,8 +40,7 @@ def run(argv=None):
     require_writable(partial)
     # Workers fork: nothing has touched a GPU yet.
     report = evaluate(config, args.captions, args.clips, partial, workers)
-    with replacing(args.output_path) as file:
-        file.write(json.dumps(report, indent=1).encode() + b"\n")
+    save_report(report, args.output_path)
     print("VAE:", report["vae"])
     for name, part in report["captions"].items():
         for source, result in part["shares"].items():

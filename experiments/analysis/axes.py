@@ -98,29 +98,21 @@ def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="
     return KeyColumns(axis, tuple(names), tuple(seen), np.concatenate([whole, by_slot[:, averages]], 1))
 
 
-def key_matrix(
-    atlas: dict, layer: int, step: int | None, quantity: str, axis="frame"
+def position_matrix(
+    atlas: dict, layer: int, step: int | None, quantity: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return query frames × keys [H, F, columns] and labels; at one position masses add, logits average."""
+    """Return query frames × temporal positions of keys [H, F, positions], and labels of the positions."""
     i = atlas["layers"].index(layer)
-    frames, positions = slots_of(atlas, i)
-    by_slot = _slot_values(atlas, i, step, quantity)
-    if axis == "position":
-        names = tuple(str(p) for p in range(max(0, int(positions.max())) + 1))
-        columns, matrix = positions, np.full((*by_slot.shape[:2], len(names)), np.nan, np.float32)
-    else:
-        whole, is_average = _stored(atlas, "frame", i, step, quantity), frames == AVERAGE
-        count = int(is_average.sum(1).max(initial=0))
-        names = (*map(str, range(whole.shape[2])), *(f"μ{k}" for k in range(1, count + 1)))
-        matrix = np.concatenate([whole, np.full((*whole.shape[:2], count), np.nan, np.float32)], 2)
-        columns = np.where(is_average, whole.shape[2] + np.cumsum(is_average, 1) - 1, -1)
+    positions, by_slot = slots_of(atlas, i)[1], _slot_values(atlas, i, step, quantity)
+    count = max(0, int(positions.max())) + 1
+    matrix = np.full((*by_slot.shape[:2], count), np.nan, np.float32)
     # Slots at one position: shares of mass add, logits do not
     reduce = np.mean if quantity == "mean_logit" else np.sum
     for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))[: as_cache(atlas).done]):
-        for column in {int(c) for c in columns[block] if c >= 0}:
-            values = by_slot[:, list(queries)][:, :, columns[block] == column]
-            matrix[:, list(queries), column] = reduce(values, 2)
-    return matrix, names
+        for position in {int(p) for p in positions[block] if p >= 0}:
+            values = by_slot[:, list(queries)][:, :, positions[block] == position]
+            matrix[:, list(queries), position] = reduce(values, 2)
+    return matrix, tuple(map(str, range(count)))
 
 
 def slot_marks(atlas: dict, i: int, block: int) -> list[str]:

@@ -7,7 +7,6 @@ table STAGES has their recipes, experiments/train_mini.py the commands.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import shutil
 import time
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from experiments.caches.files import replacing, require_writable
+from experiments.caches.files import replacing, require_writable, save_report
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.miniature import SHIPPED
 from experiments.miniature.moving_shapes import (
@@ -49,6 +48,7 @@ from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
 from wan.config import ModelConfig
 from wan.errors import ConfigError
+from wan.files import read_json
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule
 from wan.policies import of_window
@@ -822,7 +822,6 @@ def train(name: str, output_dir: Path, device: str = "auto", **given: Any) -> di
     numbers = {"vae": train_vae, "base": train_base}.get(name, train_causal)(stage)
     recipe = {field: getattr(stage, field) for field in LOGGED}
     entry = {"environment": environment(chosen)} | recipe | numbers
-    log = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    with replacing(path) as file:
-        file.write(json.dumps(log | {name: entry}, indent=1).encode() + b"\n")
+    log = read_json(path) if path.exists() else {}
+    save_report(log | {name: entry}, path)
     return entry

@@ -6,7 +6,6 @@ moves when the head loses that past, or takes the other run's; no tracker is nee
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from experiments.caches.files import replacing, require_writable
+from experiments.caches.files import replacing, require_writable, save_report
 from experiments.extraction.provenance import environment, fingerprint
 from experiments.extraction.rollout import Progress, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
@@ -239,8 +238,7 @@ def measure_heads(args: argparse.Namespace, config: RunConfig, out: Path) -> Non
         }
         # 3. Try the budget in a rollout, so that its time and its distance are known.
         report |= called(client, tried, config, session, pairs[0], str(out))
-        with replacing(out.with_suffix(".json")) as file:
-            file.write(json.dumps(report, ensure_ascii=False).encode() + b"\n")
+        save_report(report, out.with_suffix(".json"))
         print(f"{out}: {report['seconds with budget']} s a rollout, {report['seconds without']} s without")
         whole, heads = (np.mean(report[f"seconds of {of}"]) for of in ("pairs", "heads"))
         all_heads = whole + heads * (every / len(layers) - 1)

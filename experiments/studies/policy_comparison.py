@@ -5,7 +5,6 @@ changes rounding alone.
 """
 
 import argparse
-import json
 import os
 import time
 from collections import Counter
@@ -24,7 +23,7 @@ from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
-from experiments.caches.files import claimed, mp4_tag, replacing, require_writable
+from experiments.caches.files import claimed, mp4_tag, require_writable, save_report
 from experiments.extraction.memory import kv_cache
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import (
@@ -367,8 +366,7 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
         seconds = round(time.monotonic() - start, 1)
         made = {"made": called(client, environment, comparison.session.device), "made_seconds": seconds}
         table = {"measures": MEASURES | SUMMARIES} | merged(comparison) | made
-        with replacing(path) as file:
-            file.write(json.dumps(table, ensure_ascii=False).encode() + b"\n")
+        save_report(table, path)
         watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {memory()}")
 
 
