@@ -11,17 +11,18 @@ if [ ! -x .venv/bin/python ]; then
 fi
 # shellcheck disable=SC1091
 source .venv/bin/activate
+# Of 18,000 files most are never imported, and compiling them all takes a minute; unless Python may keep nothing that it compiles
+compile=--no-compile && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
 wanted=$(cat requirements.txt pyproject.toml | cksum)
 if [ "$wanted" != "$(cat .venv/installed 2>/dev/null)" ]; then
     echo "installing requirements.txt into .venv (once)"
-    # --no-compile: of 18,000 files most are never imported, and compiling them all takes a minute on one core
     if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi > /dev/null; then
         # For Linux the usual torch brings CUDA along: gigabytes that only a GPU needs. Where this fails, it is what comes.
-        python -m pip install -q --disable-pip-version-check --no-compile --no-deps --retries 1 \
+        python -m pip install -q --disable-pip-version-check $compile --no-deps --retries 1 \
             --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "$(grep '^torch==' requirements.txt)" 2> /dev/null ||
             echo "notice: torch's CPU wheels were not found; the usual ones, with CUDA, take some GB more"
     fi
-    python -m pip install -q --disable-pip-version-check --no-compile -r requirements.txt || exit 1
+    python -m pip install -q --disable-pip-version-check $compile -r requirements.txt || exit 1
     # ipykernel would warn, at every start, that a kernel on this machine is not encrypted
     mkdir -p .venv/etc/ipython && echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
     echo "$wanted" > .venv/installed
