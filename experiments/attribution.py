@@ -32,7 +32,7 @@ from experiments.extraction.rollout import observed as observing
 from experiments.session import Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, checked, did_you_mean, short_repr
+from wan.errors import ConfigError, as_numbers, checked, did_you_mean, require_known, short_repr
 from wan.gradients import Attribution, Gradients, Metric
 from wan.interventions import Patch, Source, reusable
 from wan.sites import OF_FORWARD, ActivationSite, check_site, observed, watched
@@ -156,8 +156,7 @@ class SiteGradients(Mapping[str, Activations]):
         return tables(self.recorder.found)
 
     def __getitem__(self, site: str) -> Activations:
-        if site not in self:
-            raise ConfigError(f"no gradient at {short_repr(site)}{did_you_mean(site, self.recorder.sites)}")
+        require_known(site, self.recorder.sites, "no gradient at {}")
         return self.tables[site]
 
     def __contains__(self, site: object) -> bool:

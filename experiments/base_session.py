@@ -22,11 +22,11 @@ from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CaptureRequest
 from wan.config import RunConfig, as_one_block, load_config
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, refuse, require_known
 from wan.interventions import intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
-from wan.sites import active_edits
+from wan.sites import active_edits, require_no_data
 from wan.text2video import TextToVideoPipeline
 
 
@@ -43,11 +43,7 @@ class BaseSession(Session):
 
     def generate(self, *given: Any, config: RunConfig | None = None, **more: Any) -> Any:
         # Before anything is loaded: means and runs in step are made by causal rollouts alone.
-        edits = (config or self.config).edits
-        if needy := next((edit for edit in edits if edit.needs), None):
-            raise ConfigError(
-                f"runs of the base model cannot make this edit, which needs {needy.needs}: {needy}"
-            )
+        require_no_data((config or self.config).edits, "runs of the base model")
         return super().generate(*given, config=config, **more)
 
     def prompts_of(self, config: RunConfig) -> list[str]:
@@ -73,10 +69,11 @@ class BaseSession(Session):
         watching: AbstractContextManager[None],
         first_frames: Any = None,
     ) -> list[Run]:
-        if first_frames is not None or configs[0].first_frames:
-            raise ConfigError("the base model makes all frames at once; leave first_frames out")
-        if len(configs) > 1:
-            raise ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
+        given, count = first_frames is not None or configs[0].first_frames, len(configs)
+        refuse(
+            (given, "the base model makes all frames at once; leave first_frames out"),
+            (count > 1, f"the base model makes one video at a time, not {count} together"),
+        )
         config, base = configs[0], configs[0].base
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
         # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
@@ -121,8 +118,8 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
     last = config.base.num_steps - 1
     known = {str(step): [step] for step in range(last + 1)}
     known |= {"first": [0], "last": [last], "all": [*range(last + 1)]}
-    if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"step {short_repr(unknown[0])} is not first, last, all or in 0..{last}")
+    for name in names:
+        require_known(name, known, f"step {{}} is not first, last, all or in 0..{last}")
     return sorted({step for name in names for step in known[name]})
 
 

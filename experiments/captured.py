@@ -22,7 +22,7 @@ from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
-from experiments.caches.files import CacheError, RunError
+from experiments.caches.files import CacheError, RunError, require_held
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.store import require_one_model
 from experiments.caches.view import Profiles, open_profiles
@@ -47,9 +47,9 @@ from experiments.session import CAPTURES, Session, load
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
-from wan.config import Device, RunConfig
+from wan.config import RunConfig
 from wan.diffusers_capture import transformers_of, watching
-from wan.errors import ConfigError, as_numbers, checked, did_you_mean, fitted, short_repr
+from wan.errors import ConfigError, as_numbers, checked, named, require_known, short_repr
 from wan.interventions import Custom, Edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
@@ -83,9 +83,6 @@ UNITS = {
     "frame_logits_by_band": "frame_logits by RoPE band, in logits; the bands sum to them",
     "last_block_frame_logits": "mean q·k/√D, mean over the last block's queries",
 }
-
-
-NO_SITE = 'stream_to= takes activations: name a site, as capture(session, "resid_post", ...)'
 
 
 # --- Capture
@@ -124,6 +121,8 @@ def capture(
         chosen["layers"], sites = sites[0], sites[1:]
     for name in {"layers", "blocks", "steps", "frames", "heads"} & {*chosen}:
         chosen[name] = as_numbers(name, chosen[name])
+    if stream_to is not None and not sites:
+        raise ConfigError('stream_to= takes activations: name a site, as capture(session, "resid_post", ...)')
     captured = Captured([], None, stream_to)
     if not isinstance(session, Session):
         with _captured_pipeline(session, captured, sites, chosen):
@@ -136,8 +135,6 @@ def capture(
         check_capture(session, captured.watcher, stream_to is not None)
         if captured.folder is not None:
             captured.folder.require(captured.request)
-    elif stream_to is not None:
-        raise ConfigError(NO_SITE)
     else:
         captured.requests = attention_requests(session.config, **chosen)
         memory.check_requests(session.config, session.model_config, captured.requests)
@@ -163,8 +160,6 @@ def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chose
             with only_pipeline(x), streaming as captured.runs:  # type: ignore[assignment]
                 yield
             return
-    elif captured.folder is not None:
-        raise ConfigError(NO_SITE)
     else:
         captured.requests = pipeline_requests(**chosen)
     runs: list[PipelineRun] = []
@@ -224,20 +219,10 @@ INTERNAL = ("sites", "on_block", "kept", "items", "newest")  # of SiteCapture, n
 def check_chosen(chosen: dict[str, Any]) -> None:
     """Raise ConfigError for what SiteCapture does not take; the name of a dtype becomes the dtype."""
     known = [each.name for each in fields(SiteCapture) if each.name not in INTERNAL]
-    if unknown := [name for name in chosen if name not in known]:
-        raise ConfigError(f"capture of sites knows no {unknown[0]}{did_you_mean(unknown[0], known)}")
-    dtype, to, reduce = (chosen.get(name) for name in ("dtype", "to", "reduce"))
-    if isinstance(dtype, str):
-        chosen["dtype"] = dtype = getattr(torch, dtype, dtype)
-    problem = ""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        problem = f"dtype {short_repr(dtype)} is none of floating point, such as float32 or bfloat16"
-    elif to is not None and not (isinstance(to, str) and not fitted(to, Device, "to")[1] and to != "auto"):
-        problem = f"to {short_repr(to)} is not cpu, cuda or cuda:N"
-    elif reduce is not None and not callable(reduce):
-        problem = f"reduce {short_repr(reduce)} is no function of x and where"
-    if problem:
-        raise ConfigError(f"capture: {problem}")
+    for name in chosen:
+        require_known(name, known, "capture of sites knows no {}")
+    if isinstance(dtype := chosen.get("dtype"), str):
+        chosen["dtype"] = getattr(torch, dtype, dtype)
 
 
 @checked
@@ -285,11 +270,9 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
     if watcher.layers is not None and sites <= {*OF_FORWARD}:
         raise ConfigError(f"{watcher.sites[0]} belongs to no layer: leave layers out")
     there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
-    for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
-        try:
+    with named(config.model):
+        for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
             check_indices(name.removesuffix("s"), getattr(watcher, name), count)
-        except ValueError as error:
-            raise ConfigError(f"{config.model}: {error}") from None
     needed, free = memory.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory().available
     if watcher.reduce is None and watcher.to == "cpu" and needed > free:
         raise ConfigError(
@@ -446,8 +429,7 @@ class Captured:
 
     def __getitem__(self, site: str) -> Activations:
         tables = self.tables
-        if site not in tables:
-            raise ConfigError(f"{short_repr(site)} was not captured{did_you_mean(site, tables)}")
+        require_known(site, tables, "{} was not captured")
         return tables[site]
 
     @checked
@@ -555,8 +537,8 @@ class Atlas(dict[str, Any]):
         view, draw = self.view(step, quantity), drawing()
         if layer is None or head is not None:
             chosen = "mean" if head is None else head
-            if chosen not in ("mean", *range(view.num_heads)):
-                raise CacheError(f"head {head} is not in this cache; it has 0..{view.num_heads - 1}")
+            if chosen != "mean":
+                require_held("head", chosen, range(view.num_heads))
             chosen_layers = view.layers if layer is None else [layer]
             found = [matrix for n in chosen_layers if (matrix := view.key_matrix(n)) is not None]
             if len(found) < len(chosen_layers):
@@ -640,8 +622,8 @@ class MeanAtlas:
         """Draw profiles of every head of a layer, or of one: mean and deviation over runs, and each run."""
         views = [atlas.view(step, quantity) for atlas in self.atlases]
         heads = range(views[0].num_heads) if head is None else [head]
-        if head is not None and head not in range(views[0].num_heads):
-            raise CacheError(f"head {head} is not in these caches; they have 0..{views[0].num_heads - 1}")
+        for one in heads:
+            require_held("head", one, range(views[0].num_heads))
         # [runs, H, F + averages] -> a panel per head
         profiles = np.stack([view.key_profile(layer) for view in views])
         panels = {f"L{layer} H{n}": profiles[:, n] for n in heads}
@@ -664,8 +646,7 @@ class AtlasComparison:
         known = [
             name for name, axes in one.axes.items() if axes[-2:] == ("frames", "frames") and name in other
         ]
-        if quantity not in known:
-            raise ConfigError(f"compare: {short_repr(quantity)} is not one of {', '.join(known) or 'none'}")
+        require_known(quantity, known, "compare: {} is no matrix of both")
         if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
             raise CacheError("atlases are compared that have the same layers, passes and frames")
         self.layers, self.quantity = one["layers"], quantity

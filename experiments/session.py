@@ -9,6 +9,7 @@ turns into a cache. captured.py looks at what happens inside: capture, compare, 
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -52,11 +53,12 @@ from wan.cache import CachePolicy, PromptSwitch
 from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import MODELS, ModelConfig, RunConfig, latent_sides
-from wan.errors import ConfigError, checked, did_you_mean, require_text, short_repr
+from wan.errors import ConfigError, checked, require_known, require_text, short_repr
+from wan.identity import UNHASHABLE
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
-from wan.sites import PIPELINES, active_edits, watchers
+from wan.sites import PIPELINES, active_edits, require_no_data, watchers
 from wan.text_encoder import TextEncoder
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
@@ -118,9 +120,8 @@ def load(
     }
     if "size" in given:
         given |= latent_sides(given.pop("size"))
-    known = [field.name for field in fields(RunConfig)]
-    if wrong := next((name for name in given if name not in known), None):
-        raise ConfigError(f"{wrong} is no setting of a run{did_you_mean(wrong, known)}")
+    for name in given:
+        require_known(name, [field.name for field in fields(RunConfig)], "{} is no setting of a run")
     if cache_policy is not None:
         if isinstance(cache_policy, CachePolicy | str | Path):
             cache_policy = policy_settings(cache_policy)
@@ -326,7 +327,7 @@ class Session:
             finally:
                 ROLLING.reset(token)
 
-        with edits_as_they_are() if active_edits() else nullcontext():
+        with edits_as_they_are(count) if active_edits() else nullcontext():
             by_value = first_frames is not None
             runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
@@ -356,8 +357,7 @@ class Session:
         first, start = None, 0
         if given is not None:
             first = videos().first_latents(given, config, sizes.in_dim, lambda: self.vae)
-            if needy := next((e for e in (*config.edits, *active_edits()) if e.needs), None):
-                raise ConfigError(f"a video of first_frames takes no edit that needs {needy.needs}: {needy}")
+            require_no_data((*config.edits, *active_edits()), "videos of first_frames")
             first, start = first.to(noise).expand(len(noise), -1, -1, -1, -1), first.shape[1]
         if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
             observer.video.ready()
@@ -539,13 +539,22 @@ Pipe = Session  # its name of before, for one release
 
 
 @contextmanager
-def edits_as_they_are() -> Iterator[None]:
-    """Tell functions of one's own by what they refer to now, which a rollout may change."""
+def edits_as_they_are(batch: int) -> Iterator[None]:
+    """Tell functions of one's own by what they refer to now, which a rollout may change.
+
+    Warn where it did, and videos of a batch took turns at it: they are not those of single runs.
+    """
     before = [(one, one.edits) for one in watchers() if one.edits]
     for one, edits in before:
         one.edits = tuple(edit.fixed() for edit in edits)
     try:
         yield
+        for one, edits in before if batch > 1 else ():
+            for edit, as_it_was, changed in zip(edits, one.edits, one.changed, strict=True):
+                was, now = (each.fixed().to_dict() for each in (as_it_was, edit))
+                if changed and was != now and UNHASHABLE not in was:
+                    said = "changed something that it reads, and videos of a batch take turns at it"
+                    warnings.warn(f"{edit} {said}: make videos one by one", stacklevel=4)
     finally:
         for one, edits in before:
             one.edits = edits
@@ -661,14 +670,14 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
 def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
     """Read embeddings [1, n, text_dim], n at most text_len, and their tokens. CheckpointError for others."""
     content = read_weights_file(require_file(path, MAKE_ONE))
-    states = content.get("prompt_embeds")
-    if not isinstance(states, Tensor) or states.dtype not in FLOATS or not states.isfinite().all():
-        raise CheckpointError(f"{path} holds no finite prompt_embeds of floating point; make one: {MAKE_ONE}")
-    states = states[None] if states.ndim == 2 else states
-    fits = states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
+    states: Any = content.get("prompt_embeds")
+    states = states[None] if isinstance(states, Tensor) and states.ndim == 2 else states
+    is_known = isinstance(states, Tensor) and states.dtype in FLOATS and bool(states.isfinite().all())
+    fits = is_known and states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
     if not fits or not 1 <= states.shape[1] <= sizes.text_len:
+        shown = list(states.shape) if is_known else "are missing, or not finite numbers of floating point"
         wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
-        raise CheckpointError(f"{path}: prompt_embeds {list(states.shape)} are not {wanted}")
+        raise CheckpointError(f"{path}: prompt_embeds {shown}; wanted {wanted}; make one: {MAKE_ONE}")
     # Padding is zero: the other rows are tokens
     rows = int(states[0].any(-1).sum())
     tokens = content.get("tokens", [str(i) for i in range(rows)])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, refuse, short_repr
 from wan.sites import (
     BESIDE_GRAPHS,
     SITES,
@@ -49,7 +49,7 @@ def check_device(to: Any) -> None:
     except (RuntimeError, TypeError):
         there = False
     if not there:
-        raise ConfigError(f"to {short_repr(to)} is no device here; take cpu, cuda or None, to stay")
+        raise ConfigError(f"to {short_repr(to)} is not cpu, cuda or cuda:N here, or None, to stay")
 
 
 @dataclass(eq=False)
@@ -79,12 +79,13 @@ class SiteCapture(Watcher):
     def __post_init__(self) -> None:
         self.sees = frozenset(self.sites)
         # Other types would keep other numbers than those that were there
-        if self.dtype is not None and self.dtype not in FLOATS:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-            raise ConfigError(f"dtype {short_repr(self.dtype)} keeps no activations; take one of {known}")
+        dtype, reduce = short_repr(self.dtype), short_repr(self.reduce)
+        is_kept = self.dtype is None or self.dtype in FLOATS
+        refuse(
+            (not is_kept, f"dtype {dtype} is none of floating point, such as float32 or bfloat16"),
+            (not callable(self.reduce or abs), f"reduce {reduce} is no function of x and where"),
+        )
         check_device(self.to)
-        if self.reduce is not None and not callable(self.reduce):
-            raise ConfigError(f"reduce takes a function of (x, where), not {short_repr(self.reduce)}")
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         if at is None or site not in self.sites or not asks_for(self, layer, at):

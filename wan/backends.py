@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, library_reads, short_repr
+from wan.errors import ConfigError, library_reads, require_known
 
 VARIABLE, CHOICES = "WAN_ATTENTION", ("auto", "cudnn", "fa4")
 FA4 = "flash-attn-4"
@@ -50,8 +50,7 @@ def has_fa4(device: torch.device) -> bool:
     CHOICES.
     """
     choice = os.environ.get(VARIABLE) or CHOICES[0]
-    if choice not in CHOICES:
-        raise ConfigError(f"{VARIABLE} is {short_repr(choice)}, not one of {', '.join(CHOICES)}; unset it")
+    require_known(choice, CHOICES, f"{VARIABLE} is {{}}; unset it")
     if choice == "cudnn" or device.type != "cuda":
         return False
     lacks = None

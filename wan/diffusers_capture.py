@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import reusable
 from wan.keys import KeyLayout, send
 from wan.sites import (
@@ -492,8 +492,8 @@ def _check_watchers(watched: Watched, at: Pass, video: VideoTokens) -> None:
             if getattr(one, "heads", None) is not None and found and not found & OF_HEADS_HERE:
                 raise ConfigError(f"{one.sites[0]} has no heads: leave heads out")
             for site in getattr(one, "sites", ()):
-                if site not in ("self", "cross", *SITES_HERE):
-                    raise ConfigError(f"{site} cannot be seen in diffusers' models: {', '.join(SITES_HERE)}")
+                known = ("self", "cross", *SITES_HERE)
+                require_known(site, known, "{} cannot be seen in diffusers' models")
     title = type(watched.transformer).__name__
     for edit in active_edits():
         if type(edit).__name__ in TURNING and not watched.family.has_wan_rope:

@@ -66,6 +66,14 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else f"; known ones: {', '.join(names)}"
 
 
+def require_known(
+    name: object, known: Collection[str], problem: str, error: type[UserError] = ConfigError
+) -> None:
+    """Raise error where a name is none of the known ones: the problem with it in place of {}, the nearest."""
+    if not isinstance(name, str) or name not in known:
+        raise error(problem.replace("{}", short_repr(name), 1) + did_you_mean(name, known))
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first line of another library's error, without torch's advice to trust a file."""
     text = str(error).strip()
@@ -252,7 +260,9 @@ def named(where: object, error: type[UserError] = ConfigError) -> Iterator[None]
 
 
 @contextmanager
-def library_reads(what: object, error: type[UserError] = ConfigError, remedy: str = "") -> Iterator[None]:
+def library_reads(
+    what: object, error: type[UserError] = ConfigError, remedy: str = "", done: str = "read"
+) -> Iterator[None]:
     """Turn whatever a library raises on a damaged file into one line."""
     try:
         yield
@@ -261,5 +271,8 @@ def library_reads(what: object, error: type[UserError] = ConfigError, remedy: st
     except BaseException as problem:  # a panic of a library in Rust is no Exception
         if isinstance(problem, RuntimeError) and "memory" in str(problem):
             raise  # torch's allocators: the file is not to blame
-        message = f"{what} cannot be read: {reason_of(problem)}"
+        message = f"{what} cannot be {done}: {reason_of(problem)}"
         raise error(f"{message}; {remedy}" if remedy else message) from problem
+
+
+library_writes = functools.partial(library_reads, done="written")

@@ -1,7 +1,6 @@
 """Text, YAML, JSON and tensors from files that may be damaged or hostile: read, or refused in one line."""
 
 import copy
-import hashlib
 import io
 import json
 import os
@@ -19,6 +18,7 @@ from zipfile import ZIP_STORED, ZipFile, is_zipfile
 import yaml
 
 from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of, refuse
+from wan.seals import unsealed
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -49,22 +49,21 @@ def read_text(
     form says what such a file looks like, to somebody who has none.
     """
     path = Path(path)
-    with library_reads(path, error):
+    with library_reads(path, error, form):
         if not path.exists() and path.parent.is_dir():
             others = [each.name for each in path.parent.glob(f"*{path.suffix}")]
             hint = did_you_mean(path.name, others) if get_close_matches(path.name, others, 1) else ""
-            says = f"; {form}" if form else ""
-            raise error(f"{path} cannot be read: No such file or directory{hint}{says}")
+            raise FileNotFoundError(f"No such file or directory{hint}")
         # A device or a pipe may never end.
         if path.exists() and not (path.is_file() and path.stat().st_size <= limit):
-            raise error(f"{path} cannot be read: it is no plain file of at most {limit} bytes")
+            raise ValueError(f"it is no plain file of at most {limit} bytes")
         return path.read_bytes().decode("utf-8-sig")
 
 
-def read_json(path: str | Path, error: type[UserError] = ConfigError) -> dict[str, Any]:
-    """Read a JSON file that holds a table of settings. Raise error for any other."""
-    text = read_text(path, error=error)
-    with library_reads(path, error):
+def read_json(path: str | Path, error: type[UserError] = ConfigError, form: str = "") -> dict[str, Any]:
+    """Read a JSON file that holds a table of settings. Raise error for any other, which says form."""
+    text = read_text(path, error=error, form=form)
+    with library_reads(path, error, form):
         twice = f"{path} cannot be read: a name stands in it twice"
         return dict(
             json.loads(
@@ -102,30 +101,10 @@ def read_yaml(
     return content
 
 
-def checksum(*parts: Any) -> bytes:
-    """Return the SHA-256 of bytes and buffers: what files of our own hold beside their content."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
-
-
-def sealed(report: Mapping[str, Any]) -> bytes:
-    """Return a report as a line of JSON with the checksum of its content, for unsealed()."""
-    plain = json.loads(json.dumps(report))
-    seal = checksum(json.dumps(plain, sort_keys=True).encode()).hex()
-    return json.dumps({**plain, "sha256": seal}, ensure_ascii=False).encode() + b"\n"
-
-
-def unsealed(text: str) -> dict[str, Any]:
-    """Return the report of sealed(); ValueError where it was changed. Older ones have no seal."""
-    report = json.loads(text)
-    if not isinstance(report, dict):
-        raise ValueError(f"it holds a {type(report).__name__}")
-    seal = report.pop("sha256", None)
-    if seal not in (None, checksum(json.dumps(report, sort_keys=True).encode()).hex()):
-        raise ValueError("it is not as it was written")
-    return report
+def read_sealed(path: str | Path, error: type[UserError], remedy: str) -> dict[str, Any]:
+    """Read a report that sealed() made. Raise error, which ends with the remedy, for anything else."""
+    with library_reads(path, error, remedy):
+        return unsealed(Path(path).read_text(encoding="utf-8"))
 
 
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:

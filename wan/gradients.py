@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from wan.activations import Activation, check_device
 from wan.attention import Call
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import Edits
 from wan.pipeline import flow_to_x0
 from wan.sites import (
@@ -103,8 +103,7 @@ class Gradients(Watcher):
     graphs: list[Graph] = field(default_factory=list)  # complete ones that backward() has not freed
 
     def __post_init__(self) -> None:
-        if self.through not in THROUGH:
-            raise ConfigError(f"through is {short_repr(self.through)}, not one of {', '.join(THROUGH)}")
+        require_known(self.through, THROUGH, "through is {}")
         check_device(self.to)
         if self.metric is not None:
             takes_activations(self.metric)

@@ -8,6 +8,7 @@ Source text does not: two functions of one text differ by what they close over.
 import dis
 import functools
 import hashlib
+import os
 import site
 import sys
 import sysconfig
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from wan.errors import short_repr
 
+ENVIRONMENT = (os.environ, os.environb, os.getenv, os.getenvb)
 UNHASHABLE = "unhashable"  # why nothing tells a value from another
 MOST_VALUES = 100_000  # that are looked into
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
@@ -76,8 +78,8 @@ def digest_of(value: Any) -> str:
     """Return 16 hex digits that change with a value and with all that it refers to.
 
     Functions count by code, defaults, closure and the globals that they name, objects by class and state,
-    libraries by name; files and os.environ, which it may read, do not. Raises UnhashableError, with the
-    reason, where something has no state to be read.
+    libraries by name; files that it may read do not. Raises UnhashableError, with the reason, where something
+    has no state to be read, or is read from os.environ.
     """
     return _Digests().of(value).hex()[:16]
 
@@ -113,6 +115,8 @@ class _Digests:
             return known
         if len(self.alive) > MOST_VALUES:
             raise UnhashableError(f"more than {MOST_VALUES} values")
+        if any(value is one for one in ENVIRONMENT):
+            raise UnhashableError("os.environ, which says something else at another time")
         self.alive.append(value)
         self.found[id(value)] = _hashed("within itself")
         self.found[id(value)] = found = _hashed(type(value).__qualname__, *self._parts(value))
@@ -181,7 +185,7 @@ class _Digests:
 
     def _of_global(self, value: Any, attributes: frozenset[str]) -> Iterator[bytes]:
         yield self.of(value)
-        if isinstance(value, ModuleType) and not is_library(value.__name__):  # a module of settings
+        if isinstance(value, ModuleType) and (value is os or not is_library(value.__name__)):  # of settings
             for name in sorted(attributes & {*vars(value)}):
                 yield name.encode()
                 yield self.of(vars(value)[name])

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from wan.attention import Call
 from wan.config import RunConfig
-from wan.errors import ConfigError, check_fields, checked, from_values, named, short_repr
+from wan.errors import ConfigError, check_fields, checked, from_values, named, require_known, short_repr
 from wan.files import MAX_SIZE, read_yaml
 from wan.identity import code_of, code_of_class
 from wan.keys import (
@@ -766,10 +766,13 @@ def at(*sites: str, **where: Any) -> Custom:
     """Choose sites (wan.sites.SITES) for a function of one's own, by layers, blocks, steps, passes, branch.
 
     intervene(at("resid_post", layers=[5]), fn); or @at("resid_post", layers=[5]) above fn, which makes it an
-    edit. passes are denoise, clean or all, the default.
+    edit. passes are denoise, clean or all: all by default, and denoise where steps are named, which the clean
+    pass has none of.
     """
     if not sites:
         raise ConfigError('at takes a site or several: at("resid_post", layers=[5])')
+    if where.get("steps") is not None:
+        where.setdefault("passes", "denoise")
     return Custom(names=sites, **where)
 
 
@@ -784,10 +787,10 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
 
     Raises ConfigError for a name, a field or a value that is not one.
     """
-    name = values.get("edit") if isinstance(values, Mapping) else values
-    if not isinstance(values, Mapping) or not isinstance(name, str) or name not in KINDS:
-        remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
-        raise ConfigError(f"edit {short_repr(name)} is not one of {', '.join(KINDS)}; {remedy}")
+    remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
+    name: Any = values.get("edit") if isinstance(values, Mapping) else None
+    shown = short_repr(values if name is None else name)
+    require_known(name, KINDS, f"edit {shown} is none; {remedy}")
     with named(name):
         return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from wan.errors import ConfigError, did_you_mean
+from wan.errors import ConfigError, require_known
 from wan.keys import HeadShard
 
 # Site -> axes. B batch, L tokens of the call, K keys that it sees, T prompt tokens, H heads, D head dim,
@@ -138,6 +138,7 @@ class Watcher:
     """See, and perhaps change, activations while installed."""
 
     edits: Sequence[Any] = ()  # of wan/interventions.py, where it makes some
+    changed: Sequence[int] = ()  # how many calls each of them changed
     sees: frozenset[str] | None = None  # the only sites that it is shown; None: all of them
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
@@ -256,6 +257,13 @@ def watchers() -> tuple[Watcher, ...]:
     return _WATCHERS.get() if _open else ()
 
 
+def require_no_data(edits: Iterable[Any], what: str) -> None:
+    """Raise ConfigError for an edit that needs more than the run itself, which these runs cannot give it."""
+    for edit in edits:
+        if edit.needs:
+            raise ConfigError(f"{what} take no edit that needs {edit.needs}: {edit}")
+
+
 def active_edits() -> list[Any]:
     """Return all edits (wan/interventions.py) that apply now, in order of nesting."""
     return [edit for watcher in watchers() for edit in watcher.edits]
@@ -334,9 +342,8 @@ def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
 
 def check_site(name: Any) -> str:
     """Return the name of a site. ConfigError for others, with the nearest."""
-    if not isinstance(name, str) or name not in SITES:
-        raise ConfigError(f"{name!r} is no site{did_you_mean(name, SITES)}")
-    return name
+    require_known(name, SITES, "{} is no site")
+    return str(name)
 
 
 def check_sites(sites: Collection[str], plan: Any) -> None:

@@ -15,6 +15,7 @@ from experiments.caches.files import CacheError
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Caption, Profiles, noise_label, subtitle
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges, video_to_latent_frame
+from wan.errors import require_known
 
 NO_SLOT, CHOSEN, EMPTY, AVERAGE = -9, -3, -2, -1  # codes of slot_frame beside frames
 AXES = ("frame", "position")
@@ -69,8 +70,7 @@ class KeyColumns:
 
 def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="frame") -> KeyColumns:
     """Return what the last block's queries see in one layer and pass, along an axis."""
-    if axis not in AXES:
-        raise CacheError(f"KEY_AXIS {axis!r} is not one of {', '.join(AXES)}")
+    require_known(axis, AXES, "KEY_AXIS is {}", CacheError)
     # 1. Slots of the last block that was done, and their values [H, slots], mean over its queries
     i, block = atlas["layers"].index(layer), as_cache(atlas).done - 1
     queries = list(block_ranges(list(atlas["block_sizes"]))[block])

@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Curve]:
     """Read curves by name from a CSV with columns key_frame, clipped (names cut off) and one a curve."""
     text = read_text(path, error=CacheError)
-    try:
+    with library_reads(f"{path}: a table of curves with a column key_frame", CacheError):
         rows = list(csv.DictReader(io.StringIO(text, newline="")))
         frames = [int(row["key_frame"]) for row in rows]
         # A CSV of a figure may leave frames out: then the cache says how many there are.
@@ -62,8 +62,6 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
             for name in (row.get("clipped") or "").split():
                 curves[name].clipped[frame] = True
         return curves
-    except (KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
-        raise CacheError(f"{path} is not a table of curves with a column key_frame: {error}") from None
 
 
 def curves_for(

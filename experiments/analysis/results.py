@@ -18,13 +18,9 @@ from wan.files import read_json
 
 def read_report(path: str | Path, finding: str) -> dict[str, Any]:
     """Read the results of a finding in experiments/findings. CacheError where there are none."""
-    try:
-        return read_json(path, CacheError)
-    except CacheError as error:
-        ours = f"experiments/findings/{finding}/results.json"
-        raise CacheError(
-            f"{error}; those of the repository are in {ours}, made by run.py beside it"
-        ) from None
+    ours = f"experiments/findings/{finding}/results.json"
+    form = f"those of the repository are in {ours}, made by run.py beside it"
+    return read_json(path, CacheError, form)
 
 
 # --- Long rollouts under cache policies

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, require_held
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
 from wan.errors import short_repr
@@ -180,9 +180,7 @@ def _indices(
         ("pass", cache.pass_steps[0] if step is None else step, cache.pass_steps),
         ("head", head, cache.heads),
     ):
-        if wanted not in there:
-            known = ", ".join(map(str, [*there][:32])) or "none"
-            raise CacheError(f"{name} {wanted} is not in this cache; it has {known}")
+        require_held(name, wanted, there)
         found.append(list(there).index(wanted))
     return found
 

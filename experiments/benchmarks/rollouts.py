@@ -63,7 +63,7 @@ from wan.checkpoint import (
     renamed,
 )
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
-from wan.errors import ConfigError
+from wan.errors import ConfigError, require_known
 from wan.gradients import Gradients
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.model import CausalWanModel
@@ -708,8 +708,7 @@ class Rollout:
 # --- Random weights in the files of a release
 def released_sizes(config: RunConfig) -> ModelConfig:
     """Return the sizes of the config's model, one of MODELS."""
-    if config.model not in MODELS:
-        raise ConfigError(f"random weights are made for {', '.join(MODELS)}, not {config.model}")
+    require_known(config.model, MODELS, "no random weights are made for {}")
     return MODELS[config.model]
 
 

@@ -24,6 +24,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby, pairwise, product
@@ -32,14 +33,22 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from experiments.caches.files import CacheError, replacing
-from wan.errors import as_numbers, checked, did_you_mean, reason_of, short_repr
-from wan.files import checksum, sealed, unsealed
+from experiments.caches.files import CacheError, replacing, require_held, require_suffix
+from wan.errors import (
+    as_numbers,
+    checked,
+    library_reads,
+    library_writes,
+    require_known,
+    short_repr,
+)
+from wan.files import read_sealed
+from wan.seals import checksum, sealed
 from wan.sites import OF_FORWARD, SITES
 
 FORMAT = "activations"
@@ -82,8 +91,8 @@ class Activations(Sequence[Tensor]):
     def at(self, **where: Any) -> "Activations":
         """Return the calls of a layer, block, step, is_clean_pass or branch: at(layer=5, step=0)."""
         known = [each.name for each in fields(Place) if each.name != "frames"]
-        if unknown := [name for name in where if name not in known]:
-            raise CacheError(f"{self.site}: at knows no {unknown[0]}{did_you_mean(unknown[0], known)}")
+        for name in where:
+            require_known(name, known, f"{self.site}: at knows no {{}}", CacheError)
         rows = [
             (place, value)
             for place, value in zip(self.places, self.values, strict=True)
@@ -142,8 +151,7 @@ def content_sha256(metadata: Mapping[str, str], tensors: Iterable[tuple[str, Ten
 def save_activations(path: str | Path, tables: Mapping[str, Activations], about: Mapping[str, Any]) -> Path:
     """Write tables by site, whole or not at all, with facts about their run. CacheError where it cannot."""
     path = Path(path)
-    if path.suffix != ".safetensors":
-        raise CacheError(f"activations go into a .safetensors, and {path} does not end so")
+    require_suffix(path, ".safetensors")
     # A tensor a call; what safetensors has no type for goes into its metadata, as JSON
     tensors = {
         f"{site}/{n:06d}": x.cpu().contiguous() for site, table in tables.items() for n, x in enumerate(table)
@@ -154,11 +162,8 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
     }
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
     metadata["sha256"] = content_sha256(metadata, tensors.items())
-    try:
-        with replacing(path) as file:
-            save_file(tensors, file.name, metadata)
-    except (OSError, SafetensorError) as error:
-        raise CacheError(f"{path} cannot be written: {reason_of(error)}") from None
+    with library_writes(path, CacheError), replacing(path) as file:
+        save_file(tensors, file.name, metadata)
     return path
 
 
@@ -167,7 +172,7 @@ def load_activations(path: str | Path, sha256: str | None = None) -> dict[str, A
 
     CacheError for a damaged file, and for one whose content is not that of sha256, where it is given.
     """
-    try:
+    with library_reads(f"{path}: activations", CacheError, "capture them again"):
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             found: dict[str, Any] = {"format": FORMAT, **json.loads(metadata["about"])}
@@ -182,10 +187,6 @@ def load_activations(path: str | Path, sha256: str | None = None) -> dict[str, A
         wanted = {sha256, metadata.get("sha256")} - {None}
         if wanted and wanted != {content_sha256(metadata, tensors.items())}:
             raise ValueError("its content is not what was written")
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CacheError(
-            f"{path} cannot be read as activations: {reason_of(error)}; capture them again"
-        ) from None
     return found
 
 
@@ -203,22 +204,10 @@ def joined(tables: Iterator[Mapping[str, Any]]) -> dict[str, Activations]:
 
 
 # --- A folder of runs
-def read_json_file(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object that we wrote. CacheError, which ends with the remedy, for anything else."""
-    try:
-        found = unsealed(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CacheError(f"{path} cannot be read: {reason_of(error)}; {remedy}") from None
-    return found
-
-
 def write_json_file(values: Mapping[str, Any], path: Path) -> None:
-    """Write what read_json_file reads, with its checksum. CacheError where it cannot be written."""
-    try:
-        with replacing(path) as file:
-            file.write(sealed(values))
-    except OSError as error:
-        raise CacheError(f"{path} cannot be written: {reason_of(error)}; choose another folder") from None
+    """Write what read_sealed reads. CacheError where it cannot be written."""
+    with library_writes(path, CacheError, "choose another folder"), replacing(path) as file:
+        file.write(sealed(values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,7 +286,7 @@ class ActivationFolder:
     def shared(self) -> dict[str, Any]:
         """What its runs share: model and request. CacheError where it is no such folder."""
         remedy = f"give a folder that capture(session, ..., stream_to={str(self.path)!r}) wrote"
-        found = read_json_file(self.path / SHARED, remedy)
+        found = read_sealed(self.path / SHARED, CacheError, remedy)
         if found.get("format") != FORMAT:
             raise CacheError(f"{self.path / SHARED} is of format {short_repr(found.get('format'))}; {remedy}")
         return found
@@ -322,7 +311,7 @@ class ActivationFolder:
     def _stored(self, path: Path) -> StoredRun | None:
         if not (path / MANIFEST).exists():  # interrupted before its first shard
             return None
-        manifest = read_json_file(path / MANIFEST, f"remove {path} and capture that run again")
+        manifest = read_sealed(path / MANIFEST, CacheError, f"remove {path} and capture that run again")
         if not isinstance(manifest.get("shards"), dict) or not {"fingerprint", "prompt", "seed"} <= {
             *manifest
         }:
@@ -424,10 +413,8 @@ class OpenShard:
         self.path = path
 
     def __enter__(self) -> "OpenShard":
-        try:
+        with reads_shard(self.path):
             self.file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise unreadable(self.path, error) from None
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -437,25 +424,24 @@ class OpenShard:
         """Fill an array of bytes [n] with those of the file from start on."""
         view = target.data
         while len(view):  # a call reads 2 GB at most
-            try:
+            with reads_shard(self.path):
                 count = os.preadv(self.file, [view], start)
-            except OSError as error:
-                raise unreadable(self.path, error) from None
-            if not count:
-                raise unreadable(self.path, ValueError("it is shorter than its header says"))
+                if not count:
+                    raise ValueError("it is shorter than its header says")
             view, start = view[count:], start + count
 
 
-def unreadable(path: Path, error: Exception) -> CacheError:
-    return CacheError(
-        f"{path} cannot be read as activations: {reason_of(error)}; "
-        f"remove {path.parent} and capture that run again"
+def reads_shard(path: Path) -> AbstractContextManager[None]:
+    """Say of a shard that cannot be read what to do."""
+    return library_reads(
+        f"{path}: activations", CacheError, f"remove {path.parent} and capture that run again"
     )
 
 
-def calls_of(path: Path, sha256: str, site: str) -> Iterator[StoredCall]:
-    """Yield the calls of a site in a shard, by its header. CacheError where it is not the one written."""
-    try:
+def calls_of(path: Path, sha256: str, site: str) -> list[StoredCall]:
+    """Return the calls of a site in a shard, by its header. CacheError where it is not the one written."""
+    calls = list[StoredCall]()
+    with reads_shard(path):
         with safe_open(path, "pt") as file:  # which checks the header, and that the file has all that it says
             metadata = file.metadata() or {}
         if metadata.get("sha256") != sha256:
@@ -468,9 +454,8 @@ def calls_of(path: Path, sha256: str, site: str) -> Iterator[StoredCall]:
             about = header[f"{site}/{n:06d}"]
             place = Place(**{**one, "frames": tuple(one["frames"])})
             start = 8 + length + about["data_offsets"][0]
-            yield StoredCall(path, start, place, tuple(about["shape"]), DTYPES[about["dtype"]])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise unreadable(path, error) from None
+            calls.append(StoredCall(path, start, place, tuple(about["shape"]), DTYPES[about["dtype"]]))
+    return calls
 
 
 class ActivationStore(ActivationFolder):
@@ -577,8 +562,7 @@ class ActivationStore(ActivationFolder):
     ) -> list[StoredCall]:
         """Return the calls of a site, layer and steps, run after run. CacheError where there is none."""
         there = self.shared["request"]["sites"]
-        if site not in there:
-            raise CacheError(f"{self.path} has {', '.join(there)}, not {site!r}{did_you_mean(site, there)}")
+        require_known(site, there, f"no {{}} in {self.path}, but {', '.join(there)}", CacheError)
         # 1. Those of the layer; of all layers of many runs they would take more memory than a batch.
         of_layer = layer is not None or site not in OF_FORWARD
         found, layers = list[StoredCall](), set[int | None]()
@@ -588,20 +572,17 @@ class ActivationStore(ActivationFolder):
                     layers.add(call.place.layer)
                     if not of_layer or call.place.layer == layer:
                         found.append(call)
-        if of_layer and layer not in layers:
-            raise self._absent(site, "layer", layer, layers)
+        if of_layer:
+            require_held(f"{site} of layer", layer, sorted(n for n in layers if n is not None), self.path)
         if steps is None:
             return found
         # 2. Those of the steps; -1 is the last that denoises.
         last = max((call.place.step for call in found if not call.place.is_clean_pass), default=-1)
-        wanted, known = {last if n == -1 else n for n in steps}, {call.place.step for call in found}
-        if not wanted or not wanted <= known:
-            raise self._absent(site, "step", sorted(wanted), known)
+        wanted = {last if n == -1 else n for n in steps}
+        for step in wanted:
+            known = {call.place.step for call in found if call.place.step is not None}
+            require_held(f"{site} of step", step, sorted(known), self.path)
         return [call for call in found if call.place.step in wanted]
-
-    def _absent(self, site: str, name: str, asked: Any, known: Iterable[Any]) -> CacheError:
-        there = sorted(n for n in known if n is not None)
-        return CacheError(f"{self.path}: {site} of {name} {short_repr(asked)} is not there, but {there}")
 
     def _parts(self, site: str, call: StoredCall, frames: list[int] | None) -> "RowParts":
         """Return which rows of a call are taken: those of the chosen frames, where it has rows of frames."""

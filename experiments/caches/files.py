@@ -15,22 +15,25 @@ import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from filelock import FileLock, Timeout
 
-from wan.errors import UserError, one_line, short_repr
+from wan.errors import UserError, library_writes, one_line, short_repr
+from wan.seals import checksum
 
 if TYPE_CHECKING:
     import numpy as np
 
 
+SEAL_BYTES = 8 + 32  # of a box with a SHA-256, which players leave out
 FPS = 16  # of Wan's videos
 PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be equal to
@@ -125,14 +128,34 @@ def part_of(path: Path) -> Path:
 
 def require_writable(path: str | Path) -> None:
     """Raise CacheError, before hours of work, where path cannot become a file."""
-    try:
+    with library_writes(path, CacheError):
         target = target_of(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=target.parent).close()
         with suppress(FileNotFoundError):
             part_of(target).stat()  # its name may be too long where the output's own is not
-    except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def require_held(
+    name: str, wanted: Any, there: Collection[Any], where: object = "this cache", error: Any = CacheError
+) -> None:
+    """Raise error where something that is chosen from what a file holds is not there."""
+    if wanted not in there:
+        raise error(f"{name} {short_repr(wanted)} is not in {where}; it has {in_words(there)}")
+
+
+def in_words(allowed: Collection[Any]) -> str:
+    """Return 0..11 for numbers from 0, else the values, of many the first."""
+    values = list(allowed)
+    if len(values) > 2 and values == [*range(len(values))]:
+        return f"0..{values[-1]}"
+    return ", ".join(map(str, values[:32])) + ", ..." * (len(values) > 32) or "none"
+
+
+def require_suffix(path: str | Path, suffix: str) -> None:
+    """Raise CacheError for a path that does not end as what is written there."""
+    if Path(path).suffix != suffix:
+        raise CacheError(f"{path} does not end in {suffix}, which is written there")
 
 
 # --- Outputs of a run: never one of its inputs, one run per path, and room on the disk
@@ -209,11 +232,27 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
 
 
+def seal(content: bytes) -> bytes:
+    """Return the box with the checksum of an mp4's content, or of a piece's, which stands behind it."""
+    return SEAL_BYTES.to_bytes(4, "big") + b"free" + checksum(content)
+
+
+def is_sealed(content: bytes) -> bool:
+    """Return whether an mp4, or a piece, is as it was written; True where it has no checksum."""
+    box = content[-SEAL_BYTES:]
+    return box[:8] != seal(b"")[:8] or box == seal(content[:-SEAL_BYTES])
+
+
 def mp4_tag(path: str | Path) -> str | None:
-    """Return the text that encode_mp4 put into an mp4; None if it is missing, torn, or has none."""
+    """Return the text that encode_mp4 put into an mp4; None if it is missing, damaged, or has none."""
     # The boxes of a whole file reach to its end
     boxes = list(mp4_boxes(path)) if Path(path).is_file() else []
     if not boxes or boxes[-1][2] != Path(path).stat().st_size:
+        return None
+    # Each piece of one that grows has a checksum of its own
+    content, kinds = Path(path).read_bytes(), [(kind, end - start) for kind, start, end in boxes]
+    ends = [0, *(box[2] for box, kind in zip(boxes, kinds, strict=True) if kind == (b"free", SEAL_BYTES))]
+    if not all(is_sealed(content[start:end]) for start, end in pairwise(ends)):
         return None
     return next((tag_in(path, start, end) for kind, start, end in boxes if kind == b"moov"), None)
 

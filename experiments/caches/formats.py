@@ -23,8 +23,8 @@ from torch import Tensor
 
 from experiments.caches.files import CacheError, replacing
 from wan.blocks import block_ranges
-from wan.errors import UserError, reason_of, require_text, short_repr
-from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_LAYERS, MAX_TEXT
+from wan.errors import UserError, library_writes, require_known, require_text, short_repr
+from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_LAYERS, MAX_TEXT, UnreadableError, load_tensors
 from wan.keys import later_block
 from wan.sites import SITES
 
@@ -496,9 +496,8 @@ FORMATS: dict[str, type[Cache]] = {
 
 def as_cache(values: Mapping[str, Any]) -> Cache:
     """Wrap a dict in the dataclass of its format, unchecked. CacheError for a format that is not ours."""
-    kind = values.get("format")
-    if type(kind) is not str or kind not in FORMATS:
-        raise CacheError(f"format is {short_repr(kind)}, not one of {', '.join(FORMATS)}")
+    kind = values.get("format", "")
+    require_known(kind, FORMATS, "format is {}", CacheError)
     return FORMATS[kind].from_dict(values)
 
 
@@ -512,15 +511,11 @@ def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
     try:
         values = _plain(cache, "cache", {})
         check(values)
-    except UserError as error:
-        raise CacheError(f"{path} not written: {error}") from None
-    except RecursionError:
-        raise CacheError(f"{path} not written: it holds itself") from None
-    try:
-        with replacing(path) as file:
-            torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        raise CacheError(f"{path} cannot be written: {reason_of(error)}") from error
+    except (UserError, RecursionError) as error:
+        said = error if isinstance(error, UserError) else "it holds itself"
+        raise CacheError(f"{path} not written: {said}") from None
+    with library_writes(path, CacheError), replacing(path) as file:
+        torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
 
 
 def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
@@ -549,10 +544,10 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
 
 
 def peek(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a cache without reading or checking its tensors; none where that fails."""
+    """Return the fields of a cache that is as it was written, unchecked; none of any other file."""
     try:
-        raw = torch.load(path, weights_only=True, mmap=True)
-    except Exception:  # not there, torn, older, or of another program
+        raw = load_tensors(path)
+    except UnreadableError:  # not there, torn, older, or of another program
         return {}
     return raw if isinstance(raw, dict) else {}
 
@@ -573,6 +568,7 @@ LENGTHS = {  # letter: an int field, or a list of this length
     "words": "words",
 }
 PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
+COUNTS = ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads", "head_dim")
 LAYERS = ("layers", "layer_indices", "layer_idx", "layer_index")
 PART_OF = {"key_frame": "F", "slot_frame": "F", "key_token": "S"}  # tensors of numbers below F or S
 NOT_NEGATIVE: tuple[str, ...] = (
@@ -600,7 +596,6 @@ def check(values: Mapping[str, Any]) -> None:
             f"version {reader} of this project reads it (git pull)"
         )
     # 2. Types and shapes of every field
-    check_counts(values)
     _check_fields(values, type(typed))
     require_text(typed.prompt.replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
     # 3. Blocks, by which all frames are found
@@ -619,7 +614,7 @@ def check(values: Mapping[str, Any]) -> None:
 
 def check_counts(values: Mapping[str, Any]) -> None:
     """Raise CacheError for counts that no video has: lists and masks are made from them early."""
-    for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads", "head_dim"):
+    for name in COUNTS:
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
             raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
@@ -653,6 +648,7 @@ def _check_fields(
             raise CacheError(f"{where}{name} is {_describe(value)}, not {declared}{known}")
         # 3. Numbers that count, such as a layer, and timesteps
         low, high = (-(2**63) if name in ("seed", "seeds") else 0), MAX_LAYERS if name in LAYERS else 2**63
+        low, high = (1, MAX_COUNT + 1) if name in COUNTS else (low, high)
         for one in value if isinstance(value, list) else [value]:
             is_int, is_float = type(one) is int, type(one) is float
             if (is_int and not low <= one < high) or (is_float and not isfinite(one)):

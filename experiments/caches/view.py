@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches import frames
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, require_held
 from experiments.caches.formats import (
     AVERAGE,
     QUANTITIES,
@@ -29,7 +29,7 @@ from experiments.caches.formats import (
     as_cache,
 )
 from wan.blocks import block_frames, block_of_frame, block_ranges, window_levels
-from wan.errors import short_repr
+from wan.errors import require_known
 
 NOTHING: Mapping[str, Sequence[int]] = MappingProxyType({})
 LONGEST_WORDS = 100  # of edits in a subtitle
@@ -155,8 +155,7 @@ class Profiles:
 
     def values(self, layer: int) -> LayerValues:
         """Return profile, matrix and key curve of a layer as tensors. CacheError for an absent layer."""
-        if layer not in self.layers:
-            raise CacheError(f"layer {layer} is not in this cache; it has {', '.join(map(str, self.layers))}")
+        require_held("layer", layer, self.layers)
         return self._read(layer)
 
     def frame_profile(self, layer: int) -> np.ndarray:
@@ -276,18 +275,16 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     typed = as_cache(cache)
     # 1. The quantity and the pass that are asked for
     quantity = quantity or ("mean_logit" if typed.is_logits else "mass")
-    if quantity not in QUANTITIES:
-        raise CacheError(f"quantity {short_repr(quantity)} is not one of {', '.join(QUANTITIES)}")
+    require_known(quantity, QUANTITIES, "there is no quantity {}", CacheError)
     if type(typed) not in READERS:
         raise CacheError(
             f"a cache of format {typed.format} holds no values per frame; give one of figure4, inference, "
             "layer or atlas"
         )
     passes = typed.passes()
-    at = next((at for at in passes if step is None or at.step == step), None)
-    if at is None:
-        known = ", ".join("an unrecorded one" if at.step is None else str(at.step) for at in passes)
-        raise CacheError(f"pass {step} is not in this cache; it has {known}")
+    if step is not None:
+        require_held("pass", step, ["an unrecorded one" if at.step is None else at.step for at in passes])
+    at = next(at for at in passes if step is None or at.step == step)
     # 2. Layers and frames, as the format has them; values are read when they are asked for
     found = READERS[type(typed)](typed, at, quantity)
     notes, total = list(typed.notes or ()), len(typed.block_sizes)
@@ -336,8 +333,7 @@ def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob")
         count, holder = len(pairs), "the layers and passes of this atlas"
     else:
         count, holder = len(cache["attention_weights"]), "the calls of this cache"
-    if not 0 <= index < count:
-        raise CacheError(f"call {index} is not in 0..{count - 1}, {holder}")
+    require_held("call", index, range(count), holder)
     if isinstance(typed, AtlasCache):
         step, layer = pairs[index]
         return replace(open_profiles(cache, step, quantity), layers=(layer,))

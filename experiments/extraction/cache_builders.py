@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4
+from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4, require_suffix
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
     assemble,
@@ -29,6 +29,7 @@ from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError, checked, library_reads
 from wan.keys import RotaryTable, key_frames, key_tokens
+from wan.sites import check_indices
 
 if TYPE_CHECKING:
     from experiments.caches.activations import Activations
@@ -84,9 +85,8 @@ class Run:
 
     @checked
     def save(self, path: str | Path) -> None:
-        """Write an mp4 of 16 frames a second. ConfigError for a name that does not end in .mp4."""
-        if Path(path).suffix != ".mp4":
-            raise ConfigError(f"save writes an mp4, and {path} does not end in .mp4")
+        """Write an mp4 of 16 frames a second. CacheError for a name that does not end in .mp4."""
+        require_suffix(path, ".mp4")
         vae = videos().load_vae(self.config, "auto")
         videos().save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
 
@@ -523,8 +523,7 @@ def patches_of_mask(mask: Any, num_frames: int, grid: tuple[int, int]) -> list[P
 def patches_of_image(image: Any, frame: int | None, config: RunConfig) -> list[Place]:
     """Return the patches of a latent frame (None: the last) that are white in a grey image of any size."""
     frame, grid = config.num_frames - 1 if frame is None else frame, token_grid(config)
-    if not 0 <= frame < config.num_frames:
-        raise ConfigError(f"query_mask: frame {frame} is not in 0..{config.num_frames - 1}")
+    check_indices("query_mask: frame", [frame], config.num_frames)
     mask = torch.zeros(config.num_frames, *(n * PIXELS_OF_A_TOKEN for n in grid), dtype=torch.bool)
     small = image.resize((mask.shape[2], mask.shape[1]))
     mask[frame] = torch.tensor(list(small.tobytes())).view(mask.shape[1:]) > 127
@@ -555,8 +554,8 @@ def map_requests(
         whole = place[1] == place[2] == ANY
         there = {"frame": len(block_of), "row": grid[0], "column": grid[1]}
         for index, (name, count) in zip(place[: 1 if whole else 3], there.items(), strict=False):
-            if not 0 <= index < count and not (whole and index == ANY):
-                raise ConfigError(f"query {named}: {name} {index} is not in 0..{count - 1}")
+            if not (whole and index == ANY):
+                check_indices(f"query {named}: {name}", [index], count)
         frame, row, column = place
         queries.append(MapQuery(frame, ALL if whole else row * grid[1] + column))
         if frame != ANY:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.activations import StoredRun
-from experiments.caches.files import RunError
+from experiments.caches.files import RunError, require_held
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Run, of_branch, stack
 from experiments.extraction.provenance import device_name, record_of, versions
@@ -27,7 +27,7 @@ from wan.activations import Activation, SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import count_layers, transformers_of, watching
-from wan.errors import ConfigError
+from wan.errors import ConfigError, checked
 from wan.sites import ActivationSite, active_edits, check_indices, watched
 
 
@@ -264,8 +264,7 @@ def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
     # 1. The branch.
     branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
     chosen = branch or ("cond" if "cond" in branches else branches[0] if branches else None)
-    if chosen not in branches:
-        raise RunError(f"branch {chosen} was not captured; {', '.join(map(str, branches)) or 'no call'} was")
+    require_held("branch", chosen, branches, "what was captured", RunError)
     mine = of_branch(run, chosen)  # type: ignore[arg-type]
     calls = [call for call in mine.records if "frame_logits" in call.values]
     if not calls:
@@ -301,6 +300,7 @@ def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
     return run.common | atlas
 
 
+@checked
 def pipeline_requests(
     granularity: Any = "frame",
     layers: list[int] | None = None,
@@ -308,14 +308,11 @@ def pipeline_requests(
     mass: bool = True,
     cross: bool = False,
     rope_bands: bool = False,
-    **more: Any,
+    blocks: Any = None,
 ) -> list[CaptureRequest]:
     """Ask for attention of a pipeline, as capture(session, ...) does; cross is of text and image tokens."""
-    if "blocks" in more:
+    if blocks is not None:
         raise ConfigError("a pipeline makes all frames at once: leave blocks out")
-    if more:
-        known = "granularity, layers, steps, mass, cross, rope_bands"
-        raise ConfigError(f"capture of a pipeline's attention knows no {next(iter(more))}; it has {known}")
     kinds: Any = ("self", "cross", "cross_image") if cross else ("self",)
     request = CaptureRequest(layers, kinds, None, steps, granularity, mass=mass, rope_bands=rope_bands)
     return [request]

@@ -22,8 +22,8 @@ from experiments.caches.files import replacing, require_same
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import Progress
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError
-from wan.files import UnreadableError, load_tensors
+from wan.errors import library_reads
+from wan.files import load_tensors
 from wan.interventions import (
     Ablate,
     Edit,
@@ -36,7 +36,7 @@ from wan.interventions import (
     intervene,
     record_head_outputs,
 )
-from wan.sites import observed, watchers
+from wan.sites import observed, require_no_data, watchers
 
 if TYPE_CHECKING:
     from experiments.session import Session
@@ -55,8 +55,8 @@ def edited(
     """
     own = [one for one in watchers() if isinstance(one, Edits)]
     lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
-    if batch > 1 and (needy := next((e for e in (*edits, *lacking) if e.needs), None)):
-        raise ConfigError(f"videos that are made together take no edit that needs {needy.needs}: {needy}")
+    if batch > 1:
+        require_no_data((*edits, *lacking), "videos that are made together")
     if edits:
         session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
     with ExitStack() as stack:
@@ -173,7 +173,7 @@ def reference_means(
 def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
     """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
     wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
-    try:
+    with library_reads(f"{path}: means of head outputs", remedy="remove it"):
         content = dict(load_tensors(path, mmap=False))
         found = content.pop("fingerprint", None)
         for name, values in content.items():
@@ -185,8 +185,6 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
                     f"it holds no means of this model's {wanted[0]} heads of {wanted[1]} numbers"
                 )
             means[kind, int(layer), int(step), branch] = values
-    except (OSError, UnreadableError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read as means of head outputs: {error}; remove it") from None
     if made_of:
         require_same(path, found, made_of, "remove it")
     return means

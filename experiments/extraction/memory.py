@@ -20,7 +20,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_
 from wan.capture import ALL, CaptureRequest, queries_of
 from wan.checkpoint import VAE_FILE, CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError
+from wan.errors import ConfigError, named
 from wan.files import read_json
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
@@ -379,15 +379,13 @@ def check_requests(
         )
     blocks = len(config.block_sizes)
     for request in requests:
-        named = [query for query in request.queries if query.frame != ALL]
-        tokens = [query.token for query in named if query.token != ALL]
-        try:
+        of_frames = [query for query in request.queries if query.frame != ALL]
+        tokens = [query.token for query in of_frames if query.token != ALL]
+        with named(config.model):
             request.check(model.num_layers, blocks, num_passes or config.num_passes)
             check_indices("head", request.heads, model.num_heads)
-            check_indices("query frame", [query.frame for query in named], config.num_frames)
+            check_indices("query frame", [query.frame for query in of_frames], config.num_frames)
             check_indices("query token", tokens, model.tokens_per_frame(config.height, config.width))
-        except ValueError as error:
-            raise ConfigError(f"{config.model}: {error}") from None
         last = max(range(blocks) if request.blocks is None else request.blocks)
         there = config.passes_of_block(last)
         absent = [step for step in request.steps or () if step not in there]

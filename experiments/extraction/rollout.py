@@ -5,7 +5,6 @@ with observed(args) as watch:  # a bar on stderr, a JSON line per event in --log
 """
 
 import argparse
-import errno
 import json
 import os
 import resource
@@ -27,7 +26,7 @@ from experiments.caches.files import CacheError, RunError, StoppedError, handled
 from experiments.caches.formats import MASS_TOLERANCE
 from wan.cache import PromptSwitch
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest, move_to_cpu
-from wan.errors import UserError
+from wan.errors import UserError, library_writes
 from wan.noise import TensorNoise
 
 if TYPE_CHECKING:
@@ -128,14 +127,12 @@ def memory() -> str:
 
 def open_log(path: str | Path) -> TextIO:
     """Open a regular file to append lines to. Raises CacheError for a pipe or device."""
-    try:
+    with library_writes(path, CacheError):
         # A pipe would block the rollout until somebody reads
         if Path(path).suffix == ".pt" or (Path(path).exists() and not Path(path).is_file()):
-            raise OSError(errno.EINVAL, "a log is a file such as log.jsonl, no cache, folder, pipe or device")
+            raise ValueError("a log is a file such as log.jsonl, no cache, folder, pipe or device")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from experiments.caches.files import (
     CacheError,
     RunError,
     encode_mp4,
+    is_sealed,
     mp4_boxes,
     part_of,
     replacing,
     require_ffmpeg,
     require_same,
+    seal,
     tag_in,
 )
 from experiments.extraction.provenance import (
@@ -37,13 +39,12 @@ from experiments.extraction.provenance import (
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import read_weights_file
 from wan.config import RunConfig
-from wan.errors import ConfigError, library_reads
-from wan.files import checksum, load_tensors
+from wan.errors import ConfigError, library_reads, short_repr
+from wan.files import load_tensors
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, StreamedDecoder, diffusers_vae
 
 FRAGMENTED = ["-movflags", "frag_keyframe+empty_moov+default_base_moof", "-bf", "0", "-g", "100000"]
 FRAGMENTED += ["-sc_threshold", "0"]  # a piece is one fragment, also where its scene is cut
-SEAL_BYTES = 8 + 32  # of a box with a SHA-256
 TICKS = 1024  # of a frame, at ffmpeg's time scale for 16 frames a second
 ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
 
@@ -93,11 +94,11 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
         else:
             size = (8 * config.height, 8 * config.width)
             latents = vae().encode(read_pixels(path, *size))[0]
-    if not isinstance(latents, Tensor) or not latents.is_floating_point():
-        raise ConfigError(f"{named} holds no latents of floating point {form}")
-    latents = latents[0] if latents.ndim == 5 and len(latents) == 1 else latents
-    if list(latents.shape[1:]) != wanted or latents.ndim != 4 or not latents.isfinite().all():
-        raise ConfigError(f"{named} has latents {list(latents.shape)}, not finite {form}")
+    fits = isinstance(latents, Tensor) and latents.is_floating_point()
+    latents = latents[0] if fits and latents.ndim == 5 and len(latents) == 1 else latents
+    if not fits or latents.ndim != 4 or [*latents.shape[1:]] != wanted or not latents.isfinite().all():
+        shown = list(latents.shape) if fits else short_repr(latents)
+        raise ConfigError(f"{named} holds {shown}, no finite latents of floating point {form}")
     ends = [*accumulate(config.block_sizes)][:-1]
     if len(latents) not in ends:
         raise ConfigError(
@@ -154,7 +155,8 @@ def dtype_of(vae: VAE | Preview) -> str:
 def write_mp4(pixels: Tensor, path: str | Path, shortest=SHORTEST_SIDE, tag="", about="") -> None:
     """Write uint8 pixels [frames, height, width, 3] whole or not at all."""
     with replacing(path) as file:
-        file.write(encode_mp4(pixels.numpy(), tag=tag, about=about, shortest=shortest))
+        content = encode_mp4(pixels.numpy(), tag=tag, about=about, shortest=shortest)
+        file.write(content + seal(content))
 
 
 def decoded_blocks(vae: VAE, blocks: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -179,11 +181,6 @@ def frames_at_once(height: int, width: int) -> int:
     return max(1, POSITIONS_AT_ONCE // (height * width))
 
 
-def seal(piece: bytes) -> bytes:
-    """Return the box behind a piece of an mp4, for a piece with room for it."""
-    return SEAL_BYTES.to_bytes(4, "big") + b"free" + checksum(piece[:-SEAL_BYTES])
-
-
 # --- An mp4 that grows while a rollout goes on, and plays at any moment
 class GrowingVideo:
     """Pieces of pixels as fragments of an mp4, each with its checksum in a box that players leave out.
@@ -206,13 +203,12 @@ class GrowingVideo:
                     remedy = "choose another --output_path, or --overwrite to make it again"
                     require_same(self.path, tag_in(self.path, start, end), tag, remedy)
             kinds = [kind for kind, _, _ in boxes]
-            self.is_finished = b"mdat" in kinds and b"moof" not in kinds
+            content, ends = self.path.read_bytes(), self.ends()
+            is_whole = b"mdat" in kinds and b"moof" not in kinds
+            self.is_finished = is_whole and is_sealed(content)
             if not self.is_finished:
-                content, ends = self.path.read_bytes(), self.ends()
-                whole = takewhile(
-                    lambda n: content[: ends[n]].endswith(seal(content[ends[n - 1] : ends[n]])),
-                    range(1, len(ends)),
-                )
+                pieces = pairwise([0] if is_whole else ends)  # a damaged whole one is made again
+                whole = takewhile(is_sealed, (content[start:end] for start, end in pieces))
                 self.keep(sum(1 for _ in whole))
 
     def keep(self, pieces: int) -> None:
@@ -236,7 +232,7 @@ class GrowingVideo:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab" if self.pieces else "wb") as file:
             piece = bytes(content[start : content.rindex(b"mfra") - 4])
-            file.write(piece + seal(piece + bytes(SEAL_BYTES)))
+            file.write(piece + seal(piece))
             file.flush()
             os.fsync(file.fileno())
         self.pieces += 1
@@ -252,6 +248,8 @@ class GrowingVideo:
         if done.returncode:
             part.unlink(missing_ok=True)
             raise RunError(f"{self.path} could not be finished: {done.stderr.strip()[-200:]}")
+        with open(part, "r+b") as file:
+            file.write(seal(file.read()))
         os.replace(part, self.path)
         self.is_finished = True
 

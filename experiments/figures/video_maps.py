@@ -20,6 +20,7 @@ from experiments.caches.formats import FORMATS, peek
 from experiments.caches.store import remedy
 from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
+from wan.errors import library_reads
 
 ALPHA = 0.65  # of the map over the picture
 LEAST = 0.2  # share of it where a value is neutral
@@ -223,15 +224,12 @@ def video_frames(
 ) -> list[np.ndarray]:
     """Return the wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
     found, count = [], 0
-    try:
+    with library_reads(f"{path}: a video", CacheError):
         for count, pixels in enumerate(iio.imiter(path, plugin="FFMPEG"), 1):
             if wanted is None or count - 1 in wanted:
                 image = Image.fromarray(pixels)
                 image = image.resize((max(1, round(image.width * height / image.height)), height))
                 found.append(np.asarray(image))
-    except Exception as error:  # ffmpeg's own errors have no common type
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CacheError(f"{path} cannot be read as a video: {reason[0][:200]}") from None
     # Latent frame 0 is one video frame, every other one four
     expected = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     if count != expected:

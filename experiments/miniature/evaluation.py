@@ -26,9 +26,9 @@ from experiments.miniature.training import decode, vae_quality
 from experiments.session import load_pipeline
 from wan import checkpoint
 from wan.config import RunConfig, as_one_block
-from wan.files import sealed, unsealed
 from wan.model import WanModel
 from wan.noise import draw_noise
+from wan.seals import sealed, unsealed
 from wan.text2video import TextToVideoPipeline
 from wan.text_encoder import TextEncoder
 from wan.vae import VAE

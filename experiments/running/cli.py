@@ -15,10 +15,25 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, get_type_hints
 
-from experiments.caches.files import RunError, StoppedError, handled, interrupt, require_distinct
+from experiments.caches.files import (
+    RunError,
+    StoppedError,
+    handled,
+    interrupt,
+    require_distinct,
+    require_suffix,
+)
 from experiments.extraction.project_files import policy_settings
 from wan.config import DTYPES, NOISES, LoRAFile, RunConfig, load_config
-from wan.errors import ConfigError, UserError, did_you_mean, one_line, reason_of, require_text, short_repr
+from wan.errors import (
+    ConfigError,
+    UserError,
+    did_you_mean,
+    one_line,
+    reason_of,
+    require_text,
+    short_repr,
+)
 from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
@@ -340,8 +355,8 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
     """
     if args.save_video is None:
         return []
-    if args.save_video and Path(args.save_video).suffix != ".mp4":
-        raise ConfigError(f"--save_video writes an mp4, and {args.save_video} does not end in .mp4")
+    if args.save_video:
+        require_suffix(args.save_video, ".mp4")
     return [args.save_video or str(Path(next(iter(paths))).with_suffix(".mp4"))]
 
 

@@ -32,7 +32,8 @@ from experiments.caches.files import RunError, StoppedError, handled, replacing
 from experiments.extraction.rollout import Progress
 from experiments.running.ranks import cores
 from wan.errors import ConfigError, one_line
-from wan.files import read_yaml, sealed, unsealed
+from wan.files import read_yaml
+from wan.seals import sealed, unsealed
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -60,7 +60,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.files import checksum
+from wan.seals import checksum
 from wan.vae import VAE, Preview
 from wan.wings.seeded_noise import seeded_noise
 

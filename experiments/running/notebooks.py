@@ -24,7 +24,7 @@ from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError, RunError, claimed, replacing
+from experiments.caches.files import CacheError, RunError, claimed, replacing, require_held
 from experiments.caches.store import from_root, one_layer, open_layers
 from experiments.figures.folder import save_contact_sheet
 from experiments.figures.html_page import save_page
@@ -165,11 +165,10 @@ class NotebookRuns:
 
     def choose(self, ranges: Sequence[Sequence[int]]) -> list[int]:
         """Return the layers of ranges, of an empty one all. CacheError for one that is not there."""
-        chosen = {layer for some in ranges for layer in some or self.layers}
-        if absent := sorted(chosen - set(self.layers)):
-            there = ", ".join(map(str, self.layers))
-            raise CacheError(f"layer {absent[0]} is not in {self.source}; it has {there}")
-        return sorted(chosen)
+        chosen = sorted({layer for some in ranges for layer in some or self.layers})
+        for layer in chosen:
+            require_held("layer", layer, self.layers, self.source)
+        return chosen
 
     def parameters(self, layer: int) -> dict[str, Any]:
         """Return the parameters for one layer, without the save folder. Paths are absolute."""

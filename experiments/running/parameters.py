@@ -11,6 +11,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
+from experiments.caches.files import in_words
 from wan.errors import ConfigError, did_you_mean, fitted, short_repr
 
 Width = Literal["column", "page"] | Annotated[float, 1, 40] | None  # a journal's, or inches
@@ -164,14 +165,6 @@ def check_parameters(
             said = said or f"{name} = {short_repr(value)}"
             raise ConfigError(f"{said} is not in {in_words(allowed)}")
     names[CHECKED] = True
-
-
-def in_words(allowed: Collection[Any]) -> str:
-    """Return 0..11 for numbers from 0, else the values, of many the first."""
-    values = list(allowed)
-    if len(values) > 2 and values == [*range(len(values))]:
-        return f"0..{values[-1]}"
-    return ", ".join(map(str, values[:32])) + ", ..." * (len(values) > 32) or "nothing: this cache holds none"
 
 
 def check_given(notebook: str, given: Mapping[str, Any], own: Collection[str]) -> None:

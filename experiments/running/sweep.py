@@ -5,7 +5,6 @@ of other settings are neither taken nor replaced.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -43,7 +42,8 @@ from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError, short_repr
-from wan.files import read_json
+from wan.files import read_sealed
+from wan.seals import sealed
 
 MANIFEST_SECONDS = 5.0  # between two manifests: one of ten thousand runs takes its time
 PROMPTS_AT_ONCE = 64  # that one worker encodes
@@ -79,7 +79,6 @@ class Sweep:
 
     def scan(self, run: Run) -> str:
         """Return done, partial or waiting, by a run's cache and video. CacheError for other settings."""
-        # The file was replaced as a whole, so what it says of itself is enough: no tensor is read
         cache = peek(run.path)
         if not cache or os.path.getmtime(run.path) < self.begun:  # not there, damaged, or to be replaced
             return "waiting"
@@ -219,7 +218,7 @@ class Manifest:
         """Raise CacheError where the folder's manifest belongs to a sweep with other settings."""
         if not self.path.exists():
             return
-        found = read_json(self.path, CacheError)
+        found = read_sealed(self.path, CacheError, "remove it: each cache says what it is of")
         theirs: dict[str, Any] = {"": found, **found.get("checkpoints", {})}
         other = "" if "runs" in found else "no sweep, and this one would replace it"
         for folder, ours in self.settings.items():
@@ -248,5 +247,5 @@ class Manifest:
             rows.append(row | {"state": self.states[name]})
         content = {**self.settings.get("", {"checkpoints": self.settings}), "runs": rows}
         with replacing(self.path) as file:
-            file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+            file.write(sealed(content, indent=1))
         self.written = time.monotonic()

@@ -13,7 +13,7 @@ import torch
 
 from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
 from experiments.caches import load_cache
-from experiments.caches.files import CacheError, replacing, save_report
+from experiments.caches.files import CacheError, replacing, require_held, save_report
 from experiments.caches.view import open_profiles
 from experiments.session import load
 from wan.blocks import block_frames
@@ -35,8 +35,8 @@ def classes_of(
     heads, blocks = len(view.layers) * view.num_heads, len(view.block_sizes)
     if num is not None and num > heads:
         raise CacheError(f"--num {num} heads were asked for, and this atlas has {heads}")
-    if rule == "dummy" and not 1 <= block < blocks:
-        raise CacheError(f"--block {block} is not in 1..{blocks - 1}, the blocks of this atlas with a past")
+    if rule == "dummy":
+        require_held("--block", block, range(1, blocks), "the blocks with a past")
     own, mass = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1), view.frame_matrices()
     if rule == "pyramid":
         labels = head_kinds(view, Thresholds())

@@ -26,8 +26,8 @@ from experiments.session import Session, load
 from experiments.studies.batches import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
-from wan.errors import ConfigError
-from wan.files import UnreadableError, load_tensors
+from wan.errors import library_reads
+from wan.files import load_tensors
 from wan.interventions import (
     Bias,
     Edit,
@@ -95,11 +95,9 @@ def base_runs(path: str | None, session: Session, config: RunConfig) -> tuple[Te
     """Return latents of the unedited run and of another seed, kept in a file where path names one."""
     made_of = fingerprint(session.identity(config))
     if path and Path(path).exists():
-        try:
+        with library_reads(f"{path}: what --save_base writes", remedy="remove it"):
             cached = load_tensors(path, mmap=False)
             found, latents = cached["fingerprint"], (cached["base"], cached["other"])
-        except (UnreadableError, OSError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is not what --save_base writes: {error}; remove it") from None
         require_same(path, found, made_of, "choose another --save_base, or remove it")
         return latents
     base, other = session.rollout(config), session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))

@@ -186,7 +186,7 @@ def test_other_curves(tmp_path):
     wrong += ("key_frame,m,clipped\n0,1,n", "key_frame,m\n0,1,2", "key_frame,m,n\n0,1")
     for text in wrong:
         path.write_text(text)
-        with pytest.raises(CacheError, match=r"a\.csv is not a table of curves"):
+        with pytest.raises(CacheError, match=r"a\.csv: a table of curves with a column key_frame cannot"):
             published.read_curves(path, 21)
     with pytest.raises(CacheError, match=r"c\.csv"):
         published.read_curves(tmp_path / "c.csv")

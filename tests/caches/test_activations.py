@@ -132,7 +132,7 @@ def test_every_changed_byte_is_refused(pipe, tmp_path):
             damaged = bytearray(whole)
             damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
             file.write_bytes(damaged)
-            with pytest.raises(CacheError, match="cannot be read as activations"):
+            with pytest.raises(CacheError, match="activations cannot be read"):
                 read(file)
         file.write_bytes(whole)
     manifest = next((tmp_path / "runs").glob("*/manifest.json"))

@@ -110,6 +110,13 @@ def test_pieces_that_are_not_as_they_were_written_are_made_again(tmp_path):
     path.write_bytes(content)
     video.GrowingVideo(path, "mine").finish()
     assert video.GrowingVideo(path, "mine").is_finished and len(iio.imread(path)) == 27
+    whole = path.read_bytes()
+    path.write_bytes(
+        whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :]
+    )
+    assert mp4_tag(path) is None
+    again = video.GrowingVideo(path, "mine")
+    assert not again.is_finished and again.pieces == path.stat().st_size == 0
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_inference_window_passes_and_calls():
     captured = [open_profiles(synthetic_caches.inference(window=w)) for w in (window, None, [6, 7, 8])]
     assert [view.captured for view in captured] == ["window", "full", "within block"]
     for index in (-1, 4):
-        with pytest.raises(CacheError, match=rf"call {index} is not in 0\.\.3, the calls of this cache"):
+        with pytest.raises(CacheError, match=rf"call {index} is not in the calls of .*; it has 0\.\.3"):
             open_call(cache, index)
     with pytest.raises(CacheError, match="probabilities, no mean_logit"):
         open_call(cache, 0, "mean_logit")
@@ -103,7 +103,7 @@ def test_inference_window_passes_and_calls():
     atlas = synthetic_caches.atlas(layers=(0, 1, 5), steps=(0, 4))
     assert [open_call(atlas, i, "mass").layers for i in (2, 3, 4)] == [(5,), (0,), (1,)]
     assert [open_call(atlas, i, "mass").step for i in (2, 3, 5)] == [0, 4, 4]
-    with pytest.raises(CacheError, match=r"call 6 is not in 0\.\.5, the layers and passes of this atlas"):
+    with pytest.raises(CacheError, match=r"call 6 is not in the layers and passes of .* 0\.\.5"):
         open_call(atlas, 6)
 
 

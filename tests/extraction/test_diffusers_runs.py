@@ -31,7 +31,7 @@ def test_an_atlas_of_a_pipeline_names_model_prompt_and_steps(pipeline, tmp_path)
     assert torch.equal(uncond["frame_mass"][0, 2], calls[0].values["frame_mass"][0])
     assert uncond["pass_timesteps"][2] == calls[0]["timestep"]
     assert seen.atlas()["prompt"] == "a square" == second.config.prompt
-    with pytest.raises(RunError, match="branch uncond was not captured; cond was"):
+    with pytest.raises(RunError, match="branch 'uncond' is not in what was captured; it has cond"):
         seen.atlas(branch="uncond")
     with pytest.raises(RunError, match="the video is what the pipeline returned"):
         first.decoded()
@@ -88,7 +88,8 @@ def test_activations_and_edits_of_a_pipeline(pipeline):
         ({"layers": [2]}, "layer 2 is not in 0..1"),
         ({"blocks": [0]}, "leave blocks out"),
         ({"steps": -1}, "step -1: a pipeline tells its steps when it runs"),
-        ({"layer": 0}, "attention knows no layer"),
+        ({"layer": 0}, r"knows no layer; did you mean layers\?"),
+        ({"mass": "yes"}, "mass 'yes' is not bool"),
         ({"stream_to": "folder"}, "stream_to= takes activations: name a site"),
     ):
         with pytest.raises(ValueError, match=message), capture(pipeline, **chosen):

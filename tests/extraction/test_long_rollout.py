@@ -258,6 +258,8 @@ def test_a_file_of_latents_is_whole_at_every_block(tmp_path):
     assert torch.equal(load_file(path)["latents"], latents)
     assert path.read_bytes()[0] % 8 == 0  # the header's length: numbers begin aligned
     assert torch.equal(file.read(range(2, 5)), latents[2:5])
+    with pytest.raises(CacheError, match="belongs to another run"):
+        LatentFile(path, (6, 16, 2, 3), torch.float32, "thine")
 
 
 @settings(max_examples=25)

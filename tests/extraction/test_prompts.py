@@ -131,8 +131,12 @@ def test_files_that_do_not_fit_are_refused(tmp_path, capfd):
     path = tmp_path / "states.pt"
     for content, flags, message in (
         (None, [], "states.pt not found"),
-        ({"prompt_embeds": torch.zeros(1, 5, 3)}, [], r"\[1, 5, 3\] are not \[1, at most 64, 64\]"),
-        ({"prompt_embeds": torch.full((1, 5, 64), torch.nan)}, [], "holds no finite prompt_embeds"),
+        ({"prompt_embeds": torch.zeros(1, 5, 3)}, [], r"\[1, 5, 3\]; wanted \[1, at most 64, 64\]"),
+        (
+            {"prompt_embeds": torch.full((1, 5, 64), torch.nan)},
+            [],
+            "prompt_embeds are missing, or not finite numbers",
+        ),
         (STATES | {"tokens": ["a"] * 6}, [], "tokens are not a list of at most 5 texts"),
         (STATES | {"prompt": 3}, [], "its prompt is a int, not a text"),
         (STATES | {"prompt": "a"}, ["--prompt", "b"], "--prompt is 'b', but .* the states of 'a'"),

@@ -114,6 +114,7 @@ def test_a_second_cache_is_compared(tmp_path):
     for other, said in (
         (synthetic_caches.atlas(blocks=[1, 4, 4]), "block_sizes .1, 4, 4. and"),
         (synthetic_caches.atlas() | own, "t = 3 where"),
+        (synthetic_caches.atlas() | {"model": "another"}, "model another and"),
     ):
         save_cache(tmp_path / "d.pt", other)
         with pytest.raises(CacheError, match=said):
@@ -249,5 +250,5 @@ def test_thumbnails(tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"no video")
     data = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt"))
     assert data["thumbnails"] == [] and data["notes"][0].startswith("The video beside the cache is left out")
-    with pytest.raises(CacheError, match="cannot be read as a video"):
+    with pytest.raises(CacheError, match="a video cannot be read"):
         save_page(tmp_path / "p.html", tmp_path / "a.pt", video=tmp_path / "a.mp4")

@@ -178,7 +178,7 @@ def test_probabilities_of_a_window_of_logits_and_of_an_atlas(tmp_path):
     stored_in_half = float(row_of(printed.split("(max")[1], "2")[1])
     assert stored_in_half == pytest.approx(float(mass[0]), abs=1e-3)
     said, _ = run("plot_figure4", tmp_path, atlas, WEIGHT_INDEX=6)
-    assert said.endswith("CacheError: call 6 is not in 0..5, the layers and passes of this atlas")
+    assert said.endswith("CacheError: call 6 is not in the layers and passes of this atlas; it has 0..5")
 
 
 def figure_files(*layers):
@@ -425,7 +425,7 @@ BAD = [
     ("plot_figure4", {"MULTI_HEADS": []}, "MULTI_HEADS = [] is not in 0..11"),
     ("plot_figure4", {"HEAD": 99}, "HEAD = 99 is not in 0..11"),
     ("plot_figure4", {"WEIGHT_INDEX": "0"}, "WEIGHT_INDEX = '0' is not int"),
-    ("plot_figure4", {"WEIGHT_INDEX": 999}, "call 999 is not in 0.."),
+    ("plot_figure4", {"WEIGHT_INDEX": 999}, "call 999 is not in the "),
     ("extract_all_attention", {"QUERY_FRAMES": []}, "QUERY_FRAMES = [] is not in 0..20"),
     ("extract_all_attention", {"QUERY_FRAMES": [-1]}, "QUERY_FRAMES has -1, which is not in 0..20"),
     ("extract_all_attention", {"QUERY_FRAMES": [20, 21]}, "QUERY_FRAMES has 21, which is not in 0..20"),

@@ -108,7 +108,7 @@ def test_one_head_and_means_of_atlases_are_drawn(pipe):
     for image in shown:  # of layer 1
         np.testing.assert_allclose(image, expected, rtol=1e-5)
     assert [axis.get_title(loc="left") for axis in every.axes[:2]] == ["L0", "L1"]
-    with pytest.raises(CacheError, match=r"head 2 is not in this cache; it has 0\.\.1"):
+    with pytest.raises(CacheError, match="head 2 is not in this cache; it has 0, 1"):
         atlases[0].plot(layer=1, head=2)
     mean = Atlas.mean(atlases)
     masses = torch.stack([atlas["frame_mass"] for atlas in atlases]).float()
@@ -122,7 +122,7 @@ def test_one_head_and_means_of_atlases_are_drawn(pipe):
         drawn = [axis.lines[len(atlases)].get_ydata() for axis in figure.axes[: 1 if head else 2]]
         wanted = torch.stack([torch.from_numpy(atlas.view().key_profile(1)) for atlas in atlases]).mean(0)
         torch.testing.assert_close(torch.tensor(drawn[-1]), wanted[1], equal_nan=True, check_dtype=False)
-    with pytest.raises(CacheError, match="head 9 is not in these caches"):
+    with pytest.raises(CacheError, match="head 9 is not in this cache"):
         mean.plot(layer=1, head=9)
 
 

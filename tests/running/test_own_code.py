@@ -204,7 +204,7 @@ def both_asked(pipe):
 
 
 REFUSED = {
-    r"^num_frame is no setting of a run; did you mean num_frames\?": lambda _: load("wan_mini", num_frame=6),
+    r"'num_frame' is no setting of a run; did you mean num_frames\?": lambda _: load("wan_mini", num_frame=6),
     "'deep' is no .* did you mean deep_sink": lambda _: load("wan_mini", cache_policy="deep"),
     "'resid_past' is no site; did you mean resid_post": lambda pipe: capture(pipe, "resid_past").__enter__(),
     "head 2 is not in": lambda pipe: capture(pipe, "z", heads=[2]).__enter__(),
@@ -275,6 +275,11 @@ def test_functions_see_each_video_of_a_batch_alone(pipe):
         for site in ("z", "mod_gate"):
             found, expected = (run.activations[site].stack() for run in (one, other))
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    calls = []
+    with intervene(at("z"), lambda z: calls.append(1) or z * len(calls)):
+        pipe.generate("a red circle", seed=3)
+        with pytest.warns(UserWarning, match="videos of a batch take turns at it: make videos one by one"):
+            pipe.generate("a red circle", seeds=[3, 4])
 
 
 def nearly(found, expected, where):

@@ -86,6 +86,14 @@ def test_a_stopped_sweep_says_how_to_go_on_and_makes_what_is_missing(
     save_cache(out / NAMES[0], load_cache(out / NAMES[0]) | {"partial": True})
     sweep()
     assert (out / NAMES[0]).read_bytes() == whole[NAMES[0]] and len(loads) == 3
+    flipped = bytearray(whole[NAMES[0]])
+    flipped[flipped.index(load_cache(out / NAMES[0])["frame_logits"].numpy().tobytes()) + 5] ^= 1
+    (out / NAMES[0]).write_bytes(flipped)
+    sweep()
+    assert files_below(out) == whole and len(loads) == 4
+    (out / "manifest.json").write_bytes(whole["manifest.json"].replace(b'"seed": 1', b'"seed": 7', 1))
+    with pytest.raises(CacheError, match=r"manifest\.json cannot be read: it is not as it was .*; remove it"):
+        sweep()
 
 
 @pytest.mark.slow

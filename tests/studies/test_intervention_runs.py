@@ -159,7 +159,7 @@ def test_the_base_model_is_edited_by_its_config_too(tiny):
     changed, plain = sample(edits), sample([])
     assert not torch.equal(changed.latents, plain.latents)
     assert changed.common["interventions"]["edits"] == edits and "interventions" not in plain.common
-    with pytest.raises(ConfigError, match="runs of the base model cannot make this edit, which needs means"):
+    with pytest.raises(ConfigError, match="runs of the base model take no edit that needs means"):
         sample([Ablate("mean", passes="denoise").to_dict()])
 
 

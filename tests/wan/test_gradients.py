@@ -171,7 +171,7 @@ def test_autograd_works_on_the_model_with_a_cache_of_ones_own():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"through": "video"}, "through is 'video', not one of pass, block, rollout"),
+        ({"through": "video"}, "through is 'video'; known ones: block, pass, rollout"),
         ({"steps": [2]}, "step 2 is the clean pass, which has no x0"),
         ({"layers": [4]}, r"layer 4 is not in 0\.\.3"),
         ({"metric": lambda x0: x0}, "of one number that depends on x0"),
@@ -181,7 +181,7 @@ def test_autograd_works_on_the_model_with_a_cache_of_ones_own():
         ({"metric": lambda: 0}, "metric takes 0 arguments"),
         ({"metric": lambda x0, seen, more: 0}, "metric takes 3 arguments"),
         ({"metric": 3}, "metric is 3, not a function"),
-        ({"to": "nowhere"}, "to 'nowhere' is no device here"),
+        ({"to": "nowhere"}, "to 'nowhere' is not cpu, cuda"),
     ],
 )
 def test_what_cannot_be_differentiated_is_refused(how, message):

@@ -1,5 +1,6 @@
 """What a function of one's own is: two of one text are told apart by all that they compute with."""
 
+import os
 import random
 import threading
 import types
@@ -118,7 +119,11 @@ def test_lambdas_of_a_line_and_functions_that_refer_to_themselves():
         assert digest_of(times(library)) == digest_of(times(library))
 
 
-@pytest.mark.parametrize("value", [LOCK, (n for n in range(3)), torch.zeros(1).to_sparse(), lambda: LOCK])
+NONE = [LOCK, (n for n in range(3)), torch.zeros(1).to_sparse(), lambda: LOCK]
+NONE += [os.environ, lambda: os.environ["SCALE"], lambda: os.getenv("SCALE")]
+
+
+@pytest.mark.parametrize("value", NONE)
 def test_what_has_no_identity_makes_a_run_of_its_own_that_says_why(value):
     edit = at("z")(times(value))
     runs = [fingerprint({"edits": record_of([edit])["edits"]}) for _ in range(2)]

@@ -60,6 +60,8 @@ def test_edits_survive_python_and_json_and_are_told_apart():
     assert one == same and hash(one) == hash(same) and record_of([one]) == record_of([same])
     assert record_of([one, EDITS[0]])["hash"] != record_of([EDITS[0], one])["hash"]
     assert one.to_dict() == {"edit": "knockout", "heads": [1, 2], "passes": "all", "frames": 0}
+    for chosen, passes in (({}, "all"), ({"steps": 1}, "denoise"), ({"steps": 1, "passes": "all"}, "all")):
+        assert interventions.at("z", **chosen).passes == passes  # the clean pass has no step
 
 
 A_SOURCE = {"seed": 1}
@@ -78,7 +80,7 @@ REFUSED = {  # what is named -> the fields as a YAML has them
         "passes": "all",
     },
     "offset= or position=": {"edit": "move", "frames": "first", "passes": "all"},
-    "edit None .*knockout, bias": {"frames": 0, "passes": "all"},
+    "edit .'frames': 0.*knockout": {"frames": 0, "passes": "all"},
     "bias: b 'x' is not float in": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
     "frame'.*frames": {"edit": "knockout", "frame": 0, "passes": "all"},
 }
@@ -108,7 +110,7 @@ def test_yaml_and_back(tmp_path):
 
 HOSTILE = {
     "holds no list of interventions; write": "interventions: knockout\n",
-    "intervention 2: edit 'cut' is not one": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
+    "intervention 2: edit 'cut' is none": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
     "passes 'no' is not one of|passes False is not": "- {edit: knockout, frames: 0, passes: no}\n",
     "the YAML of interventions cannot be read: .* in line": "- {edit: [",
     "YAML of interventions cannot be read: could not determine": "- !!python/object/apply:os.system [echo]\n",

@@ -223,7 +223,7 @@ def then(*prompts) -> dict:
 
 FIRST, LONG_SINK = {"independent_first_frame": True, "num_frames": 4}, {"window": 12, "sink": 6}
 REFUSED = {  # what is said -> a config, before weights are read
-    "'magic' is not one of full, window": of("magic"),
+    "there is no cache_policy 'magic'; known ones: ": of("magic"),
     "unknown key 'windw'; did you mean window": of("window", windw=3),
     "window '9' is not int in 1": of("window", window="9"),
     "window 5 .* must be at least 6": of("window", window=5, sink=3) | FIRST,

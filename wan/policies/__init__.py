@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wan.cache import CachePolicy, Full
-from wan.errors import ConfigError, from_values, library_reads, short_repr
+from wan.errors import ConfigError, from_values, library_reads, require_known
 from wan.policies.frames import (
     DeepSink,
     EmaSink,
@@ -77,8 +77,7 @@ def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
         return settings
     given = {str(key): value for key, value in settings.items()} if isinstance(settings, Mapping) else {}
     name = given.pop("name", settings)
-    if not isinstance(name, str) or name not in POLICIES:
-        raise ConfigError(f"cache_policy {short_repr(name)} is not one of {', '.join(POLICIES)}")
+    require_known(name, POLICIES, "there is no cache_policy {}")
     if "policies" in given:  # of classes of heads
         with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
             given["policies"] = {str(label): read_policy(one) for label, one in given["policies"].items()}
