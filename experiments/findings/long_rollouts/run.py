@@ -3,7 +3,6 @@
     python experiments/findings/long_rollouts/run.py                       # draw the figure again
     python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --videos 18
     python experiments/findings/long_rollouts/run.py outputs/policies/comparison.json
-    python experiments/findings/long_rollouts/run.py --first_frame --output_path effect_by_length.json
 
 Results need the comparison.json of compare_policies.py, hours of a GPU. Where its mp4s are kept, strips.json
 beside the results is made of those of the first caption with a wall, a PNG of few colours a policy. These
@@ -15,8 +14,8 @@ need minutes of a CPU:
     python experiments/findings/long_rollouts/run.py outputs/strips/comparison.json \\
         --output_path outputs/strips/results.json
 
---first_frame rolls the miniature out instead and measures the first-frame effect by length: mean logits of
-pass 0, fitted to the first frames of each length; placebos are the same fit for frames 1 to 14.
+effect_by_length.json has the first-frame effect of the first frames of each length, by run.py --first_frame
+of commit 69f69a7.
 
 Fixed before anything was run: the primary measure is the share of the seconds 5 to 60 in which the tracker
 finds colour and shape right; all others are secondary. Seeds of a prompt are averaged first, the unit is the
@@ -37,17 +36,13 @@ import numpy as np
 from PIL import Image
 
 from experiments.analysis.drift import FPS
-from experiments.analysis.first_frame import first_frame_effect, placebo_effects
 from experiments.analysis.results import CONTROLS, PRIMARY, read_strips
 from experiments.analysis.stats import bootstrap, holm, rounded, sign_flip_p
 from experiments.caches.files import require_ffmpeg, save_report
-from experiments.captured import capture
-from experiments.extraction.provenance import choose_device, environment
 from experiments.figures.long_rollouts import long_strips
 from experiments.figures.style import save_svg
 from experiments.findings.report import finding_parser
-from experiments.running.cli import count, main
-from experiments.session import load
+from experiments.running.cli import main
 from experiments.studies.policy_comparison import (
     DEEP_SINK,
     EQUAL,
@@ -56,7 +51,6 @@ from experiments.studies.policy_comparison import (
     GRID,
     NAMED,
     PARTICIPATIVE,
-    read_policies,
     spec,
 )
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
@@ -92,8 +86,6 @@ ROWS = (  # of the strips
 )
 WALL = "wall"  # the kind of scene that strips show: the first such caption
 COLOURS, SIDE = 32, 64  # of a strip: colours, pixels of a frame's side
-POLICIES = ("full", "window,window=9,sink=3", "deep_sink,window=21,sink=10")  # of effects by length
-PLACEBOS = range(1, 15)
 
 Video = Mapping[str, Any]
 Values = Mapping[str, np.ndarray]  # of a policy: measure -> [prompts]
@@ -102,17 +94,9 @@ Values = Mapping[str, np.ndarray]  # of a policy: measure -> [prompts]
 def run(argv=None):
     parser = finding_parser(__doc__, "long_rollouts")
     flag = parser.add_argument
-    flag("--config_path", default="configs/wan_mini.yaml")
-    flag("--device", default="auto")
     flag("comparison", nargs="?", type=Path, help="comparison.json of compare_policies.py")
-    flag("--first_frame", action="store_true", help="measure the first-frame effect by length instead")
-    flag("--lengths", type=count, nargs="+", default=[21, 45, 93, 141, 240], help="latent frames")
-    flag("--prompts", type=count, default=4, help="reference prompts that are rolled out together")
     args = parser.parse_args(argv)
-    if args.first_frame:
-        save_report(by_length(args), args.output_path)
-        print(args.output_path)
-    elif args.comparison:
+    if args.comparison:
         comparison = read_json(args.comparison)
         save_report(findings(comparison), args.output_path)
         print(args.output_path)
@@ -344,42 +328,6 @@ def make_strips(comparison: Mapping[str, Any], folder: Path, output: Path) -> No
     about = {name: comparison.get(name) for name in ("model", "weights_sha256", "made")}
     about |= {"prompt": prompt, "seed": seed, "seconds": list(SECONDS), "side": SIDE}
     save_report(about | {"rows": rows}, output)
-
-
-# --- The first-frame effect by length
-def by_length(args: argparse.Namespace) -> dict[str, Any]:
-    """Roll out the reference prompts, each with a seed of its own, under three policies; fit every length."""
-    rows = []
-    for label, settings in read_policies(POLICIES).items():
-        given = {"num_frames": max(args.lengths), "cache_policy": settings, "device": args.device}
-        session = load(args.config_path, **given)
-        with capture(session, mass=False) as seen:
-            for number, prompt in enumerate(session.config.reference_prompts[: args.prompts]):
-                session.generate(prompt, seed=session.config.seed + number)
-        matrices = [seen.atlas(run).view(step=0).frame_matrices() for run in seen.runs]
-        # [prompts, layers · H, F, F]
-        every_head = np.stack([m.reshape(-1, *m.shape[-2:]) for m in matrices if m is not None])
-        for length in sorted(args.lengths):
-            cut, sizes = every_head[:, :, :length, :length], [3] * (length // 3)
-            effect = first_frame_effect(cut, sizes).effect  # [prompts, heads]
-            placebos = placebo_effects(cut, sizes, PLACEBOS)  # [prompts, heads, placebos]
-            # A policy with a window has not seen every placebo's frame.
-            known = placebos[..., ~np.isnan(placebos).any((0, 1))]
-            largest = np.abs(known.mean((0, 1))).max(initial=0)
-            exceeds = (effect[..., None] > np.abs(known)).all(-1).mean()
-            rows.append(
-                {
-                    "policy": short_label(label),
-                    "num_frames": length,
-                    "effect": rounded(bootstrap(effect.mean(1)), 4),
-                    "largest_placebo": round(float(largest), 4) if known.size else None,
-                    "heads_above_placebos": round(float(exceeds), 3) if known.size else None,
-                }
-            )
-            print(rows[-1])
-    sha256 = seen.runs[0].common["weights_sha256"]
-    made = environment(choose_device(args.device))
-    return {"environment": made, "prompts": args.prompts, "weights_sha256": sha256, "rows": rows}
 
 
 if __name__ == "__main__":
