@@ -3,8 +3,9 @@
     python experiments/findings/head_memory/run.py
 
 results.json beside this file has the judge's answer for every caption and condition; all shares, intervals
-and the figure are computed from these. The answers were made by run.py --measure of commit df9325f, scores by
-path patching by that of 01e1ad6. Of your own model: measure_head_effects.py --budget, run_causal_atlas.py.
+and the figure are computed from these. It names the commits that made the answers; run.py --measure of commit
+df9325f makes them anew, scores by path patching that of 01e1ad6. Of your own model:
+measure_head_effects.py --budget, run_causal_atlas.py.
 """
 
 from collections import defaultdict

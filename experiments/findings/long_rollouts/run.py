@@ -14,8 +14,7 @@ need minutes of a CPU:
     python experiments/findings/long_rollouts/run.py outputs/strips/comparison.json \\
         --output_path outputs/strips/results.json
 
-effect_by_length.json has the first-frame effect of the first frames of each length, by run.py --first_frame
-of commit 69f69a7.
+effect_by_length.json names the commit that measured it; run.py --first_frame of commit 69f69a7 does it anew.
 
 Fixed before anything was run: the primary measure is the share of the seconds 5 to 60 in which the tracker
 finds colour and shape right; all others are secondary. Seeds of a prompt are averaged first, the unit is the
@@ -65,18 +64,18 @@ SHOWN = (*FAMILY[:2], "window,window=12,sink=3", DEEP_SINK, PARTICIPATIVE)  # be
 MOST_SHOWN = 7  # as many colours as figures of curves have
 CURVES = {"right": "tracker", "hue_kept": "seconds", "motion": "seconds"}
 WINDOWS, DEEP = ({size: spec(policy, *size) for size in GRID} for policy in ("window", "deep_sink"))
-QUESTIONS = {  # differences between the policies of each pair
-    "a sink of four blocks against one, window 21, moved along": [(DEEP[21, 12], DEEP[21, 3])],
-    "a sink of four blocks against one, window 21, left where it was": [(WINDOWS[21, 12], WINDOWS[21, 3])],
-    "a sink of one block against none, window 9": [(WINDOWS[9, 3], WINDOWS[9, 0])],
-    "a sink of one block against none, window 21": [(WINDOWS[21, 3], WINDOWS[21, 0])],
+QUESTIONS = {  # the first policy less the second
+    "a sink of four blocks against one, window 21, moved along": (DEEP[21, 12], DEEP[21, 3]),
+    "a sink of four blocks against one, window 21, left where it was": (WINDOWS[21, 12], WINDOWS[21, 3]),
+    "a sink of one block against none, window 9": (WINDOWS[9, 3], WINDOWS[9, 0]),
+    "a sink of one block against none, window 21": (WINDOWS[21, 3], WINDOWS[21, 0]),
     # Of every size: an average over them hides that the sign changes.
     **{
-        f"the sink's RoPE moved along against left, {size[0]}/{size[1]}": [(DEEP[size], WINDOWS[size])]
+        f"the sink's RoPE moved along against left, {size[0]}/{size[1]}": (DEEP[size], WINDOWS[size])
         for size in GRID
         if size[1]
     },
-    "participative compression against the same deep sink": [(PARTICIPATIVE, DEEP_SINK)],
+    "participative compression against the same deep sink": (PARTICIPATIVE, DEEP_SINK),
 }
 
 SECONDS = (0, 2, 5, 10, 20, 30, 45, 59)  # of the strips
@@ -148,7 +147,7 @@ def short_label(label: str) -> str:
 def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return all numbers of the findings, as JSON holds them, of a comparison of --policies findings."""
     prompts, kinds = list(comparison["prompts"]), np.array(comparison["kinds"], str)
-    unnamed, costs = np.array(comparison["unnamed"], bool), comparison["costs"]
+    costs = comparison["costs"]
     videos: dict[str, dict[str, list[Video]]] = {}  # by policy and prompt
     for video in comparison["videos"]:
         videos.setdefault(video["label"], {}).setdefault(video["prompt"], []).append(video)
@@ -169,8 +168,6 @@ def findings(comparison: Mapping[str, Any]) -> dict[str, Any]:
             "measures": {name: _interval(mine[name]) for name in mine},
             "by_kind": {kind: _interval(mine[PRIMARY][kinds == kind]) for kind in counts},
         }
-        if unnamed.any():  # the colour of what hides is in the past alone
-            found["unnamed_color"] = _interval(mine["color"][unnamed])
         return found | ({"cost": costs[label]} if label in costs else {})
 
     # Own policies are drawn too, as long as there are colours.
@@ -264,13 +261,12 @@ def _paired(gains: Mapping[str, np.ndarray], adjusted: int) -> dict[str, Any]:
 def answers(values: Mapping[str, Values]) -> dict[str, Any]:
     """Answer each question by a paired difference: estimate, interval, unadjusted p."""
     found: dict[str, Any] = {}
-    for question, asked in QUESTIONS.items():
-        if pairs := [pair for pair in asked if set(pair) <= set(values)]:
-            found[question] = {"pairs": len(pairs)}
-            for name in (PRIMARY, "motion"):
-                # [prompts], the mean over pairs of policies
-                gain = np.mean([values[one][name] - values[other][name] for one, other in pairs], 0)
-                found[question][name] = {"difference": _interval(gain), "p": _p_value(gain)}
+    for question, (one, other) in QUESTIONS.items():
+        if one in values and other in values:
+            gains = {name: values[one][name] - values[other][name] for name in (PRIMARY, "motion")}
+            found[question] = {
+                name: {"difference": _interval(gain), "p": _p_value(gain)} for name, gain in gains.items()
+            }
     return found
 
 
