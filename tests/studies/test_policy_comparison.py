@@ -126,7 +126,7 @@ def test_findings_find_what_was_put_in_and_ones_own_policies_stand_beside_the_fa
     assert {label: found["against_full"][label] for label in (SINK, PLAIN)} == plain["against_full"]
     assert list(found["against_full"]) == [PLAIN, SINK, own, twin]
     [asked] = found["questions"].values()
-    assert asked["pairs"] == 1 and asked["right"]["difference"] == gain["difference"]
+    assert asked["right"]["difference"] == gain["difference"]
     assert asked["motion"]["difference"] == [0, 0, 0]
     assert [(row["window"], row["sink"]) for row in found["sink_map"]["window"]] == [(9, 0), (9, 3), (9, 6)]
     full = found["policies"]["full"]
