@@ -7,6 +7,7 @@ if [ "${1:-}" = --gpu ]; then
     cd "$(dirname "${BASH_SOURCE[0]}")/.." && shift
     exec "${PYTHON:-python3}" tests/helpers/gpu_run.py "$@"
 fi
+unset PYTHONDONTWRITEBYTECODE  # a hundred processes import the same; env.sh then leaves compiling to them
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
 chosen=(-m "not beside")
 if [ "${1:-}" = --full ]; then
