@@ -139,8 +139,7 @@ def collected(folder: Path) -> dict[str, Any]:
     for file in files:
         lines = {line["name"]: line for line in map(json.loads, file.read_text().splitlines())}
         if f"half {HALVES - 1}" not in lines:
-            print(f"{file}: trials are missing, go on with --measure")
-            continue
+            raise ConfigError(f"{file} lacks trials; go on with --measure, or move it elsewhere")
         trainings[file.stem] = training_of(lines, [SHAPES.index(one.movers[0].shape) for one in scenes])
     return {
         "environments": {name: one.pop("environment") for name, one in trainings.items()},
