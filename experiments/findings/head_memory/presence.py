@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.analysis.results import HEADS, presence_panels
-from experiments.analysis.stats import DRAWS, holm, percentiles, rounded, t_interval
+from experiments.analysis.stats import DRAWS, holm, mean_without_nan, percentiles, rounded, t_interval
 from experiments.caches.files import save_report
 from experiments.extraction.provenance import environment
 from experiments.figures.atlas import knockout_shares
@@ -238,16 +238,7 @@ def values_of(training: Mapping[str, Any], edit: str, of: str, question: str) ->
         if question in ("right", "donor"):
             value[~said["comes_back"]] = np.nan
         drawn[n, rows] = value
-    known = ~np.isnan(drawn)
-    mean = np.where(known, drawn, 0).sum(0) / np.where(known.any(0), known.sum(0), np.nan)
-    return mean.reshape(training["seeds"], -1)[:, SEEN:]
-
-
-def mean_of(values: np.ndarray, axis: int | tuple[int, ...] | None = None) -> np.ndarray:
-    """Return the mean without NaN; NaN where nothing is left."""
-    known = ~np.isnan(values)
-    total, counted = np.where(known, values, 0).sum(axis), known.sum(axis)
-    return np.where(counted > 0, total / np.maximum(counted, 1), np.nan)
+    return mean_without_nan(drawn.T).reshape(training["seeds"], -1)[:, SEEN:]
 
 
 def contrast(
@@ -261,12 +252,12 @@ def contrast(
     for one in trainings.values():
         each = values_of(one, edit, more, question) - values_of(one, edit, less, question)
         videos += int((~np.isnan(each)).sum())
-        rows.append(mean_of(each, 0))  # [captions]
+        rows.append(mean_without_nan(each.T))  # [captions]
     of = np.stack(rows)
-    means = mean_of(of, 1)
+    means = mean_without_nan(of)
     generator, (groups, columns) = np.random.default_rng(0), of.shape
     chosen = generator.integers(groups, size=(DRAWS, groups, 1))
-    drawn = mean_of(of[chosen, generator.integers(columns, size=(DRAWS, 1, columns))], 2).mean(1)
+    drawn = mean_without_nan(of[chosen, generator.integers(columns, size=(DRAWS, 1, columns))]).mean(1)
     return {
         "bootstrap": rounded(percentiles(float(means.mean()), drawn)),
         "t": rounded(t_interval(means.tolist())),
@@ -287,7 +278,7 @@ def row_of(trainings: Iterable[Mapping[str, Any]], edit: str, of: str, columns: 
         if question == "donor" and edit in ("knockout", "rescue"):
             continue
         values = [values_of(one, edit, of, question)[:, columns] for one in trainings]
-        each = [float(mean_of(value)) for value in values]
+        each = [float(mean_without_nan(value.ravel())) for value in values]
         found[question] = {"all": rounded(t_interval(each)), "each": rounded(each)}
         if question == "comes_back":
             found["videos"] = int(sum((~np.isnan(value)).sum() for value in values))
