@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import psutil
@@ -527,7 +527,7 @@ class Atlas(dict[str, Any]):
         layer: int | None = None,
         step: int | None = None,
         quantity: str | None = None,
-        head: int | Annotated[str, ("mean",)] | None = None,
+        head: int | Literal["mean"] | None = None,
     ) -> "Figure":
         """Draw the profile of every head of a layer over the key frames, seen by the last block's queries.
 
