@@ -50,6 +50,7 @@ from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import transformers_of, watching
 from wan.errors import ConfigError, as_numbers, checked, named, require_known, short_repr
+from wan.identity import random_state, warn_of_turns
 from wan.interventions import Custom, Edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
@@ -293,7 +294,7 @@ def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Ac
     return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
 
 
-def identity_of(function: Callable[..., Any]) -> dict[str, Any]:
+def identity_of(function: Any) -> dict[str, Any]:
     """Return what tells a function of one's own from others, as the record of an edit has it."""
     of_edit = Custom(names=("z",), function=function).to_dict()
     return {name: value for name, value in of_edit.items() if name not in ("edit", "sites", "passes")}
@@ -337,9 +338,13 @@ class Captured:
         if self.watcher is None:
             runs = make(nullcontext())
         elif self.folder is None:
-            watcher = replace(self.watcher, kept=[], items=len(configs))
+            watcher, reduce = replace(self.watcher, kept=[], items=len(configs)), self.watcher.reduce
+            is_shared = reduce is not None and len(configs) > 1
+            was = identity_of(reduce) | random_state() if is_shared else {}
             runs = make(watched(watcher))
             watcher.flush()
+            if is_shared:
+                warn_of_turns(reduce, was, identity_of(reduce) | random_state())
             for item, run in enumerate(runs):
                 run.activations.update(self.tables_of(watcher.kept, item))
         elif has_frames_by_value:

@@ -9,7 +9,6 @@ turns into a cache. captured.py looks at what happens inside: capture, compare, 
 """
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -54,7 +53,7 @@ from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import MODELS, ModelConfig, RunConfig, latent_sides
 from wan.errors import ConfigError, checked, require_known, require_text, short_repr
-from wan.identity import UNHASHABLE
+from wan.identity import random_state, warn_of_turns
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
@@ -547,14 +546,14 @@ def edits_as_they_are(batch: int) -> Iterator[None]:
     before = [(one, one.edits) for one in watchers() if one.edits]
     for one, edits in before:
         one.edits = tuple(edit.fixed() for edit in edits)
+    drawn = random_state()
     try:
         yield
         for one, edits in before if batch > 1 else ():
             for edit, as_it_was, changed in zip(edits, one.edits, one.changed, strict=True):
-                was, now = (each.fixed().to_dict() for each in (as_it_was, edit))
-                if changed and was != now and UNHASHABLE not in was:
-                    said = "changed something that it reads, and videos of a batch take turns at it"
-                    warnings.warn(f"{edit} {said}: make videos one by one", stacklevel=4)
+                if changed:
+                    own, now = as_it_was.fixed().to_dict(), edit.fixed().to_dict()
+                    warn_of_turns(edit, own | drawn, now | random_state())
     finally:
         for one, edits in before:
             one.edits = edits

@@ -133,7 +133,8 @@ def test_a_number_in_yaml_is_the_one_that_is_read_by_people(tmp_path_factory, te
 
 def test_words_of_yaml_that_are_no_text_and_names_that_are_no_file(tmp_path):
     for line, said in (("prompt: yes", "prompt True is not text"), ("seed: 010", "010 is unclear"),
-                       ("seed: '3'", "seed '3' is not int"), ("seed: 1:30", "1:30 is unclear")):  # fmt: skip
+                       ("seed: '3'", "seed '3' is not int"), ("seed: 1:30", "1:30 is unclear"),
+                       ("timestep_shift: 5:30.5", "5:30.5 is unclear")):  # fmt: skip
         (tmp_path / "own.yaml").write_text(line)
         with pytest.raises(ConfigError, match=said):
             load_config(tmp_path / "own.yaml")
@@ -155,8 +156,9 @@ def test_a_flag_that_is_none_names_the_nearest(capsys):
 @pytest.mark.parametrize("flags, said", [
     (["--config_path", "wan_minni"], "none of configs/; did you mean wan_mini?"),
     (["--seed", "1_0"], "'1_0' is not a whole number"),
+    (["--prompts", "", "--output_dir", "x"], "a word behind --prompts is empty; leave it out"),
+    (["--interventions="], "a word behind --interventions is empty; leave it out"),
     (["--seed", "\uff11"], "is not a whole number"),
-    (["--cache_policy", ""], "cache_policy '' is no file and no policy"),
     (["--cache_policy", "window,window=9,window=6"], "has window twice"),
     (["--prompt_schedule", "none.yaml"], "is no YAML file of one list `prompts`, each with frame"),
     (["--prompts", "none.txt", "--output_dir", "x"], "No such file or directory; write a prompt a line"),

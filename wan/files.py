@@ -92,7 +92,7 @@ def read_yaml(
     with library_reads(f"{path}: the YAML of {what}"):
         for one in yaml.scan(text):  # YAML 1.1 reads 010 as 8, and 1:30 as 90
             is_plain = isinstance(one, yaml.ScalarToken) and one.plain
-            if is_plain and re.fullmatch(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+)", one.value):
+            if is_plain and re.fullmatch(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+(\.[\d_]*)?)", one.value):
                 remedy = "write a number without a leading 0 or colons, or a text in quotes"
                 raise ConfigError(f"{path}, line {one.start_mark.line + 1}: {one.value} is unclear; {remedy}")
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
@@ -119,8 +119,10 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     path, before, problem = Path(path), None, None
     try:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
-            # 1. An archive: every record has the checksum that it says.
+            # 1. An archive: every record has the checksum that it says. A pipe or a device may never end.
             before = path.stat()
+            if not path.is_file():
+                raise UnreadableError("it is no plain file")
             zipped, size = is_archive(path), before.st_size
             if zipped:
                 with ZipFile(path) as archive, TemporaryDirectory() as folder:

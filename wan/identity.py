@@ -9,9 +9,11 @@ import dis
 import functools
 import hashlib
 import os
+import random
 import site
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import (
@@ -93,6 +95,18 @@ def code_of(value: Any) -> dict[str, str]:
         return {"code_sha256": digest_of(value)}
     except UnhashableError as error:
         return {"code_sha256": uuid4().hex[:16], UNHASHABLE: str(error)}
+
+
+def random_state() -> dict[str, str]:
+    """Return what tells where the generators stand that functions share which have none of their own."""
+    return {"random": digest_of([torch.get_rng_state(), np.random.get_state(), random.getstate()])}
+
+
+def warn_of_turns(function: object, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn where what a function reads is not what it was before videos of a batch called it in turn."""
+    if was != now and UNHASHABLE not in was:
+        said = "changed something that it reads, and videos of a batch take turns at it"
+        warnings.warn(f"{function} {said}: make videos one by one", stacklevel=5)
 
 
 def code_of_class(kind: type) -> dict[str, str]:

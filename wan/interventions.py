@@ -36,7 +36,7 @@ from wan.attention import Call
 from wan.config import RunConfig
 from wan.errors import ConfigError, check_fields, checked, from_values, named, require_known, short_repr
 from wan.files import MAX_SIZE, read_yaml
-from wan.identity import code_of, code_of_class
+from wan.identity import code_of, code_of_class, is_library
 from wan.keys import (
     MIXED,
     ROPE_THETA,
@@ -713,11 +713,6 @@ class Custom(Edit):
         return replace(self, function=function)
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
-        # Videos of a batch are edited one by one, as if each were alone.
-        if len(x) > 1:
-            rows = [(row, self.apply(row, where)) for row in x.split(1)]
-            changed = [row if new is None else new for row, new in rows]
-            return None if all(new is None for _, new in rows) else torch.cat(changed)
         function = self.function if callable(self.function) else self.function.apply
         copied = x.clone()
         version = copied._version
@@ -895,9 +890,14 @@ class Edits(Watcher):
                 self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
                 continue
             self.reached[number] += isinstance(edit, Custom)
-            if (new := edit.apply(x, where, data)) is not None:
+            # Code of one's own edits videos of a batch one by one, as if each were alone.
+            is_own = isinstance(edit, Custom) or not is_library(type(edit).__module__)
+            parts = x.split(1) if is_own and isinstance(x, Tensor) else [x]
+            made = [edit.apply(part, where, data) for part in parts]
+            if any(new is not None for new in made):
                 self.changed[number] += 1
-                x = new
+                both = [part if new is None else new for part, new in zip(parts, made, strict=True)]
+                x = both[0] if len(both) == 1 else torch.cat(both)
         return x
 
 

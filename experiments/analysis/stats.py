@@ -48,9 +48,14 @@ def mean_without_nan(values: np.ndarray) -> np.ndarray:
 # --- What can be computed at all: scipy's resampling takes NaN for a number, and rounding for a spread
 
 
-def is_known(*arrays: Sequence[float] | np.ndarray) -> bool:
-    """Return True where arrays have values, and all of them are finite: the check before any statistic."""
-    return all(np.size(x) > 0 and bool(np.isfinite(x).all()) for x in arrays)
+def floats(values: Any) -> np.ndarray:
+    """Return values in float64; None, and what a masked array hides, was not measured: NaN."""
+    return np.ma.asarray(values, np.float64).filled(np.nan)
+
+
+def is_known(values: np.ndarray) -> bool:
+    """Return True where there are values, and all of them are finite: the check before any statistic."""
+    return values.size > 0 and bool(np.isfinite(values).all())
 
 
 def varying(rest: np.ndarray, values: np.ndarray, share: float = ROUNDING) -> np.ndarray:
@@ -68,7 +73,7 @@ def varying(rest: np.ndarray, values: np.ndarray, share: float = ROUNDING) -> np
 
 def pearson(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Correlate [..., n] with [..., n] along the last axis in float64; NaN with NaN, or a constant."""
-    arrays = (np.asarray(one, np.float64), np.asarray(other, np.float64))
+    arrays = (floats(one), floats(other))
     with np.errstate(divide="ignore", invalid="ignore"):
         a, b = (x - x.mean(-1, keepdims=True) for x in arrays)
         sizes = [np.sqrt(varying(x, values)) for x, values in zip((a, b), arrays, strict=True)]
@@ -77,7 +82,7 @@ def pearson(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def rms_difference(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """sqrt(mean((one - other)^2)) over the last axis of [..., n] and [..., n]."""
-    return np.sqrt(((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2).mean(-1))
+    return np.sqrt(((floats(one) - floats(other)) ** 2).mean(-1))
 
 
 def spearman(x: np.ndarray, y: np.ndarray) -> Any:
@@ -90,7 +95,7 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
 
     Places with NaN in one of them are left out. NaN where nothing of one is left, or of fewer than 3 places.
     """
-    columns = np.broadcast_arrays(*(np.asarray(values, np.float64) for values in (x, y, *given)))
+    columns = np.broadcast_arrays(*map(floats, (x, y, *given)))
     known = ~np.isnan(columns).any(0)
     count = known.sum(-1, keepdims=True)
     ranks = scipy.stats.rankdata(np.where(known, columns, np.nan), axis=-1, nan_policy="omit")
@@ -122,9 +127,10 @@ def bootstrap(values: np.ndarray) -> Interval:
 
     All are NaN where a value is not known, or there is none.
     """
+    values = floats(values)
     if not is_known(values):
         return Interval(np.nan, np.nan, np.nan)
-    per_prompt = np.asarray(values, np.float64).reshape(len(values), -1).mean(1)
+    per_prompt = values.reshape(len(values), -1).mean(1)
     return percentiles(float(per_prompt.mean()), resampled((per_prompt,), np.mean, DRAWS))
 
 
@@ -142,7 +148,7 @@ def crossed_bootstrap(values: np.ndarray) -> Interval:
 
     They are crossed with the columns: trainings judged on the same prompts. NaN as in bootstrap().
     """
-    values = np.asarray(values, np.float64)
+    values = floats(values)
     if not is_known(values):
         return Interval(np.nan, np.nan, np.nan)
     if len(values) == 1:
@@ -154,8 +160,9 @@ def crossed_bootstrap(values: np.ndarray) -> Interval:
     return percentiles(float(values.mean()), drawn.mean((1, 2)))
 
 
-def t_interval(values: Sequence[float]) -> Interval:
+def t_interval(values: Sequence[float] | np.ndarray) -> Interval:
     """Return the mean of a few independent values and Student's 95 % interval; NaN as in bootstrap()."""
+    values = floats(values)
     if not is_known(values):
         return Interval(np.nan, np.nan, np.nan)
     if len(values) < 2:  # no spread is known of one
@@ -192,7 +199,7 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
 
     It is exact where there are no more than `draws` ways to flip them. NaN where a difference is not known.
     """
-    differences = np.asarray(differences, np.float64)
+    differences = floats(differences)
     if not is_known(differences):
         return float("nan")
     if len(differences) < 2:  # the sign of one alone says nothing
@@ -210,7 +217,7 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
 def holm(p_values: Sequence[float]) -> np.ndarray:
     """Adjust p-values [n] for the comparisons made (Holm 1979), in their order; NaN was not made."""
     # The smallest p times n, the next times n - 1, ...; none below the one before it. NaN comes last
-    p = np.asarray(p_values, np.float64)
+    p = floats(p_values)
     order = p.argsort(kind="stable")
     adjusted = np.maximum.accumulate((np.isfinite(p).sum() - np.arange(len(p))) * p[order])
     return np.minimum(adjusted, 1)[order.argsort()]

@@ -159,6 +159,9 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words, strict=False):
             require_text(word, before if before.startswith("-") else "a word")
+            flag, has_value, value = word.partition("=") if word[:2] == "--" else (before, True, word)
+            if has_value and not value.strip() and flag not in ("--prompt", "--negative_prompt"):
+                self.error(f"a word behind {flag} is empty; leave it out")  # it would be passed over
         found = super().parse_args(words, namespace)
         # 2. Whatever names an existing file is an input, also behind FIELD=
         inputs, outputs = list[str](), list[str]()

@@ -57,6 +57,8 @@ def test_missing_is_never_a_number(case):
         stats.crossed_bootstrap(np.stack([values, values])),
         stats.bootstrap([]),
     ]
+    hidden = np.ma.masked_array([*some, 99.0], [0] * len(some) + [1])  # or null in a JSON
+    intervals += [stats.bootstrap(hidden), stats.t_interval([*some, None])]
     assert np.isnan([stats.sign_flip_p(values), stats.pearson(values, np.arange(len(values)))]).all()
     assert np.isnan(intervals).all()
     adjusted = stats.holm([0.01, np.nan, 0.2])  # of two comparisons

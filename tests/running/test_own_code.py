@@ -262,6 +262,13 @@ def test_a_batch_is_the_runs_alone_and_each_has_its_own_captures(pipe):
         torch.testing.assert_close(one["frame_mass"], other["frame_mass"], atol=1e-5, rtol=0)
 
 
+class Centred(Edit):
+    sites = ("z",)
+
+    def apply(self, x, where, data=None):
+        return x - x.mean()
+
+
 def test_functions_see_each_video_of_a_batch_alone(pipe):
     """As reduce, and as an edit; one that mixes its whole input shows it."""
     scale = lambda z: z * (1 + z.mean())  # noqa: E731
@@ -275,11 +282,20 @@ def test_functions_see_each_video_of_a_batch_alone(pipe):
         for site in ("z", "mod_gate"):
             found, expected = (run.activations[site].stack() for run in (one, other))
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    calls = []
-    with intervene(at("z"), lambda z: calls.append(1) or z * len(calls)):
-        pipe.generate("a red circle", seed=3)
-        with pytest.warns(UserWarning, match="videos of a batch take turns at it: make videos one by one"):
-            pipe.generate("a red circle", seeds=[3, 4])
+    Centred.__module__ = "__main__"  # where a notebook defines one
+    with intervene(Centred(layers=[1], passes="all")):
+        assert torch.equal(
+            pipe.generate("a red circle", seeds=[3, 4])[0].latents,
+            pipe.generate("a red circle", seed=3).latents,
+        )
+    calls, warned = [], partial(pytest.warns, UserWarning, match="take turns at it: make videos one by one")
+    for edit in (lambda z: calls.append(1) or z * len(calls), lambda z: z + torch.randn_like(z)):
+        with intervene(at("z"), edit):
+            pipe.generate("a red circle", seed=3)
+            with warned():
+                pipe.generate("a red circle", seeds=[3, 4])
+    with capture(pipe, "z", reduce=lambda z: calls.append(1) or z.mean() * len(calls)), warned():
+        pipe.generate("a red circle", seeds=[3, 4])
 
 
 def nearly(found, expected, where):
