@@ -41,6 +41,7 @@ SITUATIONS = {
     "a layer is missing": lambda folder: opened(folder, "layer5.pt", "layer", "atlas"),
     "maps are missing": lambda folder: video_of(load_path(folder, "maps.pt", "maps"), None),
     "effects are missing": lambda folder: opened(folder, "effects.pt", "effects"),
+    "attribution is missing": lambda folder: opened(folder, "attribution.pt", "attribution"),
     "a folder has no layers": lambda folder: open_layers(folder),
     "a folder has no atlases": lambda folder: open_sweep(folder, ROOT / "cache/none"),
     "the page has no atlas": page_of,

@@ -467,6 +467,7 @@ class AttributionCache(Cache):
     """(source - own activation) times gradient of a pass's metric. N layers, P passes, U heads or one."""
 
     script, notebook, default = "run_attribution.py", "interventions.ipynb", "attribution.pt"
+    flags = "--source_prompt 'a blue square moving left'"
     nested: ClassVar = {**Cache.nested, "sites": AttributionSite}
     unique: ClassVar = ("layers",)
 
