@@ -30,12 +30,7 @@ LONGEST_CHAIN = 9  # of imports, each when the one before is imported
 # two formats of attribution and the check of arguments came on top.
 MOST_FILES, MOST_FUNCTIONS = 32, 364
 LATE_IMPORTS = 25  # within functions, outside the scripts: what is heavy and optional
-OPTIONAL = (
-    "wan.wings",
-    "wan.kernels.fused",
-    "wan.kernels.mass",
-    "wan.kernels.vae",
-)  # on a CPU
+OPTIONAL = ("wan.wings", "wan.kernels.fused", "wan.kernels.mass", "wan.kernels.vae")  # on a CPU
 
 
 def tracked(*folders: str) -> list[str]:

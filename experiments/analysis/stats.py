@@ -1,13 +1,12 @@
 """Statistics over prompts and heads, and differences of videos. NaN was not measured, and stays NaN.
 
 The unit is the prompt: seeds are averaged first, bootstraps resample prompts, and layers as wholes where a
-number is over heads. Resampling is scipy's; scipy.stats is loaded by its first use.
+number is over heads: the draws of scipy.stats.bootstrap, which computes an interval of its own beside them.
 
     bootstrap(effect)                  # of values [prompts, ...]: Interval(estimate, low, high)
     sign_flip_p(ours - theirs)         # of paired differences [prompts]
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -136,11 +135,11 @@ def bootstrap(values: np.ndarray) -> Interval:
 
 def resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], draws: int) -> np.ndarray:
     """Return a statistic of draws from samples, each [n], which are resampled apart from each other."""
-    # scipy wants two values or more; one value, twice, gives the same draws of it
+    generator = np.random.default_rng(0)
+    # A single value is taken twice, which gives the same draws of it
     several = [np.resize(values, max(2, len(values))) for values in samples]
-    options = {"n_resamples": draws, "method": "percentile", "rng": np.random.default_rng(0)}
-    with warnings.catch_warnings(action="ignore", category=scipy.stats.DegenerateDataWarning):
-        return scipy.stats.bootstrap(several, statistic, **options).bootstrap_distribution  # NaN may be in it
+    drawn = [values[generator.integers(len(values), size=(draws, len(values)))] for values in several]
+    return statistic(*drawn, axis=-1)  # [draws]; NaN may be in it
 
 
 def crossed_bootstrap(values: np.ndarray) -> Interval:

@@ -168,12 +168,12 @@ def label_agreements(
             found.append(LabelAgreement(name, *[float("nan")] * 5))
             continue
 
-        def share(layers: np.ndarray, right=(ours == labels) & known, known=known) -> float:
-            count = known[layers].sum()
-            return float(right[layers].sum() / count) if count else float("nan")
+        def share(layers: np.ndarray, axis=-1, right=(ours == labels) & known, known=known) -> np.ndarray:
+            agreed, count = (heads[layers].sum((-2, -1)) for heads in (right, known))  # of layers [..., L]
+            return agreed / np.where(count, count, np.nan)
 
         layers = np.arange(len(labels))
-        interval = percentiles(share(layers), resampled((layers,), share, DRAWS))
+        interval = percentiles(float(share(layers)), resampled((layers,), share, DRAWS))
         majority = float(np.unique(labels[known], return_counts=True)[1].max() / known.sum())
         # Any threshold between two rates gives the same labels: the rates themselves are enough
         single = max(

@@ -332,7 +332,7 @@ def test_policies_are_drawn(tmp_path):
 def findings():
     gains = dict.fromkeys(("full", *policy_findings.FAMILY, "frozen", "vae"), 0.1)
     gains |= {"window,window=9,sink=3": 0.4, "deep_sink,window=9,sink=3": 0.2}
-    return policy_findings.findings(long_findings.comparison(gains))
+    return policy_findings.findings(long_findings.comparison(gains, prompts=6))
 
 
 def test_long_rollouts(tmp_path, findings):
@@ -349,7 +349,7 @@ def test_long_rollouts(tmp_path, findings):
         (tmp_path / name).write_text(json.dumps(content))
     paths = {name: str(tmp_path / name) for name in files}
     printed, drawn = run("long_rollouts", tmp_path, KINDS=["wall", "crossing"], **paths)
-    assert "wan-mini, 240 latent frames, 18 held-out prompts × 3 seeds" in printed
+    assert "wan-mini, 240 latent frames, 6 held-out prompts × 3 seeds" in printed
     assert row_of(printed, "window", "9/3")[2].startswith("0.8")
     names = ("strips", "right", "heads", "over_time", "motion", "sink_maps", "cost", "effect_by_length")
     assert drawn.keys() == {"rope.svg", *(f"{name}.svg" for name in names)}

@@ -17,16 +17,7 @@ from wan import interventions
 from wan.attention import attention
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, Call
 from wan.errors import ConfigError
-from wan.interventions import (
-    Ablate,
-    InterventionError,
-    Jitter,
-    Knockout,
-    Move,
-    Patch,
-    intervene,
-    read_edits,
-)
+from wan.interventions import Ablate, InterventionError, Jitter, Knockout, Move, Patch, intervene, read_edits
 from wan.keys import MIXED, KeyLayout, Slot
 from wan.sites import ActivationSite, Pass, Site
 

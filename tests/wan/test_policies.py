@@ -237,10 +237,7 @@ REFUSED = {  # what is said -> a config, before weights are read
     "frame 6 has no prompt": then({"prompt": None}),
     "frame 3 cannot cut under .*; it can .*cut from frame 6 on": then({"frame": 3, "how": "cut"})
     | of("relative", **LONG_SINK, released="longlive_infinity"),
-    "6 frames .* again .* with a window of 9": {
-        "recompute_context": 6,
-        "local_attn_size": 6,
-    },
+    "6 frames .* again .* with a window of 9": {"recompute_context": 6, "local_attn_size": 6},
     "take window or relative": {"recompute_context": 6} | of("rolling_sink"),
     "window: 9, sink: 3": {"local_attn_size": 9, "sink_size": 3} | of("full"),
 }
