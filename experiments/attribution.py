@@ -106,11 +106,8 @@ def check_gradients(session: Session, recorder: Gradients, recompute: bool = Fal
     where, free = "host", psutil.virtual_memory().available
     if session.device.type == "cuda":
         where, free = "GPU", torch.cuda.mem_get_info(session.device)[0]
-    if needed > free:
-        raise ConfigError(
-            f"gradients at {', '.join(sites)} keep about {memory.amount(needed)}, and {memory.amount(free)} "
-            f"of {where} memory are free: choose blocks, steps or layers, give metric= here, or recompute"
-        )
+    remedy = "choose blocks, steps or layers, give metric= here, or recompute"
+    memory.require_room(f"{where} memory for gradients at {', '.join(sites)}", needed, free, remedy)
 
 
 def recorder_graphs(config: Any, recorder: Gradients) -> int:

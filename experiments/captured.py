@@ -275,11 +275,9 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
         for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
             check_indices(name.removesuffix("s"), getattr(watcher, name), count)
     needed, free = memory.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory().available
-    if watcher.reduce is None and watcher.to == "cpu" and needed > free:
-        raise ConfigError(
-            f"capture of {', '.join(watcher.sites)} keeps {memory.amount(needed)}, and {memory.amount(free)} "
-            "are free: choose layers, blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
-        )
+    if watcher.reduce is None and watcher.to == "cpu":
+        remedy = "choose layers, blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
+        memory.require_room(f"capture of {', '.join(watcher.sites)}", needed, free, remedy)
 
 
 def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Activations]:
@@ -593,10 +591,8 @@ class MeanAtlas:
     """
 
     def __init__(self, atlases: Sequence[Atlas]):
-        if not all(isinstance(each, Atlas) for each in atlases):
-            raise ConfigError("a mean takes a list of atlases")
-        if len(atlases) < 2:
-            raise CacheError(f"a mean takes two atlases or more, not {len(atlases)}")
+        if len(atlases) < 2 or not all(isinstance(each, Atlas) for each in atlases):
+            raise ConfigError(f"a mean takes a list of atlases, two or more, not {short_repr(atlases)}")
         require_one_model({f"atlas {n}": atlas for n, atlas in enumerate(atlases)}, "a mean")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.atlases = list(atlases)

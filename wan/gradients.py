@@ -50,10 +50,8 @@ Metric = Callable[..., Tensor]
 
 def takes_activations(metric: Metric) -> bool:
     """Return whether a metric takes (x0, seen), not x0 alone. ConfigError where it is called otherwise."""
-    if not callable(metric):
-        raise ConfigError(f"metric is {short_repr(metric)}, not a function of x0, or of x0 and activations")
     try:
-        known = inspect.signature(metric).parameters.values()
+        known = inspect.signature(metric).parameters.values() if callable(metric) else ()
     except (TypeError, ValueError):  # of a builtin, such as torch.mean
         return False
     needed = [
@@ -61,7 +59,7 @@ def takes_activations(metric: Metric) -> bool:
     ]
     given = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     if len(needed) > 2 or not given:
-        raise ConfigError(f"metric takes {len(needed)} arguments: x0, or x0 and the activations by site")
+        raise ConfigError(f"metric {short_repr(metric)} is no function of x0, or of x0 and the activations")
     return len(needed) == 2 or any(p.name == "seen" for p in given)
 
 

@@ -48,10 +48,9 @@ def read_curves(path: str | Path, num_frames: int | None = None) -> dict[str, Cu
             raise ValueError(f"key_frame must count frames of 0..{length - 1}, each once")
         names = [name for name in rows[0] if name not in ("key_frame", "clipped")]
         header = next(csv.reader(io.StringIO(text, newline="")))
-        if not names or len(set(header)) < len(header):
-            raise ValueError("it names a column twice, or no curve")
-        if any(None in row or None in row.values() for row in rows):
-            raise ValueError("a row has more or fewer cells than the first line")
+        is_ragged = any(None in row or None in row.values() for row in rows)
+        if is_ragged or not names or len(set(header)) < len(header):
+            raise ValueError("it names a column twice or no curve, or its rows are not of one length")
         curves = {name: Curve(np.full(length, np.nan), np.zeros(length, bool)) for name in names}
         for frame, row in zip(frames, rows, strict=True):
             for name in names:

@@ -367,6 +367,12 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.0f} MB"
 
 
+def require_room(what: str, needed: int, free: int, remedy: str) -> None:
+    """Raise ConfigError, which ends with the remedy, where captures need more bytes than are free."""
+    if needed > free:
+        raise ConfigError(f"{what} needs about {amount(needed)}, and {amount(free)} are free: {remedy}")
+
+
 # --- The one check of what is asked for
 def check_requests(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None

@@ -105,11 +105,10 @@ def policy_settings(source: Any) -> dict[Any, Any]:
     settings, given = policy_settings(first), set[str]()
     for pair in pairs:
         key, equals, text = pair.partition("=")
-        if key in given:
-            raise ConfigError(f"cache_policy: {short_repr(name)} has {key} twice")
+        wrong = f"has {key} twice" if key in given else f"has {short_repr(pair)}, no FIELD=VALUE"
+        if key in given or not (key and equals and text):
+            raise ConfigError(f"cache_policy: {short_repr(name)} {wrong}")
         given.add(key)
-        if not (key and equals and text):
-            raise ConfigError(f"cache_policy: {short_repr(pair)} in {short_repr(name)} is not FIELD=VALUE")
         try:
             settings[key] = json.loads(text)  # true, false, a number
         except ValueError:

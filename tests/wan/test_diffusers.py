@@ -435,7 +435,7 @@ def test_what_cannot_be_captured_is_refused(pipeline, monkeypatch):
     for edit, message in (
         (Knockout(frames=0, layers=[2], passes="all"), "layer 2 is not in 0..1"),
         (Knockout(frames=0, heads=[3], passes="all"), "head 3 is not in 0..2"),
-        (Steer("mod_gate", [0.0] * 48, passes="all"), "mod_gate cannot be seen"),
+        (Steer("mod_gate", [0.0] * 48, passes="all"), "'mod_gate' cannot be seen"),
         (Jitter(), "Jitter turns q and k by Wan's RoPE"),
     ):
         with pytest.raises(ConfigError, match=message), watching(model), intervene(edit):
