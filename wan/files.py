@@ -163,8 +163,12 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     except Exception as error:  # a damaged pickle can raise anything
         problem = error
     # 5. A writer that replaced the file meanwhile would leave parts of two: read the new one.
-    if before and path.exists() and not os.path.samestat(before, path.stat()):
-        return load_tensors(path, mmap)
+    # (a number of a removed file may be the next one's, so its time and size count too)
+    if before and path.exists():
+        now = path.stat()
+        same = [(x.st_dev, x.st_ino, x.st_mtime_ns, x.st_size) for x in (before, now)]
+        if same[0] != same[1]:
+            return load_tensors(path, mmap)
     if problem:
         raise problem if isinstance(problem, UnreadableError) else UnreadableError(reason_of(problem))
     return found

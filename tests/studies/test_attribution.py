@@ -156,7 +156,7 @@ def test_pattern_that_does_not_fit_is_refused(session, monkeypatch):
     with gradients(session, "z", layers=[7], **ONE):
         pass
     with (
-        pytest.raises(ConfigError, match="memory for gradients at pattern needs about .* recompute"),
+        pytest.raises(ConfigError, match=r"memory for gradients at pattern needs about .* recompute"),
         gradients(session, "pattern", layers=[7], **ONE),
     ):
         pass
