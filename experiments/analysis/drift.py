@@ -6,6 +6,8 @@ control, and motion stands beside them.
 
 import numpy as np
 
+from wan.errors import ConfigError
+
 # --- Optical flow of two frames by polynomial expansion (Farnebäck, SCIA 2003)
 EXPANSION, SMOOTHING = 1.5, 3.0  # pixels: widths of the Gaussians of the fit and of the neighbourhood
 ITERATIONS = 4
@@ -102,6 +104,7 @@ SUMMARIES = {
 
 def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
     """Compute every measure of MEASURES for each whole second of uint8 [T, H, W, 3] -> [seconds] each."""
+    require_pixels(video)
     by_frame = {"sharpness": sharpness(video), "clipped": clipped(video), "distance": distance(video)}
     by_frame["flicker"] = np.append(flicker(video), np.nan)  # the last frame has no next one
     whole = len(video) // FPS
@@ -111,12 +114,20 @@ def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def summaries(video: np.ndarray) -> dict[str, float]:
-    """Compute every measure of SUMMARIES."""
+    """Compute every measure of SUMMARIES of a video uint8 [T, H, W, 3]."""
+    require_pixels(video)
     found = {"sharpness_change": sharpness_change(video)}
     for of_frames in (clipped, flicker):
         first, last = ends(of_frames(video))
         found[f"{of_frames.__name__}_change"] = last - first
     return found | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
+
+
+def require_pixels(video: np.ndarray) -> None:
+    """Raise ConfigError for what is no uint8 [T, H, W, 3]: of values in 0..1 every measure would be wrong."""
+    if video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3:
+        shape = [*video.shape]
+        raise ConfigError(f"a video is uint8 [T, H, W, 3], 0 to 255, not {video.dtype} {shape}")
 
 
 def ends(values: np.ndarray) -> tuple[float, float]:

@@ -90,6 +90,9 @@ def test_what_is_not_known_has_no_interval_share_or_rank():
     frame = moving()[:1]
     assert np.isnan([*drift.ends(drift.flicker(frame)), drift.non_repetition(frame)]).all()
     assert not any(map(len, drift.per_second(frame).values())) and "flicker_change" in drift.summaries(frame)
+    for measure in (drift.per_second, drift.summaries):
+        with pytest.raises(ConfigError, match=r"a video is uint8 \[T, H, W, 3\], 0 to 255, not float32 "):
+            measure(frame.astype(np.float32) / 255)
     changes = effects.changes_of({"total": torch.ones(2), "between_seeds": torch.tensor([0.0, 2.0])})
     assert np.isnan(changes["total"][0]) and changes["total"][1] == 0.5
     with pytest.raises(CacheError, match="is not a frame, row and column"):
