@@ -50,7 +50,7 @@ def flags(folder):
 
 
 @pytest.mark.beside
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(5))
 def test_a_video_that_is_stopped_at_any_moment(number, tmp_path):
     chance = random.Random(number)
     by = chance.choice(STOPS)
