@@ -68,6 +68,7 @@ CALLS = {
     "to='meta'": (lambda s, *_: captured(s, "z", to="meta"), "to 'meta' is not cpu, cuda or cuda:N"),
     "to='gpu'": (lambda s, *_: captured(s, "z", to="gpu"), "to 'gpu' is not cpu"),
     "reduce=5": (lambda s, *_: captured(s, "z", reduce=5), "reduce 5 is no function of x and where"),
+    "reduce=0": (lambda s, *_: captured(s, "z", reduce=0), "reduce 0 is no function of x and where"),
     "stream_to=5": (lambda s, *_: captured(s, "z", stream_to=5), "stream_to 5 is not text or a Path"),
     "plot(layer=True)": (lambda *x: x[4].plot(layer=True), "layer True is not int"),
     "plot(heads=3)": (lambda *x: x[4].plot(layer=1, heads=3), "plot knows no heads; did you mean head"),

@@ -83,7 +83,10 @@ class SiteCapture(Watcher):
         is_kept = self.dtype is None or self.dtype in FLOATS
         refuse(
             (not is_kept, f"dtype {dtype} is none of floating point, such as float32 or bfloat16"),
-            (not callable(self.reduce or abs), f"reduce {reduce} is no function of x and where"),
+            (
+                not (self.reduce is None or callable(self.reduce)),
+                f"reduce {reduce} is no function of x and where",
+            ),
         )
         check_device(self.to)
 
