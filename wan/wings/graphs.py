@@ -110,7 +110,8 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Goes before what a capture computes beside it (CaptureBeside): the lower number has priority.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.is_whole = False  # while the layers of a whole pass run, for a recording or in its place
         weakref.finalize(self, _retire, self.graphs).atexit = False
@@ -439,18 +440,14 @@ class ReplayedPass:
     def run(self, one: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
         """Run the layers in turn, and put the values that a capture keeps one behind the other."""
         capture = CaptureBeside(by.requests, self.beside) if by else None
-        handles = (
-            [block.register_forward_hook(capture.join) for block in self.model.blocks] if capture else []
-        )
         self.recorder.is_whole = True
         try:
             with observed(capture):
                 one.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
         finally:
             self.recorder.is_whole = False
-            for handle in handles:
-                handle.remove()
         if capture and capture.calls:
+            capture.join()
             one.calls = capture.calls
             one.flat = torch.cat([x.reshape(-1) for call in one.calls for x in call.values.values()])
 
@@ -464,9 +461,10 @@ class ReplayedPass:
 
 
 class CaptureBeside(Capture):
-    """A capture whose values are computed beside the rest of the layer, on a stream of their own.
+    """A capture whose values are computed beside the layers, on a stream of their own, until the pass ends.
 
-    A layer's products leave parts of a GPU idle, and the more of them the smaller its share of the heads.
+    Layers leave parts of a GPU idle, and the more of them the smaller its share of the heads: while they
+    exchange tokens, and where a product is too small to fill it.
     """
 
     def __init__(self, requests: tuple[CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
@@ -476,13 +474,15 @@ class CaptureBeside(Capture):
 
     def observe(self, call: Call) -> None:
         if self.stream is not None and self.wants(call.site):
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            # Peers send the next layer's queries to the place of these; keys stay in the cache until then.
+            call = replace(call, q=call.q.clone())
             self.held.append((call.q, call.k, call.lse, call.tails))
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             super().observe(call)
 
-    def join(self, *given: Any) -> None:
-        """Wait for the stream at the end of a layer: the next one overwrites what peers sent to this GPU."""
+    def join(self) -> None:
+        """Wait for the stream at the end of a pass."""
         if self.held and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.held.clear()
