@@ -282,6 +282,7 @@ def _local_cluster(count: int, device: str, gpus: int) -> Iterator[Any]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
         # memory_limit 0: Dask would end a worker whose model takes most of the memory
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "dashboard": False}
+        options["preload"] = ["experiments.session"]  # all import torch at once, not when they get an item
         workers[n] = {"cls": dask().distributed.Nanny, "options": options}
     own = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:8787"}  # who may connect runs code
     scheduler = {"cls": dask().distributed.Scheduler, "options": own}
