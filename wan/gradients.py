@@ -239,7 +239,10 @@ class Gradients(Watcher):
 
     def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
         """Keep the gradients of a graph, in the order of its nodes."""
-        moved = [one if self.to is None else one.to(self.to) for one in found]
+        # All set off for pinned memory, and are waited for once.
+        moved = [one if self.to is None else one.to(self.to, non_blocking=True) for one in found]
+        if any(one.is_pinned() for one in moved if one.device.type == "cpu"):
+            torch.cuda.synchronize()
         self.found += map(Activation, graph.nodes, moved)
 
     # --- Less memory, more work
