@@ -117,21 +117,20 @@ SMALL = 1 << 15  # elements; values up to here wait for the end: pinned memory o
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
-    """Bring captured tensors to the CPU: what did not set off by itself in one copy for each dtype."""
-    pinned, waiting = False, dict[torch.dtype, list[tuple[dict[str, Tensor], str, Tensor]]]()
+    """Bring captured tensors to the CPU: what did not set off by itself in one copy for each shape."""
+    pinned, waiting = False, dict[Any, list[tuple[dict[str, Tensor], str, Tensor]]]()
     for call in calls:
         for name, value in call.values.items():
             if value.is_cuda:
-                waiting.setdefault(value.dtype, []).append((call.values, name, value))
+                waiting.setdefault((value.shape, value.dtype), []).append((call.values, name, value))
             elif value.numel() > SMALL:
                 pinned = pinned or value.is_pinned()
     if pinned:
         torch.cuda.synchronize()
     for small in waiting.values():  # a copy of each would wait for the GPU a thousand times
-        flat = torch.cat([value.reshape(-1) for *_, value in small]).cpu()
-        pieces = flat.split([value.numel() for *_, value in small])
-        for (values, name, value), piece in zip(small, pieces, strict=True):
-            values[name] = piece.view(value.shape).clone()  # of its own memory: one call does not keep all
+        together = torch.stack([value for *_, value in small]).cpu()
+        for (values, name, _), value in zip(small, together.unbind(), strict=True):
+            values[name] = value.clone()  # of its own memory: one call does not keep all
 
 
 # --- What is asked for

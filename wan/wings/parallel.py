@@ -151,11 +151,12 @@ class ProcessShard(HeadShard):
         for some in _portions(sizes.tolist(), BYTES_AT_ONCE):
             own = calls[some.start : some.stop]
             # 1. What the values are, as objects: few, since most calls have the shapes of the one before.
-            alike = [(kinds, len(list(run))) for kinds, run in groupby(map(_kinds_of, own))]
+            runs = [(kinds, list(run)) for kinds, run in groupby(own, _kinds_of)]
+            alike = [(kinds, len(run)) for kinds, run in runs]
             of_all: list[Any] | None = None if self.group.rank() else [None] * self.size
             dist.gather_object(alike, of_all, group=self.group, group_dst=0)
             # 2. Their numbers, as one tensor of bytes.
-            packed = self._gather_bytes(_as_bytes([value for call in own for value in call.values.values()]))
+            packed = self._gather_bytes(_as_bytes([run for _, run in runs]))
             if of_all is None:
                 continue
             # 3. Calls of one kind in all processes are joined at once.
@@ -316,13 +317,11 @@ def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
     return tuple((name, value.shape, value.dtype) for name, value in call.values.items()), frames
 
 
-def _as_bytes(values: Sequence[Tensor]) -> Tensor:
-    """Lay values of several dtypes one behind the other, uint8 [n]."""
-    if len({x.dtype for x in values}) == 1:  # mostly: one step for all
-        return torch.cat([x.reshape(-1) for x in values]).view(torch.uint8)
-    return torch.cat(
-        [torch.empty(0, dtype=torch.uint8), *(x.contiguous().flatten().view(torch.uint8) for x in values)]
-    )
+def _as_bytes(runs: Sequence[Sequence[CapturedCall]]) -> Tensor:
+    """Lay the values of runs of calls alike one behind the other, name by name, uint8 [n]."""
+    named = [[call.values[name] for call in run] for run in runs for name in run[0].values]
+    parts = [torch.stack(values).flatten().view(torch.uint8) for values in named]
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
 
 
 Values = dict[str, Tensor]  # of n calls alike, [n, B, H, ...] each
@@ -332,14 +331,12 @@ def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Va
     """Return the values of each run of calls alike of a process, and the frames of their columns."""
     found, start = [], 0
     for (kinds, frames), count in alike:
-        sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in kinds]
-        rows = packed[start : start + count * sum(sizes)].view(count, sum(sizes))
-        start += rows.numel()
-        # a copy begins where its dtype may begin
-        values = {
-            name: part.flatten().clone().view(dtype).view(count, *shape)
-            for (name, shape, dtype), part in zip(kinds, rows.split(sizes, 1), strict=True)
-        }
+        values = {}
+        for name, shape, dtype in kinds:
+            nbytes = count * shape.numel() * dtype.itemsize
+            part = packed[start : start + nbytes].clone()  # begins where its dtype may begin
+            values[name] = part.view(dtype).view(count, *shape)
+            start += nbytes
         found.append((values, frames))
     return found
 
