@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wan.errors import ConfigError, refuse, short_repr
+from wan.keys import to_host, wait_for_host
 from wan.sites import (
     BESIDE_GRAPHS,
     SITES,
@@ -140,7 +141,9 @@ class SiteCapture(Watcher):
         to = value.device if self.to is None else torch.device(self.to)
         is_copy = to.type != value.device.type or to.index not in (None, value.device.index)
         # a value that stays must not be overwritten by the layers to come
-        return value.contiguous().to(to, non_blocking=True) if is_copy else value.clone()
+        if not is_copy:
+            return value.clone()
+        return to_host(value.contiguous()) if to.type == "cpu" else value.to(to)
 
     def chosen(self, x: Tensor, where: ActivationSite) -> Tensor:
         """Return the frames and heads of an activation that were asked for."""
@@ -158,7 +161,7 @@ class SiteCapture(Watcher):
     def flush(self) -> None:
         """Wait for what is on its way to the host, and hand it on where somebody takes it."""
         if any(one.value.is_pinned() for one in self.kept if one.value.device.type == "cpu"):
-            torch.cuda.synchronize()
+            wait_for_host()
         if self.on_block and self.kept:
             self.on_block(self.kept)
             self.kept = []

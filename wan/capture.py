@@ -17,7 +17,7 @@ from torch import Tensor
 from wan import reductions
 from wan.attention import Call
 from wan.errors import ConfigError, refuse
-from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send
+from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
 from wan.sites import (
     Pass,
     Site,
@@ -122,11 +122,13 @@ def move_to_cpu(calls: Collection[CapturedCall]) -> None:
     for call in calls:
         for name, value in call.values.items():
             if value.is_cuda:
-                waiting.setdefault((value.shape, value.dtype), []).append((call.values, name, value))
+                waiting.setdefault((value.shape, value.dtype, value.device), []).append(
+                    (call.values, name, value)
+                )
             elif value.numel() > SMALL:
                 pinned = pinned or value.is_pinned()
     if pinned:
-        torch.cuda.synchronize()
+        wait_for_host()
     for small in waiting.values():  # a copy of each would wait for the GPU a thousand times
         together = torch.stack([value for *_, value in small]).cpu()
         for (values, name, _), value in zip(small, together.unbind(), strict=True):
@@ -555,7 +557,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
         """Keep values of a call; large ones set off for pinned memory, where move_to_cpu() waits for them."""
         for name, value in values.items():
             if value.is_cuda and value.numel() > SMALL:
-                values[name] = value.contiguous().to("cpu", non_blocking=True)
+                values[name] = to_host(value.contiguous())
         self.calls.append(
             CapturedCall(call.site, call.at, values, tuple(q_shape), tuple(k_shape), layout, item)
         )

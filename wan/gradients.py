@@ -27,6 +27,7 @@ from wan.activations import Activation, check_device
 from wan.attention import Call
 from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import Edits
+from wan.keys import to_host, wait_for_host
 from wan.pipeline import flow_to_x0
 from wan.sites import (
     SITES,
@@ -239,10 +240,11 @@ class Gradients(Watcher):
 
     def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
         """Keep the gradients of a graph, in the order of its nodes."""
-        # All set off for pinned memory, and are waited for once.
-        moved = [one if self.to is None else one.to(self.to, non_blocking=True) for one in found]
-        if any(one.is_pinned() for one in moved if one.device.type == "cpu"):
-            torch.cuda.synchronize()
+        if self.to is not None and torch.device(self.to).type == "cpu":
+            moved = [to_host(one) for one in found]
+            wait_for_host()
+        else:
+            moved = [one if self.to is None else one.to(self.to) for one in found]
         self.found += map(Activation, graph.nodes, moved)
 
     # --- Less memory, more work

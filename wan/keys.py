@@ -21,6 +21,22 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if leaves else x.to(device)
 
 
+LEFT: set[torch.device] = set()  # GPUs from which tensors set off for the host
+
+
+def to_host(x: Tensor) -> Tensor:
+    """Let a tensor set off for the host, where wait_for_host() is called before anybody reads it."""
+    if x.is_cuda:
+        LEFT.add(x.device)
+    return x.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
+
+
+def wait_for_host() -> None:
+    """Wait for what set off: a pipeline of somebody else need not be on the current device."""
+    for device in LEFT:
+        torch.cuda.synchronize(device)
+
+
 def as_index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
     """Return an index of these numbers, a slice where they are consecutive.
 

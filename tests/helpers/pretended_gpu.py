@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from wan import attention as call_attention
 from wan import backends as attention_backend
-from wan import cache, reductions
+from wan import cache, keys, reductions
 from wan import model as layers
 
 aten = torch.ops.aten
@@ -165,6 +165,8 @@ def pretended_gpu() -> Iterator[torch.device]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad(), Operations(), Functions():
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter becomes what it is moved to
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+        patch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(f"synchronize {device}"))
+        patch.setattr(keys, "LEFT", set())
         for module in (layers, cache, call_attention):
             patch.setattr(module, "fused_kernels", lambda *x: None)
         patch.setattr(reductions, "mass_kernels", lambda q: None)

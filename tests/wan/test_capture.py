@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.pretended_gpu import pretended_gpu
+from helpers.pretended_gpu import pretended_gpu, waited
 from helpers.rollouts import MODEL_LAYERS, rollout, tiny_pipeline
 
+from wan import keys
 from wan.attention import attention
 from wan.capture import SMALL, Capture, CapturedCall, CaptureRequest, Site, call_index, move_to_cpu
 from wan.interventions import Knockout, Move, intervene
@@ -169,6 +170,14 @@ def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
         found = call.values[name]
         assert found.device.type == "cpu" and found.is_contiguous() and torch.equal(found, value.mT)
         assert found.untyped_storage().nbytes() == value.nbytes
+
+
+def test_the_gpu_that_values_set_off_from_is_waited_for_whichever_is_current():
+    with pretended_gpu() as gpu:
+        on_host = keys.to_host(torch.ones(3).to(gpu))
+        waited.clear()
+        keys.wait_for_host()
+        assert waited == [f"synchronize {gpu}"] and on_host.device.type == "cpu"
 
 
 def test_a_capture_may_be_entered_again_also_while_it_is_open():

@@ -18,6 +18,7 @@ from experiments.caches import load_cache
 from wan import backends
 from wan.activations import SiteCapture
 from wan.capture import CaptureRequest
+from wan.keys import to_host, wait_for_host
 from wan.model import CausalWanModel
 from wan.policies import POLICIES, make_policy
 from wan.sites import BESIDE_GRAPHS, SITES, watched
@@ -139,6 +140,34 @@ def test_a_rollout_by_flash_attention(monkeypatch):
 def require_gpus(count: int) -> None:
     if (here := torch.cuda.device_count()) < count:
         pytest.skip(f"{count} GPUs are needed, and there {'is' if here == 1 else 'are'} {here}")
+
+
+def test_what_sets_off_from_another_gpu_than_the_current_one_is_waited_for():
+    """A pipeline of one's own may be anywhere."""
+    require_gpus(2)
+    with torch.cuda.device(1):
+        x = torch.zeros(1 << 22, device="cuda")
+        torch.cuda._sleep(1 << 29)
+        moved = to_host(x.add_(1))
+    assert torch.cuda.current_device() == 0
+    wait_for_host()
+    assert moved.is_pinned() and moved.eq(1).all()
+
+
+def test_kernels_run_where_their_tensors_are():
+    """Triton alone would launch them on the current GPU."""
+    require_gpus(2)
+    from wan.kernels.mass import query_frame_mass  # Triton is there only beside CUDA
+
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, length, 2, 64, dtype=torch.bfloat16) for length in (64, 128))
+    lse = (q.float().transpose(1, 2) @ k.float().permute(0, 2, 3, 1) / 8).logsumexp(-1)
+    found = []
+    for device in ("cuda:1", "cuda:0"):
+        given = [x.to(device) for x in (q, k, lse)]
+        found.append(query_frame_mass(*given, 4).cpu())
+        assert torch.cuda.current_device() == 0
+    assert torch.equal(*found)
 
 
 @torch.backends.cudnn.flags(allow_tf32=False)  # new processes know nothing of the fixture

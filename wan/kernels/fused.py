@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wan.kernels import launch
+
 power_of_2 = cache(triton.next_power_of_2)  # the next one; a launch asks for it
 
 
@@ -163,7 +165,7 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
     merged, merged_lse, rows = torch.empty_like(stacked[0]), torch.empty_like(lse[0]), batch * length * heads
     sizes, block = (parts, rows, heads, length, head_dim), power_of_2(head_dim)
     grid = (triton.cdiv(rows, 8),)
-    _merge_kernel[grid](stacked, lse, merged, merged_lse, *sizes, ROWS=8, BLOCK=block, num_warps=4)
+    launch(_merge_kernel, grid, stacked, lse, merged, merged_lse, *sizes, ROWS=8, BLOCK=block, num_warps=4)
     return merged.transpose(1, 2), merged_lse
 
 
@@ -217,7 +219,7 @@ def _launch(
     constants = {"BLOCK": block, "num_warps": 2 * max(1, block // 2048) if rows else 4}
     constants |= {"ADD": y is not None, "GATED": gate is not None, "NORM": rows is not None, "AFFINE": affine}
     added, gates = x if y is None else y.contiguous(), x if gate is None else gate
-    _add_norm_kernel[(tokens,)](x, added, gates, scale, shift, total, out, *numbers, **constants)
+    launch(_add_norm_kernel, (tokens,), x, added, gates, scale, shift, total, out, *numbers, **constants)
     return total, out
 
 
@@ -234,7 +236,9 @@ def norm_rotate(
     out = x.new_empty((batch, length, num_heads, dim // num_heads)) if out is None else out
     cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
     constants = _heads(num_heads, dim // num_heads) | {"ROTATE": rope is not None}
-    _norm_rotate_kernel[(batch * length,)](x, weight, cos, sin, out, eps, num_heads, length, **constants)
+    launch(
+        _norm_rotate_kernel, (batch * length,), x, weight, cos, sin, out, eps, num_heads, length, **constants
+    )
     return out
 
 
@@ -243,9 +247,8 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch, length, num_heads, head_dim = x.shape
     dim, cos, sin = num_heads * head_dim, cos.contiguous(), sin.contiguous()
     of_table = cos.stride(0) if cos.dim() == 4 and len(cos) > 1 else 0
-    _rotate_kernel[length, batch](
-        x, cos, sin, out, dim, head_dim, x.stride(0), out.stride(0), of_table, BLOCK=power_of_2(dim)
-    )
+    sizes = dim, head_dim, x.stride(0), out.stride(0), of_table
+    launch(_rotate_kernel, (length, batch), x, cos, sin, out, *sizes, BLOCK=power_of_2(dim))
 
 
 def _rows(table: Tensor) -> tuple[Tensor, int]:

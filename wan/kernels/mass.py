@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wan.kernels import launch
+
 LOG2_E = 1.4426950408889634
 BLOCK_Q, BLOCK_K, NUM_WARPS, NUM_STAGES = 128, 64, 8, 3  # fastest of 13 shapes on an H200 at head dim 128
 # Keys that a program takes, in whole frames: 3 of the 1.3B. On an H200 that is fastest at 21 key frames, and
@@ -99,7 +101,7 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
     scale, frames = head_dim**-0.5 * LOG2_E, (num_key_frames, frame_size, frames_each)
     sizes = (*q.stride()[:3], *k.stride()[:3], heads, len_q, *frames)
     tiles = _tiles(head_dim, BLOCK_Q, BLOCK_K)
-    _mass_kernel[grid](q, k, lse.float().contiguous(), mass, scale, *sizes, **tiles)
+    launch(_mass_kernel, grid, q, k, lse.float().contiguous(), mass, scale, *sizes, **tiles)
     return mass
 
 
@@ -200,5 +202,5 @@ def _columns(
     grid = (triton.cdiv(k.shape[1], COLUMN_BLOCK_K), batch * heads, num_query_frames)
     sizes = q.stride(0), k.stride(0), heads, num_query_frames, len_q // num_query_frames, k.shape[1]
     scale, tiles = head_dim**-0.5 * LOG2_E, _tiles(head_dim, COLUMN_BLOCK_Q, COLUMN_BLOCK_K)
-    _column_kernel[grid](q, k, lse.float().contiguous(), q_mean, mass, logits, scale, *sizes, **tiles)
+    launch(_column_kernel, grid, q, k, lse.float().contiguous(), q_mean, mass, logits, scale, *sizes, **tiles)
     return mass

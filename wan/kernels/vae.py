@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from wan.kernels import launch
+
 PIXELS, WARPS = 2048, 4  # of a program: pixels * channels, and its warps
 
 
@@ -118,7 +120,9 @@ def feed(
         fed = y.new_empty((batch, frames + 2, *shape[2:]) if stack == 1 else (*shape[:4], stack * channels))
     block_c = triton.next_power_of_2(channels)
     block_p = max(1, PIXELS // block_c)
-    _feed_kernel[triton.cdiv(height * width, block_p), batch](
+    launch(
+        _feed_kernel,
+        (triton.cdiv(height * width, block_p), batch),
         y,
         y if bias is None else bias,
         y if residual is None else residual,
