@@ -13,9 +13,9 @@ chosen=(-m "not beside")
 if [ "${1:-}" = --full ]; then
     chosen=() && shift
     # torch's CUDA build brings Triton along; without a GPU it interprets the kernels and compiles them
-    [ "$(uname -s)" != Linux ] || python -c 'import triton' 2> /dev/null || install triton==3.7.1 ||
+    [ "$(uname -s)" != Linux ] || python -c 'import triton' 2> /dev/null || install_packages triton==3.7.1 ||
         echo "notice: Triton was not found; the tests of its kernels are skipped"
-    python -c 'import material' 2> /dev/null || install -e ".[docs]" ||
+    python -c 'import material' 2> /dev/null || install_packages -e ".[docs]" ||
         echo "notice: mkdocs was not found; the test of the site is skipped"
 fi
 python -m pytest -n auto --dist loadfile --no-loadscope-reorder ${chosen[@]+"${chosen[@]}"} "$@"  # macOS: bash 3.2

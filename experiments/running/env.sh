@@ -13,7 +13,7 @@ fi
 source .venv/bin/activate
 # Of 18,000 files most are never imported, and compiling them all takes a minute; unless Python may keep nothing that it compiles
 compile=--no-compile && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
-install() {  # what pip would install, by uv in a tenth of the time; by pip where uv is not found or fails
+install_packages() {  # what pip would install, by uv in a tenth of the time; by pip where uv is not found or fails
     local settings  # of pip, which uv does not read: mirrors, folders of wheels, certificates
     settings=$(python -m pip config list | sed -nE "s/\\\\n/ /g; s/^.*[.]index-url=('.*')$/UV_DEFAULT_INDEX=\1/p
         s/^.*[.]extra-index-url=('.*')$/UV_INDEX=\1/p; s/^.*[.]find-links=('.*')$/UV_FIND_LINKS=\1/p
@@ -27,11 +27,11 @@ if [ "$wanted" != "$(cat .venv/installed 2>/dev/null)" ]; then
     echo "installing requirements.txt into .venv (once)"
     if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi > /dev/null; then
         # For Linux the usual torch brings CUDA along: gigabytes that only a GPU needs. Where this fails, it is what comes.
-        UV_HTTP_RETRIES=1 PIP_RETRIES=1 install --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" \
+        UV_HTTP_RETRIES=1 PIP_RETRIES=1 install_packages --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" \
             "$(grep '^torch==' requirements.txt)" 2> /dev/null ||
             echo "notice: torch's CPU wheels were not found; the usual ones, with CUDA, take some GB more"
     fi
-    install -r requirements.txt || exit 1
+    install_packages -r requirements.txt || exit 1
     # ipykernel would warn, at every start, that a kernel on this machine is not encrypted
     mkdir -p .venv/etc/ipython && echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
     echo "$wanted" > .venv/installed
