@@ -33,7 +33,7 @@ def to_host(x: Tensor) -> Tensor:
 
 def wait_for_host() -> None:
     """Wait for what set off: a pipeline of somebody else need not be on the current device."""
-    for device in LEFT:
+    for device in tuple(LEFT):  # other threads may add theirs meanwhile
         torch.cuda.synchronize(device)
 
 

@@ -1,5 +1,6 @@
 """Optional fast paths, each beside the plain one: modules are taken where these functions give them."""
 
+from contextlib import nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -10,11 +11,9 @@ from torch import Tensor
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel of (x, *args) where x is; Triton itself would take the current GPU."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            kernel[grid](x, *args, **constants)
-        return
-    kernel[grid](x, *args, **constants)
+    is_elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
+    with torch.cuda.device(x.device) if is_elsewhere else nullcontext():
+        kernel[grid](x, *args, **constants)
 
 
 def fused_kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:

@@ -474,7 +474,7 @@ class CaptureBeside(Capture):
 
     def observe(self, call: Call) -> None:
         if self.stream is not None and self.wants(call.site):
-            # Peers send the next layer's queries to the place of these; keys stay in the cache until then.
+            # Peers send the next layer's queries to the place of these; keys stay in the cache for the pass.
             call = replace(call, q=call.q.clone())
             self.held.append((call.q, call.k, call.lse, call.tails))
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
