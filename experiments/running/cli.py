@@ -1,6 +1,8 @@
 """Flags that scripts share, and how a script begins and ends: one line for any error, exit codes."""
 
 import argparse
+import atexit
+import gc
 import hashlib
 import re
 import signal
@@ -50,6 +52,7 @@ OF_CLASSES = {  # of torch, Python and its pools: what an exception that no user
 
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
+    atexit.register(gc.freeze)  # else Python goes over all objects of torch when it ends, for 0.6 s
     warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
     # SIGTERM and a closed terminal stop it as Ctrl-C does. A rollout has its own handler (rollout.observed).
     stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,12 +1,18 @@
 """Optional fast paths, each beside the plain one: modules are taken where these functions give them."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def start_triton(device: torch.device) -> None:
+    """Let Triton import and hash itself before the first launch, which would wait 0.7 s; for a thread."""
+    with suppress(Exception), torch.cuda.device(device):  # the first launch says what is wrong
+        import_module("wan.kernels.fused").nothing.warmup(grid=(1,))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:

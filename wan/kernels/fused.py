@@ -17,6 +17,11 @@ power_of_2 = cache(triton.next_power_of_2)  # the next one; a launch asks for it
 
 
 @triton.jit
+def nothing():
+    """Compute nothing: what compiles it has Triton ready."""
+
+
+@triton.jit
 def _add_norm_kernel(
     x_ptr,
     y_ptr,
