@@ -202,22 +202,7 @@ class Session:
             if self.pipeline is not None:
                 return self
             config = config or self.config
-            # 1. Begin what takes longest: hash the weights, which a command waits for at its end, and start
-            #    Triton. The process may end without either.
-            weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-            sha256: Future[str] = Future()
-            self.sha256 = sha256
-
-            def hash_weights() -> None:
-                try:
-                    sha256.set_result(checkpoint.file_sha256(weights))
-                except BaseException as error:  # raised again by result()
-                    sha256.set_exception(error)
-
-            Thread(target=hash_weights, daemon=True).start()
-            if self.device.type == "cuda":
-                Thread(target=start_triton, args=(self.device,), daemon=True).start()
-            # 2. Check: numbers, files, requests and memory.
+            # 1. Check: numbers, files, requests and memory.
             check_numerics()
             quiet, sizes = observer is None or observer.quiet, self.model_config
             later = [str(switch.prompt) for switch in config.switches]
@@ -230,6 +215,12 @@ class Session:
                         f"{config.ckpt_dir} is not {config.model}: {name} {held} instead of {wanted}; "
                         "name a config with its settings by --config_path"
                     )
+            # What takes longest begins before the rest is checked: the hash, which a command waits for at its
+            # end, and Triton's start. The process may end without either.
+            weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+            self.sha256 = checkpoint.file_sha256(weights)
+            if self.device.type == "cuda":
+                Thread(target=start_triton, args=(self.device,), daemon=True).start()
             encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
             check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
             how = (encodes, self.bidirectional, replays, decodes)
@@ -237,10 +228,10 @@ class Session:
             files_of(config, weights)
             self._loaded = deepcopy(config)
             self.require_files()
-            # 3. Encode the first prompts before the model is there: the encoder needs as much memory again.
+            # 2. Encode the first prompts before the model is there: the encoder needs as much memory again.
             self.texts = PromptTexts(self, self._loaded, prompts)
             self.texts[prompts[0]]
-            # 4. Load the model.
+            # 3. Load the model.
             with out_of_memory("loading the model"):
                 pipeline = self._load_pipeline(config)
             self.require_files()

@@ -10,11 +10,12 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from mmap import ACCESS_READ, mmap
 from numbers import Number
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -36,7 +37,7 @@ DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 MINIATURE = "configs/wan_mini.yaml"
 VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"  # of the original release
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
-HASHED_AT_ONCE = 1 << 28  # bytes
+HASHED_AT_ONCE = 1 << 28  # bytes, which bound what is resident
 MOVES_AT_ONCE = 8  # weights on their way to a GPU
 TOKENIZER_DIR = "google/umt5-xxl"  # in a directory of the original release
 
@@ -264,18 +265,30 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
     return state
 
 
-def file_sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a weights file; of a shard index, of its shards one after the other."""
-    # Mapped: nothing is copied, and Python's lock is asked for once a part, which bounds what is resident
-    digest = hashlib.sha256()
-    for file in shards(Path(path)):
-        size = file.stat().st_size
-        with file.open("rb") as f:
-            for start in range(0, size, HASHED_AT_ONCE):
-                length = min(HASHED_AT_ONCE, size - start)
-                with mmap(f.fileno(), length, access=ACCESS_READ, offset=start) as part:
-                    digest.update(part)
-    return digest.hexdigest()
+def file_sha256(path: str | Path) -> Future[str]:
+    """Return the coming SHA-256 of a weights file; of a shard index, of its shards one after the other.
+
+    A thread hashes it; the process may end without it.
+    """
+    sha256: Future[str] = Future()
+
+    def hash_file() -> None:
+        try:
+            digest = hashlib.sha256()
+            for file in shards(Path(path)):
+                size = file.stat().st_size
+                with file.open("rb") as f:
+                    for start in range(0, size, HASHED_AT_ONCE):
+                        # Mapped: nothing is copied, and Python's lock is asked for once a part
+                        length = min(HASHED_AT_ONCE, size - start)
+                        with mmap(f.fileno(), length, access=ACCESS_READ, offset=start) as part:
+                            digest.update(part)
+            sha256.set_result(digest.hexdigest())
+        except BaseException as error:  # raised again by result()
+            sha256.set_exception(error)
+
+    Thread(target=hash_file, daemon=True).start()
+    return sha256
 
 
 def sampled_sha256(path: str | Path) -> str:

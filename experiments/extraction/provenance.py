@@ -173,7 +173,7 @@ def identity(
     found = {
         **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
         "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
-        "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights),
+        "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights).result(),
         "files": [*(files_of(config, weights, edits) if files is None else files)],
         "edits": [edit.identity_values() for edit in edits],
         # What is merged in which order and how much; the files are among files

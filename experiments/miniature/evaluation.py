@@ -142,7 +142,7 @@ def weight_hashes(config: RunConfig) -> dict[str, str]:
     named = [Path(file) for file in (config.checkpoint_path, *(each.path for each in config.loras)) if file]
     files = {path: path for path in (*sorted(folder.glob("*/*.safetensors")), *named)}
     inside = {path: path.relative_to(folder) for path in files if path.is_relative_to(folder)}
-    return {name.as_posix(): checkpoint.file_sha256(path) for path, name in (files | inside).items()}
+    return {name.as_posix(): checkpoint.file_sha256(path).result() for path, name in (files | inside).items()}
 
 
 def shares(answers: Answers) -> dict[str, float]:

@@ -38,6 +38,7 @@ from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
 from experiments.session import encode_prompts, load, needs_encoder
+from wan import checkpoint
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -158,13 +159,22 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
     }
     for model in models.values():
         check_outputs(args, model, [manifest, *planned, *videos])
+    # Workers of this machine have its files, which are hashed while those processes start
+    hashes = {
+        path: checkpoint.file_sha256(checkpoint.weights_file(one.ckpt_dir, path))
+        for path, one in models.items()
+        if args.workers
+    }
     with (
         claimed({str(manifest): 0}),
         observed(args) as watch,
         dask_client(args, config.device, config.gpus) as client,
     ):
         # 2. Fingerprints, by the weights and the device of whoever makes the caches
-        settings_of = {path: called(client, identity, one) for path, one in models.items()}
+        settings_of = {}
+        for path, one in models.items():
+            known_hash = hashes[path].result() if path in hashes else None
+            settings_of[path] = called(client, identity, one, known_hash)
         for settings in settings_of.values():
             del settings["prompt"], settings["seed"]
         runs = {}

@@ -74,7 +74,7 @@ def test_a_model_directory(tmp_path, native, layout, shards):
     assert equal(state, native) and checkpoint.is_native(tmp_path) == (layout == "native")
     model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, tmp_path, torch.float32)
     assert torch.equal(model.blocks[4].ffn[2].bias, native["blocks.4.ffn.2.bias"].float())
-    assert len(checkpoint.file_sha256(checkpoint.weights_file(tmp_path, None))) == 64
+    assert len(checkpoint.file_sha256(checkpoint.weights_file(tmp_path, None)).result()) == 64
 
 
 @pytest.mark.parametrize("change", [{"num_layers": 10**9}, {"dim": 0}, {"patch_size": [1, 2]}], ids=str)
