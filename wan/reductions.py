@@ -47,8 +47,7 @@ def frame_values(
     means = frame_sums(k, num_slots) / layout.tokens_per_slot if by_slot else k.float()
     parts = {"logits": with_bias(frame_logits(q, means, num_query_frames), added)}
     if mass and tails is not None:
-        kernels = mass_kernels(q)
-        parts["mass"] = (kernels.mass_of_tails if kernels else mass_of_tails)(tails, num_query_frames)
+        parts["mass"] = mass_of_tails(tails, num_query_frames)
     elif mass and by_slot:
         parts["mass"] = frame_mass(q, k, lse, num_query_frames, num_slots, added)
     elif mass:

@@ -50,7 +50,6 @@ if __name__ == "__main__":
     mass_kernel.query_frame_mass(q, k, lse, 6)
     mass_kernel.key_token_means(q, k, lse)
     mass_kernel.key_token_mass(q, k, lse)
-    mass_kernel.mass_of_tails(torch.empty(2, 1, 12, 6, 4680), 3)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)
     fused.modulated_norm(x, rows, rows, 1e-6)
     fused.gated_add(x, x, rows)

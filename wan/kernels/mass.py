@@ -105,38 +105,6 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
     return mass
 
 
-@triton.jit(do_not_specialize=["num_frames"])
-def _tails_kernel(sums_ptr, maxima_ptr, mass_ptr, num_frames, len_q, tokens, BLOCK: tl.constexpr):
-    """One program: the mass of one head's query frame on one key frame."""
-    frame, query_frame, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    # A tail is the sum of exponentials from a frame's first key to the end: frame n has tail n - tail n + 1.
-    # Each was kept under its own running maximum; here all come to that of the first, over all keys.
-    first = batch_head * num_frames * len_q + query_frame * tokens
-    own, total = first + frame * len_q, tl.zeros([BLOCK], tl.float32)
-    for start in range(0, tokens, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = row < tokens
-        maximum = tl.load(maxima_ptr + first + row, mask=inside, other=0.0)
-        of_all = tl.load(sums_ptr + first + row, mask=inside, other=1.0)
-        shift = tl.math.exp2(tl.load(maxima_ptr + own + row, mask=inside, other=0.0) - maximum)
-        mass = tl.load(sums_ptr + own + row, mask=inside, other=0.0) * shift
-        if frame + 1 < num_frames:
-            shift = tl.math.exp2(tl.load(maxima_ptr + own + len_q + row, mask=inside, other=0.0) - maximum)
-            mass -= tl.load(sums_ptr + own + len_q + row, mask=inside, other=0.0) * shift
-        total += mass / of_all
-    mass_ptr += (batch_head * tl.num_programs(1) + query_frame) * num_frames + frame
-    tl.store(mass_ptr, tl.sum(total) / tokens)
-
-
-def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
-    """Do what reductions.mass_of_tails does, in one launch in place of eight."""
-    _, batch, heads, frames, len_q = tails.shape
-    mass = torch.empty(batch, heads, num_query_frames, frames, device=tails.device)
-    grid, sizes = (frames, num_query_frames, batch * heads), (frames, len_q, len_q // num_query_frames)
-    launch(_tails_kernel, grid, tails[0], tails[1], mass, *sizes, BLOCK=512)
-    return mass
-
-
 # What every key token receives: as above with keys and queries swapped.
 COLUMN_BLOCK_Q, COLUMN_BLOCK_K = 64, 128
 
