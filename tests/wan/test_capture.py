@@ -14,6 +14,7 @@ from wan.attention import attention
 from wan.capture import SMALL, Capture, CapturedCall, CaptureRequest, Site, call_index, move_to_cpu
 from wan.interventions import Knockout, Move, intervene
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
+from wan.sites import Pass
 
 S = 5  # tokens of a frame of the tiny rollout
 BOTH = ("self", "cross")
@@ -155,7 +156,7 @@ def test_frames_need_the_pass_of_a_call():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 @pytest.mark.parametrize("started", [False, True])
 def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
-    """Each value is contiguous and holds no other's numbers."""
+    """Each value is contiguous, and shares memory with small ones of its pass alone."""
     values = {"large": torch.rand(SMALL // 4, 5), "small": torch.rand(3, 4), "half": torch.rand(6, 2).half()}
     with pretended_gpu() as gpu:
         capture, call = Capture(()), SimpleNamespace(site=Site(0, "self"), at=None)
@@ -164,8 +165,12 @@ def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
             capture._keep(call, on_gpu, (), (), None, None)
         else:
             capture.calls.append(CapturedCall(call.site, None, on_gpu, (), ()))
-        move_to_cpu(capture.calls)
+        passes = [Pass(query_frames=(n,)) for n in range(2)]
+        of_passes = [CapturedCall(call.site, at, {"x": torch.ones(3).to(gpu)}, (), ()) for at in passes * 2]
+        move_to_cpu([*capture.calls, *of_passes])
         (call,) = capture.calls
+    memory = [one.values["x"].untyped_storage() for one in of_passes]
+    assert [m.nbytes() for m in memory] == [24] * 4 and len({m.data_ptr() for m in memory}) == 2
     for name, value in values.items():
         found = call.values[name]
         assert found.device.type == "cpu" and found.is_contiguous() and torch.equal(found, value.mT)

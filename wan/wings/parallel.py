@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from wan.attention import Call, attention
-from wan.capture import BY_FRAME, CapturedCall, joint_layout, spread
+from wan.capture import BY_FRAME, SMALL, CapturedCall, joint_layout, spread
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.keys import HeadShard
@@ -150,13 +150,14 @@ class ProcessShard(HeadShard):
         whole: list[CapturedCall] = []
         for some in _portions(sizes.tolist(), BYTES_AT_ONCE):
             own = calls[some.start : some.stop]
-            # 1. What the values are, as objects: few, since most calls have the shapes of the one before.
-            runs = [(kinds, list(run)) for kinds, run in groupby(own, _kinds_of)]
-            alike = [(kinds, len(run)) for kinds, run in runs]
+            # 1. What the values are, as objects: few, since most calls of a pass have the shapes of the one
+            #    before.
+            runs = [list(run) for _, run in groupby(own, lambda call: (id(call.at), _kinds_of(call)))]
+            alike = [(_kinds_of(run[0]), len(run)) for run in runs]
             of_all: list[Any] | None = None if self.group.rank() else [None] * self.size
             dist.gather_object(alike, of_all, group=self.group, group_dst=0)
             # 2. Their numbers, as one tensor of bytes.
-            packed = self._gather_bytes(_as_bytes([run for _, run in runs]))
+            packed = self._gather_bytes(_as_bytes(runs))
             if of_all is None:
                 continue
             # 3. Calls of one kind in all processes are joined at once.
@@ -334,7 +335,8 @@ def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Va
         values = {}
         for name, shape, dtype in kinds:
             nbytes = count * shape.numel() * dtype.itemsize
-            part = packed[start : start + nbytes].clone()  # begins where its dtype may begin
+            part = packed[start : start + nbytes]
+            part = part.clone() if start % dtype.itemsize else part  # begins where its dtype may begin
             values[name] = part.view(dtype).view(count, *shape)
             start += nbytes
         found.append((values, frames))
@@ -368,14 +370,16 @@ def _joined(
             everything = ~of["frame_logits"].isnan() if "frame_logits" in of else torch.ones_like(edited[0])
             of.setdefault("attended", everything)
     # Heads lie in dim 2 of all values [n, B, H, ...]; processes are in the order of their heads.
-    whole = {
-        name: (like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
+    whole = [
+        (like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
         for name, like in values[0].items()
-    }
-    for n, call in enumerate(calls):
+    ]
+    # Small values share the memory of their pass; one large value does not keep others
+    whole = [each if each[0].numel() <= SMALL else [x.clone() for x in each] for each in whole]
+    for call, *each in zip(calls, *whole, strict=True):
         layout = layout if differ else call.layout
         q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
         if layout is not None:
             k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
-        own = {name: of[n].clone() for name, of in whole.items()}  # one call does not keep all
+        own = dict(zip(values[0], each, strict=True))
         yield CapturedCall(call.site, call.at, own, q_shape, k_shape, layout, call.item)
