@@ -375,7 +375,7 @@ def _joined(
         for name, like in values[0].items()
     ]
     # Small values share the memory of their pass; one large value does not keep others
-    whole = [each if each[0].numel() <= SMALL else [x.clone() for x in each] for each in whole]
+    whole = [each if each[0].numel() <= SMALL else tuple(x.clone() for x in each) for each in whole]
     for call, *each in zip(calls, *whole, strict=True):
         layout = layout if differ else call.layout
         q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
