@@ -2,8 +2,8 @@
 
     WAN_ATTENTION=auto|cudnn|fa4      auto, the default, takes FlashAttention-4 where it is and runs
 
-The choice follows from that variable, what is installed, the device and the sizes of a call, never from
-whether anybody looks. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
+The choice depends on that variable, installed packages, the device and the sizes of a call, never on whether
+anything is captured. FlashAttention-4 (package flash-attn-4, pip install ".[fa4]") is launched on Hopper by
 wan/wings/fa4.py, and elsewhere by its own function: torch's activate_flash_attention_impl("FA4") unpacks
 two results where 4.0.0b36 gives five (torch 2.13).
 """
@@ -35,7 +35,7 @@ ROW_BYTES = 16
 
 # --- What there is
 def installed_version(package: str) -> str | None:
-    """Return None where it is not installed; looking imports nothing."""
+    """Return the installed version, None if there is none; imports nothing."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -46,8 +46,7 @@ def installed_version(package: str) -> str | None:
 def has_fa4(device: torch.device) -> bool:
     """Return whether a device uses FlashAttention-4.
 
-    ConfigError where it was asked for but cannot, and on any device where the environment names none of
-    CHOICES.
+    ConfigError if it was asked for but cannot run, and if the environment names none of CHOICES.
     """
     choice = os.environ.get(VARIABLE) or CHOICES[0]
     require_known(choice, CHOICES, f"{VARIABLE} is {{}}; unset it")
@@ -65,12 +64,12 @@ def has_fa4(device: torch.device) -> bool:
 
 @cache
 def is_launched(device: torch.device) -> bool:
-    """Return whether FlashAttention-4 goes past its own function on a device that uses it."""
+    """Return whether FlashAttention-4's kernel is launched without its own function on this device."""
     return installed_version(FA4) == LAUNCHED and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name what computes attention on a GPU, for the record of a run; None on other devices."""
+    """Return the name of attention's kernel on a GPU, for the record of a run; None on other devices."""
     if device.type != "cuda":
         return None
     if dtype not in HALF:
@@ -82,7 +81,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def imported(name: str) -> ModuleType:
-    """Import a module of FlashAttention-4 or of what comes with it. ConfigError where that is broken."""
+    """Import a module of FlashAttention-4 or its dependencies. ConfigError if it is broken."""
     remedy = f"install it again, or set {VARIABLE}=cudnn"
     with library_reads(f"flash-attn-4 {installed_version(FA4)}", remedy=remedy):
         return import_module(name)
@@ -90,7 +89,7 @@ def imported(name: str) -> ModuleType:
 
 # --- Calls over [B, H, L, D]
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether FlashAttention-4 computes a call on a GPU; never in a training step."""
+    """Return whether FlashAttention-4 computes a call on a GPU; never during training."""
     # What the kernel can do, where it is the faster one, and where it is installed.
     head_dim = q.shape[3]
     fits = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and q.dtype in HALF
@@ -101,7 +100,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def launches(q: Tensor) -> bool:
-    """Return whether we launch FlashAttention-4's kernel ourselves, without its Python function."""
+    """Return whether a call goes to FlashAttention-4's kernel without its Python function."""
     return q.shape[3] == LARGEST_HEAD and is_launched(q.device)
 
 
@@ -113,14 +112,14 @@ def gives_tails(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def kernels_can_read(q: Tensor) -> bool:
     """Return whether rows [D] of q start at multiples of 16 bytes: D is 8n in half precision, 4n in float32.
 
-    cuDNN's attention ends the process by a segmentation fault where they do not (D = 12 in bfloat16, H200,
-    torch 2.11); the memory-efficient one has no kernel for them from compute capability 8 on.
+    Otherwise cuDNN's attention crashes the process (D = 12 in bfloat16, H200, torch 2.11), and the
+    memory-efficient one has no kernel for compute capability 8 and later.
     """
     return q.shape[-1] * q.element_size() % ROW_BYTES == 0
 
 
 def can_read(x: Tensor) -> bool:
-    """Return whether kernels read x [B, H, L, D] from where it is, by its strides and its place in memory."""
+    """Return whether kernels can read x [B, H, L, D] in place, by its strides and alignment."""
     if x.stride(3) != 1 and x.shape[3] != 1:
         return False
     if x.device.type != "cuda" or not kernels_can_read(x):  # then no kernel is called
@@ -134,9 +133,9 @@ def can_read(x: Tensor) -> bool:
 def fa4_attention(
     q: Tensor, k: Tensor, v: Tensor, num_frames: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Attention by FlashAttention-4, its natural log-sum-exp, float32 [B, H, Lq], and tails.
+    """Return FlashAttention-4's output, its natural log-sum-exp, float32 [B, H, Lq], and tails or None.
 
-    tails [2, B, H, Fk, Lq] of num_frames key frames come where gives_tails() (wan/wings/fa4.py).
+    With num_frames and gives_tails() there are tails [2, B, H, Fk, Lq] of the key frames (wan/wings/fa4.py).
     """
     tokens_first = (x.transpose(1, 2) for x in (q, k, v))  # [B, L, H, D], as the package has them
     if launches(q):

@@ -117,9 +117,9 @@ SMALL = 1 << 15  # elements; values up to here wait for the end: pinned memory o
 
 
 def move_to_cpu(calls: Collection[CapturedCall]) -> None:
-    """Bring captured tensors to the CPU: what did not set off by itself in one copy for each shape of a pass.
+    """Copy captured tensors to the CPU, those not on their way yet in one copy per shape and pass.
 
-    Small values of a pass share memory: one of its own for each would take 6 us, thousands of times.
+    Small values of a pass share memory: separate memory would take 6 us each, thousands of times.
     """
     pinned, waiting = False, dict[Any, list[tuple[dict[str, Tensor], str, Tensor]]]()
     for call in calls:

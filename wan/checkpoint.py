@@ -266,9 +266,9 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
 
 
 def file_sha256(path: str | Path) -> Future[str]:
-    """Return the coming SHA-256 of a weights file; of a shard index, of its shards one after the other.
+    """Return a future of the SHA-256 of a weights file; for a shard index, of its shards in order.
 
-    A thread hashes it; the process may end without it.
+    A daemon thread computes it, so the process may end without it.
     """
     sha256: Future[str] = Future()
 

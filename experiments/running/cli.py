@@ -1,4 +1,4 @@
-"""Flags that scripts share, and how a script begins and ends: one line for any error, exit codes."""
+"""Flags that scripts share, and their start and end: one line for any error, exit codes."""
 
 import argparse
 import atexit
@@ -97,7 +97,7 @@ OUTPUT_FLAGS = ("output_path", "save_video", "save_base", "log_file", "log")
 def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
     """Return a type for argparse: numbers of a kind in low..high.
 
-    Numbers that fit into no tensor, and nan, would be found late, or never.
+    It rejects nan and numbers that fit into no tensor, which would fail late or never.
     """
 
     def read(text: str) -> int | float:
@@ -128,8 +128,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """An argparse that prints one line for an error.
 
-    The parsed arguments have two more fields: inputs, the existing files that they name, and words.
-    without names flags that this script has no use for: they are not there, and their values are None.
+    The parsed arguments have two more fields: inputs, the existing files that they name, and words. without
+    names flags that a script does not offer; their values are None.
     """
 
     LIMITED: ClassVar = {int: whole_number, float: finite_number}
@@ -149,7 +149,7 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def exclude(self, *names: str) -> None:
-        """Let at most one of these flags be given: argparse says which two were."""
+        """Make these flags mutually exclusive, with argparse's message."""
         group = self.add_mutually_exclusive_group()
         # A flag may be in several groups, for which argparse has no public method
         group._group_actions += [action for action in self._actions if action.dest in names]
@@ -234,7 +234,7 @@ def add_config_flags(parser: argparse._ActionsContainer, *names: str) -> None:
 def run_parser(
     description: str, output_path: str | None = None, steps: bool = False, without: Sequence[str] = ()
 ) -> Parser:
-    """Return a parser with the flags of all extractions, but those of `without`.
+    """Return a parser with the flags of all extractions except those in `without`.
 
     output_path is the default place of the cache; steps: also a flag for several passes.
     """
@@ -294,7 +294,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
 
 
 def add_engine_flags(parser: Parser) -> None:
-    """Add the flags that choose who makes the items: this process, or workers (engine.py)."""
+    """Add the flags that choose between this process and workers (engine.py)."""
     flag = parser.add_mutually_exclusive_group().add_argument
     flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")
     flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
@@ -304,7 +304,7 @@ def add_engine_flags(parser: Parser) -> None:
 
 
 def add_run_flags(parser: Parser) -> None:
-    """Add flags of memory, and of how a run behaves."""
+    """Add flags for memory and for the behaviour of a run."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")
     flag = parser.add_argument
     flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace existing outputs")
@@ -346,7 +346,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 
 
 def lora_file(text: str) -> LoRAFile:
-    """Return the LoRA of a flag, FILE or FILE:STRENGTH; a name that ends in a number may have colons too."""
+    """Parse a LoRA flag, FILE or FILE:STRENGTH; the name itself may contain colons and end in a number."""
     path, colon, strength = text.rpartition(":")
     try:
         return LoRAFile(path, float(strength)) if colon and path and not isfile(text) else LoRAFile(text)
@@ -415,7 +415,7 @@ def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
 
 
 def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
-    """Return names that differ: digits of the key's hash follow one that is taken, or cut to max_bytes."""
+    """Return unique names: one that is taken, or cut to max_bytes, gets digits of the key's hash."""
     slugs, taken = dict[str, str](), set[str]()
     for prompt, slug in names.items():
         if len(slug.encode()) > max_bytes or slug in taken:

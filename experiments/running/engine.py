@@ -3,9 +3,9 @@
     with dask_client(args) as client:  # of --workers, --scheduler or --slurm; None without them
         work_through(work, items, folder, watch, client)
 
-The results of an item are files, written whole, and `is_done` looks at them: the same command goes on after a
-kill, a full disk or a lost node, and makes nothing twice. An item that fails TRIES times is recorded in
-FOLDER/failed, and the others go on.
+An item's results are files that are written whole, and `is_done` checks them: the same command continues
+after a kill, a full disk or a lost node without repeating finished items. An item that fails TRIES times is
+recorded in FOLDER/failed, and the others continue.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Loaded = TypeVar("Loaded")
 
 
 class Work(Protocol):
-    """Makes items, and says which are done. It is pickled for the workers: small, and without a model."""
+    """Make items and check which are done. It is pickled for the workers: keep it small, without a model."""
 
     def is_done(self, name: str, item: Any) -> bool:
         """Check the files of an item."""
@@ -81,7 +81,7 @@ _stopped: set[str] = set()  # runs of work_through that were asked to stop; work
 
 
 def cached(kind: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
-    """Return the object of a kind; loading one with another fingerprint evicts the one before."""
+    """Cache one object per kind; loading one with another fingerprint evicts it."""
     if _cached.get(kind, ("",))[0] != fingerprint:
         _cached.pop(kind, None)  # first: two models may not fit into memory
         _cached[kind] = fingerprint, load()
@@ -89,7 +89,7 @@ def cached(kind: str, fingerprint: str, load: Callable[[], Loaded]) -> Loaded:
 
 
 def _stop(run: str) -> None:
-    """End the items of a run that this worker makes after their block, and start no more of them."""
+    """Stop a run at this worker: finish the current block, start no more items."""
     _stopped.add(run)
 
 
@@ -104,7 +104,7 @@ class _AtWorker(Progress):
 
 
 def _make_at_worker(work: Work, run: str, name: str, item: Any) -> Exception | None:
-    """Make an item unless it is done; return what another try would not change, raise what it may."""
+    """Make an item unless it is done. Return an error that a retry cannot change; raise any other."""
     watch = _AtWorker(quiet=True)
     watch.run = run
     try:
@@ -229,7 +229,7 @@ def dask() -> Any:
 
 
 def called(client: "Client | None", function: Callable[..., Any], *given: Any) -> Any:
-    """Return function(*given), of a worker where there are workers: its device and its files count."""
+    """Return function(*given), called at a worker if there are workers, with its device and files."""
     return client.submit(function, *given, pure=False).result() if client else function(*given)
 
 
@@ -302,9 +302,9 @@ def _local_cluster(count: int, device: str, gpus: int) -> Iterator[Any]:
 
 @contextmanager
 def without_ctrl_c() -> Iterator[None]:
-    """Start threads that get no Ctrl-C, nor do the processes that they start; this thread gets it later.
+    """Block Ctrl-C in threads that start here, and in their processes; this thread receives it afterwards.
 
-    A terminal sends it to every process of the command: a worker that still imports torch would print a
+    A terminal sends it to every process of the command, and a worker that is importing torch would print a
     traceback.
     """
     # Python's resource tracker, when it starts, lets its thread have SIGINT again; it warns of what a process
@@ -322,9 +322,9 @@ def without_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end this process and its workers while they start, and nothing is made yet.
+    """End this process and its workers at once on Ctrl-C and SIGTERM, while the workers start.
 
-    An exception would leave Dask's cluster half started: it prints a traceback for each worker.
+    An exception would leave Dask's cluster half started, with a traceback for each worker.
     """
 
     def end(number: int, frame: object) -> None:

@@ -1,9 +1,9 @@
-"""A video of any length: blocks are denoised, kept on disk, decoded and written while the next ones come.
+"""Make a video of any length: store, decode and write each block while the next ones are denoised.
 
-A kill loses the block that was being made. The same call goes on: finished blocks pass through the model
-once more, as given ones, so that the cache is what it was; the decoder looks back over the last ones.
-Policies that choose by the denoising passes make their blocks again, and must find the same bits.
-Attention goes into a small file for each block as it is finished: memory is that of one block.
+A kill loses only the current block. The same call continues: finished blocks pass through the model again as
+given frames, which restores the cache, and the decoder reads the last ones again. Policies that choose by
+denoising passes generate their blocks again and must reproduce the same bits. Attention of each block is
+written to its own small file, so memory is that of one block.
 """
 
 import argparse
@@ -141,7 +141,7 @@ class LatentFile:
 
 # --- The video
 class VideoWriter:
-    """Decodes blocks that are on disk, a piece at a time, and appends them to the video."""
+    """Decode blocks from disk piece by piece and append them to the video."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class VideoWriter:
             video.keep(there)
 
     def catch_up(self) -> None:
-        """Look back as far as the decoder sees, then write the pieces whose blocks are there already."""
+        """Decode again what the decoder looks back on, then write the pieces that are on disk already."""
         written = self.pieces[: self.video.pieces]
         for i, frames in enumerate(written):
             if i + 1 == len(written) or written[-1].stop - written[i + 1].start < LOOKS_BACK:
@@ -267,7 +267,7 @@ def make_long_video(
 
 # --- The command: from flags to files
 def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
-    """Make the video of run_rollout.py's flags, or go on with it.
+    """Make the video of run_rollout.py's flags, or continue it.
 
     Raises ConfigError and CacheError before anything is generated, and StoppedError after Ctrl-C.
     """

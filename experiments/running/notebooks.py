@@ -1,7 +1,7 @@
-"""A notebook executed for layer after layer by papermill; finished layers are not executed again.
+"""Execute a notebook layer by layer with papermill; finished layers are skipped.
 
-manifest.json of the folder names the notebook, the cache, and every file that was written there, with a hash
-of its content. Only such a file is ever replaced or removed.
+The folder's manifest.json names the notebook, the cache, and every file written there with a hash of its
+content. Only such files are ever replaced or removed.
 """
 
 import argparse
@@ -64,7 +64,7 @@ NOTEBOOKS = {
 
 
 class Manifest:
-    """FOLDER/manifest.json: whose results a folder has, and which of its files this program wrote."""
+    """FOLDER/manifest.json: the notebook and cache of a folder's results, and the files written there."""
 
     def __init__(self, folder: Path, notebook: str, cache: Path):
         self.folder, self.lock = folder, Lock()  # layers are made in threads
@@ -92,7 +92,7 @@ class Manifest:
         return found
 
     def require_ours(self, *paths: Path) -> None:
-        """Raise CacheError for a file that is there and was not written here, or was changed since."""
+        """Raise CacheError for an existing file that was not written here or was changed since."""
         for path in paths:
             known = self.written.get(str(path.relative_to(self.folder)))
             if path.exists() and sha256_of(path) not in (known or ()):
@@ -128,7 +128,7 @@ def sha256_of(path: Path) -> str:
 
 
 def default_folder(notebook: str, cache: Path) -> Path:
-    """Return outputs/NOTEBOOK/CACHE, with a hash behind it where another cache of that name has it."""
+    """Return outputs/NOTEBOOK/CACHE, plus a hash if another cache of the same name uses it."""
     folder, at = Path("outputs") / Path(notebook).stem / cache.stem, str(from_root(cache))
     if Manifest.of(folder).get("cache", at) == at:
         return folder
@@ -190,7 +190,7 @@ class NotebookRuns:
 
     @cached_property
     def code(self) -> list[str]:
-        """Hash the notebook, and the code and the published numbers that it draws by."""
+        """Hash the notebook, the code that draws, and the published numbers."""
         drawn_with = sorted(path for pattern in DRAWN_WITH for path in ROOT.glob(pattern))
         return [hashlib.sha256(path.read_bytes()).hexdigest() for path in (self.path, *drawn_with)]
 
@@ -202,7 +202,7 @@ class NotebookRuns:
         return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
     def is_done(self, layer: int) -> bool:
-        """Check that the executed notebook is of today's inputs, and that its figures are there."""
+        """Check that the executed notebook has the current inputs and that its figures exist."""
         try:
             done = json.loads(self.executed(layer).read_text(encoding="utf-8"))["metadata"]["done"]
         except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""The parameters of the notebooks: what they may be, checked once, in the first cell behind them.
+"""Check the parameters of the notebooks once, in the first cell after them.
 
     check_parameters("layer_atlas", globals())                                  # names and kinds
     check_parameters("layer_atlas", globals(), HEAD=range(view.num_heads))      # and what this cache holds

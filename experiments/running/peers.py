@@ -1,7 +1,7 @@
-"""One rollout by several GPUs of a host: a process for each, and the first of them prints and writes.
+"""Run one rollout on several GPUs of a host, with a process for each; the first one prints and writes.
 
-A script's processes are torchrun's, and end with the rollout (join_processes). A worker of a sweep starts its
-own, which keep the model (Group).
+Processes of a script are started by torchrun and end with the rollout (join_processes). A worker of a sweep
+starts its own, which keep the model (Group).
 """
 
 import argparse
@@ -43,8 +43,8 @@ from wan.wings.parallel import leave as leave
 def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
     """Join the processes of a rollout, and return the config of this one.
 
-    Starts the processes where --gpus asks for more than there are, and then does not return. Raises
-    ConfigError for missing GPUs, and for a number over which the rollout does not split.
+    If --gpus asks for more processes than there are, start them and do not return. Raises ConfigError for
+    missing GPUs, and for a number of GPUs that does not divide the rollout.
     """
     rank = this_rank()
     if rank.count > 1:  # torchrun's own number
@@ -69,7 +69,7 @@ def join_processes(args: argparse.Namespace, config: RunConfig) -> RunConfig:
 
 
 def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
-    """Run this command in count processes, and end as the first of them that fails."""
+    """Run this command in count processes; exit like the first one that fails."""
     logging.disable(logging.CRITICAL)  # the agent's own report of what the processes printed already
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a process whose partner is gone
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -99,7 +99,7 @@ def _start_processes(args: argparse.Namespace, count: int) -> NoReturn:
 
 # --- A worker: it makes many rollouts with the processes that it started
 class Group:
-    """This process and the others of a rollout, a GPU each; it ends when one of them does."""
+    """The processes of a rollout, this one included, with a GPU each; all end when one does."""
 
     def __init__(self, config: RunConfig, requests: Sequence[CaptureRequest], observer: Progress):
         with socket.socket() as free:
@@ -119,7 +119,7 @@ class Group:
         self.session = _load(own, 0, config, requests, observer)
 
     def extract(self, config: RunConfig, observer: Progress) -> Run:
-        """Roll out a config of the same model, all together."""
+        """Roll out a config of the same model in all processes."""
         for other in self.others:
             other.send(config)
         return self.session.generate(
@@ -148,7 +148,7 @@ def follow(
     config: RunConfig,
     requests: Sequence[CaptureRequest],
 ) -> None:
-    """Roll out what the first process sends, until it ends."""
+    """Roll out every config that the first process sends, until that process ends."""
     exit_with_parent(os.getppid())
     session = _load(own, number, config, requests, Progress(quiet=True))
     with suppress(EOFError):

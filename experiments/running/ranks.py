@@ -25,7 +25,7 @@ class Rank:
 
 
 def this_rank(environment: Mapping[str, str] = os.environ) -> Rank:
-    """Return the rank that torchrun gave this process; the only one without."""
+    """Return the rank that torchrun gave this process, or that of a single process."""
     if not environment.get("RANK"):
         return Rank()
     return Rank(*(int(environment.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
@@ -37,7 +37,7 @@ def cores() -> int:
 
 
 def workers_of(asked: int | None) -> int:
-    """Return the number of processes that a script may start: as asked, else its share of the cores."""
+    """Return the number of processes to start: the given one, else this process's share of the cores."""
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this host that share the cores
     return max(1, cores() // beside) if asked is None else asked
 
@@ -54,7 +54,7 @@ def exit_with_parent(parent: int) -> None:
 
 
 def end_at_once() -> NoReturn:
-    """End a process of several without Python's shutdown, in which gloo's threads may abort it."""
+    """Exit one of several processes without Python's shutdown, in which gloo's threads may abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

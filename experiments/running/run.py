@@ -31,8 +31,8 @@ def make_caches(
 ) -> None:
     """Roll out once and write a cache for each path, built by its function.
 
-    Raises CacheError or ConfigError for what is known to go wrong before anything is generated, RunError for
-    what goes wrong later, and StoppedError after Ctrl-C.
+    Raises CacheError or ConfigError before anything is generated, RunError for later failures, and
+    StoppedError after Ctrl-C.
     """
     # 1. Several GPUs make one rollout in a process each; the first of them prints and writes.
     started = os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1"  # by torchrun
@@ -76,7 +76,7 @@ def make_caches(
 
 @contextmanager
 def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
-    """Let a run's blocks become an mp4 while they come."""
+    """Encode blocks to an mp4 while the run generates them."""
     with cache_builders.videos().LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
         try:
             yield
@@ -90,10 +90,10 @@ def save(
     outputs: Mapping[str, BuildCache],
     watch: Progress,
 ) -> None:
-    """Write a rollout's caches, each built by its function, and the video of a rollout that was not stopped.
+    """Write a rollout's caches, each built by its function, and its video unless it was stopped.
 
-    Of a stopped rollout what it completed is written, and partial caches replace no whole one. Raises
-    RunError where writing fails, and StoppedError after what a stopped rollout has is saved.
+    Save the finished blocks of a stopped rollout; never overwrite a complete cache with a partial one. Raises
+    RunError if writing fails, and StoppedError after saving a stopped rollout.
     """
     caches, lines = dict[str, dict[str, Any]](), list[str]()
     try:

@@ -1,7 +1,7 @@
-"""Many prompts, seeds and checkpoints: an atlas each, by the engine. manifest.json lists all runs.
+"""Make an atlas for each prompt, seed and checkpoint with the engine. manifest.json lists all runs.
 
-A cache carries the fingerprint of all that it depends on: the same command makes what is missing, and caches
-of other settings are neither taken nor replaced.
+A cache carries the fingerprint of everything it depends on: the same command makes missing ones, and never
+uses or replaces caches of other settings.
 """
 
 import argparse
@@ -241,7 +241,7 @@ class Manifest:
             raise CacheError(f"{self.path} belongs to {other}; {REMEDY}")
 
     def ended(self, name: str, state: str) -> None:
-        """Note the state of a run that has ended, and write the manifest now and then."""
+        """Record the state of a finished run; write the manifest every MANIFEST_SECONDS."""
         if state == "stopped":
             state = "partial" if Path(self.runs[name].path).exists() else "waiting"
         self.states[name] = state

@@ -1,4 +1,4 @@
-"""Optional fast paths, each beside the plain one: modules are taken where these functions give them."""
+"""Choose optional fast paths: each function returns a module of kernels, or None for the plain path."""
 
 from contextlib import nullcontext, suppress
 from importlib import import_module
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 def start_triton(device: torch.device) -> None:
-    """Let Triton import and hash itself before the first launch, which would wait 0.7 s; for a thread."""
+    """Import Triton and compute its cache key, in 0.7 s that the first launch saves; for a thread."""
     with suppress(Exception), torch.cuda.device(device):  # the first launch says what is wrong
         import_module("wan.kernels.fused").nothing.warmup(grid=(1,))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
-    """Launch a Triton kernel of (x, *args) where x is; Triton itself would take the current GPU."""
+    """Launch a Triton kernel on (x, *args) on the GPU of x; Triton alone would use the current GPU."""
     is_elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     with torch.cuda.device(x.device) if is_elsewhere else nullcontext():
         kernel[grid](x, *args, **constants)
 
 
 def fused_kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
-    """Return the kernels if they apply to x and their other inputs: on CUDA, without gradients."""
+    """Return the fused kernels if they support these inputs: on CUDA, without gradients."""
     if not x.is_cuda:
         return None
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *others)):
@@ -32,12 +32,12 @@ def fused_kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
 
 
 def mass_kernels(q: Tensor) -> ModuleType | None:
-    """Return the kernels of softmax mass if they apply to a call's queries: in half precision on CUDA."""
+    """Return the kernels of softmax mass if they support a call's queries: half precision on CUDA."""
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return None
     return import_module("wan.kernels.mass")
 
 
 def vae_kernels(x: Tensor) -> ModuleType | None:
-    """Return the kernels of the VAE's decoder if they apply to x or to weights like it: on CUDA."""
+    """Return the kernels of the VAE's decoder if they support x: on CUDA."""
     return import_module("wan.kernels.vae") if x.is_cuda else None

@@ -1,7 +1,7 @@
-"""Triton kernels between a layer's products: each reads its input once and writes once.
+"""Triton kernels between a layer's matrix products: each reads its input once and writes its output once.
 
-They compute in float32 what wan/model.py says in PyTorch, which is the path of CPU and training. Results are
-written into a contiguous out where that is given.
+They compute in float32 the same as wan/model.py in PyTorch, which runs on CPUs and in training. Results are
+written into out, contiguous, if it is given.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ power_of_2 = cache(triton.next_power_of_2)  # the next one; a launch asks for it
 
 @triton.jit
 def nothing():
-    """Compute nothing: what compiles it has Triton ready."""
+    """Compute nothing; compiling it starts Triton."""
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _merge_kernel(
 
 
 def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge attention over parts of the keys, outs [B, H, L, D] with their lses, float32 [B, H, L]."""
+    """Merge attention over parts of the keys: outs [B, H, L, D] and their lses, float32 [B, H, L]."""
     stacked, lse = torch.stack([out.transpose(1, 2) for out in outs]), torch.stack(lses)
     parts, batch, length, heads, head_dim = stacked.shape
     merged, merged_lse, rows = torch.empty_like(stacked[0]), torch.empty_like(lse[0]), batch * length * heads
@@ -203,7 +203,7 @@ def _launch(
     affine: bool,
     outs: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum and its norm, x where one is not computed; both are contiguous [B, L, dim]."""
+    """Return the sum and its norm, contiguous [B, L, dim]; x in place of one that is not computed."""
     x, (batch, length, dim) = x.contiguous(), x.shape
     total, out = (
         x if not wanted else torch.empty_like(x) if given is None else given
@@ -257,7 +257,7 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _rows(table: Tensor) -> tuple[Tensor, int]:
-    """A table [B, F, dim] of contiguous rows that lie evenly in memory, and the distance between them."""
+    """Return a table [B, F, dim] of contiguous, evenly spaced rows, and the stride between them."""
     evenly = table.stride(-1) == 1 and (
         table.shape[0] == 1 or table.stride(0) == table.shape[1] * table.stride(1)
     )
@@ -267,7 +267,7 @@ def _rows(table: Tensor) -> tuple[Tensor, int]:
 
 @cache
 def _heads(num_heads: int, head_dim: int) -> dict[str, int]:
-    """How a program holds a token's heads, as constants of a kernel."""
+    """Return the constants by which a program holds a token's heads."""
     heads, block = power_of_2(num_heads), power_of_2(head_dim)
     num_warps = max(1, heads * block // 2048)  # with one a token, tokens share a multiprocessor best
     return {"HEAD_DIM": head_dim, "HEADS": heads, "BLOCK": block, "num_warps": num_warps}

@@ -1,7 +1,7 @@
-"""Triton kernels: softmax mass by key frame, key token or segment, from q, k and attention's log-sum-exp.
+"""Triton kernels for softmax mass by key frame or key token, from q, k and attention's log-sum-exp.
 
-They form q kᵀ tile by tile and take exp2(s − lse): half the products of attention, no second softmax, and no
-matrix in memory.
+They compute q kᵀ tile by tile and sum exp2(s − lse): half of attention's matrix products, no second softmax,
+no matrix in memory.
 """
 
 import torch
@@ -27,7 +27,7 @@ def _tile_mass(q, k, scale, lse):
 
 @triton.jit
 def _whole_tile(tile, dims, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Keys [DIM_PAD, BLOCK_K] that are all there; masked loads cost time: none where none is needed."""
+    """Load a full tile of keys [DIM_PAD, BLOCK_K], without a mask if possible, since masks cost time."""
     return tl.load(tile) if HEAD_DIM == DIM_PAD else tl.load(tile, mask=dims[:, None] < HEAD_DIM, other=0.0)
 
 
@@ -82,7 +82,7 @@ def _mass_kernel(
 
 
 def _tiles(head_dim: int, block_q: int, block_k: int) -> dict[str, int]:
-    """Return the constants of a kernel over tiles of q kᵀ."""
+    """Return the constants of a kernel that works on tiles of q kᵀ."""
     dims = {"HEAD_DIM": head_dim, "DIM_PAD": max(16, triton.next_power_of_2(head_dim))}
     return dims | {"BLOCK_Q": block_q, "BLOCK_K": block_k, "num_warps": NUM_WARPS, "num_stages": NUM_STAGES}
 

@@ -1,7 +1,7 @@
 """A Triton kernel between two convolutions of the VAE's decoder: feed() of wan/vae.py.
 
-It reads the first one's output once, and writes what the next one reads: its frames behind the two past ones,
-or each frame with the two before it.
+It reads the output of the first convolution once and writes the input of the next: the frames after the two
+past ones, or each frame with the two before it.
 """
 
 import triton
@@ -15,7 +15,7 @@ PIXELS, WARPS = 2048, 4  # of a program: pixels * channels, and its warps
 
 @triton.jit
 def _put(fed_ptr, past_ptr, value, frame, at, inside, fed_row, batch, num_frames, HW, C, STACK: tl.constexpr):
-    """Write a frame -2..T-1 wherever the next convolution reads it, and keep the last two."""
+    """Write frame -2..T-1 everywhere the next convolution reads it, and keep the last two frames."""
     value = value.to(fed_ptr.dtype.element_ty)
     if STACK == 1:
         tl.store(fed_ptr + (batch * (num_frames + 2) + frame + 2) * HW * C + at, value, mask=inside)
@@ -52,7 +52,7 @@ def _feed_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """BLOCK_P pixels of all frames of a video: no other program reads or writes their past."""
+    """One program: BLOCK_P pixels of all frames of a video; no other program touches their past."""
     batch, HW = tl.program_id(1).to(tl.int64), height * width
     pixels = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
     channels = tl.arange(0, BLOCK_C)[None, :]
@@ -107,7 +107,7 @@ def feed(
     stack: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum [B, T, H, W, C] where it is kept, and what the next convolution reads."""
+    """Return the sum [B, T, H, W, C], if kept, and the input of the next convolution."""
     y = y.contiguous()
     residual = None if residual is None else residual.contiguous()
     batch, frames, height, width, *_, channels = y.shape

@@ -1,1 +1,1 @@
-"""Optional parts, each applied to a model or a rollout from outside; who applies one imports it by name."""
+"""Optional parts: each is applied to a model or a rollout from outside, and imported only by its caller."""

@@ -1,11 +1,11 @@
-"""FlashAttention-4's forward on Hopper, launched without its Python front, and with sums at key frames.
+"""Launch FlashAttention-4's forward on Hopper without its Python function; return sums by key frame.
 
-flash-attn-4's own function takes 0.07 ms of Python before each launch, more than a short call lasts. The
-kernel is the package's: the same bits. For a captured mass it is compiled once more: where a key frame
-begins, it stores the row sums that its softmax has anyway. Mass by key frame then costs no second q kᵀ, and
-the output keeps its bits.
+flash-attn-4's own function spends 0.07 ms in Python before each launch, more than a short call takes. The
+kernel is the package's, so outputs have the same bits. To capture mass, a second variant is compiled: at the
+start of each key frame it stores the row sums that the softmax computes anyway. Mass by key frame then needs
+no second q kᵀ, and the output keeps its bits.
 
-It takes hold of the package's inside, hence of one version: wan.backends.LAUNCHED.
+This uses private parts of the package and therefore supports one version: wan.backends.LAUNCHED.
 """
 
 import inspect
@@ -46,7 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Ten
 
     A frame_size of TILE keys or more asks for tails [2, B, H, Fk, Lq]: for each frame of keys the sum of a
     query's exponentials from the frame's first key to the last key of all, and, in units of log 2, the
-    maximum that was subtracted. wan/kernels/mass.py makes masses of them.
+    maximum that was subtracted. reductions.mass_of_tails() turns them into masses.
     """
     batch, len_q, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -84,7 +84,7 @@ def _compiled(dtype: torch.dtype, head_dim: int, frame_size: int) -> Any:
 
 
 class ForwardWithTails(FlashAttentionForwardSm90):
-    """The forward, from the last key to the first, which stores its row sums where a key frame begins."""
+    """The forward, from the last key to the first; it stores its row sums at the start of each key frame."""
 
     def __init__(self, *args: Any, frame_size: int, **options: Any) -> None:
         super().__init__(*args, has_aux_tensors=True, **options)
@@ -98,8 +98,8 @@ class ForwardWithTails(FlashAttentionForwardSm90):
         self.places = layout_utils.reshape_acc_to_mn(places)  # row and column of what a thread holds
         return super().mma(*args, **options)
 
-    # The sums are kept behind all else that a tile needs. Between its softmax and the conversion of what that
-    # gives, a branch parts instructions that run beside each other, and the whole kernel is slower.
+    # The sums are stored after everything else in a tile. A branch between the softmax and the conversion of
+    # its weights would keep the compiler from interleaving them, and slow the whole kernel down.
 
     def first_half_block_overlap(
         self, n_block: Int32, *args: Any, softmax: Softmax, seqlen: SeqlenInfoQK, **options: Any
@@ -123,7 +123,7 @@ class ForwardWithTails(FlashAttentionForwardSm90):
     def keep(
         self, weights: cute.Tensor, n_block: Int32, len_k: Int32, row_max: cute.Tensor, row_sum: cute.Tensor
     ) -> None:
-        """Store the sums where a frame begins in this tile, without its keys before that place."""
+        """Store the sums if a frame begins in this tile, without the tile's keys before that frame."""
         tails, places, scale = self.tails, self.places, self.scale_log2
         tile = layout_utils.reshape_acc_to_mn(weights)
         m_block, head, item = cute.arch.block_idx()
@@ -143,7 +143,7 @@ class ForwardWithTails(FlashAttentionForwardSm90):
 
 
 class SeenSoftmax(Softmax):
-    """The softmax of a tile, which remembers the weights that it left in place of the scores."""
+    """The softmax of a tile; it remembers the tensor whose scores it replaced by weights."""
 
     weights: cute.Tensor
 

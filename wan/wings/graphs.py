@@ -1,25 +1,24 @@
 """CUDA graphs of layers and of whole passes, added to a model from outside.
 
-A GPU may compute its share of a layer sooner than Python launches its thirty kernels. Two graphs a layer
-launch most of them: the projections, and all that follows attention. Attention itself, the KV cache and
-captures run between them, as without graphs.
+Python may launch the thirty kernels of a layer more slowly than a GPU runs them. Two graphs a layer launch
+most of them: one for the projections, one for everything after attention. Attention itself, the KV cache and
+captures run between the two, as they do without graphs.
 
-On several GPUs a share is so small that Python between the graphs takes longer than the GPU. There a pass
-over a block that came before, in the same slots of a cache at the same addresses, becomes one graph of all
-layers (ReplayedPass): with attention, with the writes into the cache, and with the frame values that a
-capture asks for.
+On several GPUs each share is so small that the Python between the graphs takes longer than the GPU. There a
+repeated pass (same slots of a cache, at the same addresses) becomes one graph of all layers (ReplayedPass),
+including attention, the writes into the cache, and the frame values that a capture asks for.
 
-Graphs read and write at fixed addresses. On one GPU keys and values are computed between the graphs, which
-keeps them out of these, and so is the product behind attention. On several GPUs the first graph
-ends with the exchange's send(), so all processes record and replay alike.
+Graphs read and write at fixed addresses. On one GPU keys, values and the product after attention are computed
+between the graphs. On several GPUs the first graph ends with the exchange's send(), so all processes record
+and replay alike.
 
     model = build_model(...)
     apply_cuda_graphs(model)  # before or after apply_head_parallel()
 
-The first calls of a shape run without graphs, so that its kernels are chosen and compiled; the next one
-records. Weights may change in place afterwards, and model.to(...) forgets what was recorded; before they are
-replaced in another way, forget_cuda_graphs(model).
-Hooks inside a layer are not heard while it is replayed. On a CPU a replay computes again.
+The first calls of a shape run without graphs, to choose and compile kernels; the next one records.
+Afterwards weights may change in place, and model.to(...) drops the recordings; call forget_cuda_graphs(model)
+before replacing weights in another way. Hooks inside a layer do not run during a replay. On a CPU a replay
+computes again.
 """
 
 import gc
@@ -59,10 +58,10 @@ Replay = Callable[[], None]
 
 
 def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None = None) -> None:
-    """Replay layers in rollouts, once a shape was called so often: recording takes time of its own.
+    """Replay the layers of rollouts after so many calls of a shape, since recording takes time.
 
-    Under gradients, edits or captured text they run as before. whole says whether passes become one graph,
-    too; None: on several GPUs.
+    Under gradients, edits or captured text attention they run as before. whole: whether passes become one
+    graph too; None: on several GPUs.
     """
     recorder, inputs = Recorder(model.device), dict[Hashable, OnOneGPU]()
     layers = [ReplayedBlock(block, recorder, inputs, after) for block in model.blocks]
@@ -72,7 +71,7 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None 
     move = model._apply
 
     def forget_and_move(*args: Any, **kwargs: Any) -> Any:
-        """What model.to() and its like call: graphs have the old addresses of the weights, and memory."""
+        """Drop the graphs, which hold old addresses, then move: model.to() and similar call this."""
         forget_cuda_graphs(model)
         return move(*args, **kwargs)
 
@@ -80,7 +79,7 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None 
 
 
 def forget_cuda_graphs(model: CausalWanModel) -> None:
-    """Free what was recorded, which is recorded again when it is needed: before weights are moved."""
+    """Free all recordings, for example before moving weights; they are made again when needed."""
     for block in model.blocks:
         if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
             for kept in (replayed.graphs, replayed.texts, replayed.copied, replayed.inputs):
@@ -98,7 +97,7 @@ _retired: list[list[torch.cuda.CUDAGraph]] = []
 
 
 def _retire(graphs: list[torch.cuda.CUDAGraph]) -> None:
-    """Free the graphs of a recorder that is gone: now, or before the next recording where one runs."""
+    """Free the graphs of a deleted recorder: now, or before the next recording if one is running."""
     _retired.append(graphs)
     if _recording.acquire(blocking=False):  # the collector may run within record() of this very thread
         _retired.clear()
@@ -106,7 +105,7 @@ def _retire(graphs: list[torch.cuda.CUDAGraph]) -> None:
 
 
 class Recorder:
-    """Records calls, which take their memory from one pool: what one is to find there must be kept."""
+    """Record calls that share one memory pool; tensors that a later call reads must be kept alive."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -118,14 +117,14 @@ class Recorder:
         self.renew()
 
     def renew(self) -> None:
-        """Take another pool: PyTorch refuses one whose graphs are all gone."""
+        """Take a new memory pool; PyTorch refuses one whose graphs were all freed."""
         self.graphs.clear()
         self.pool = torch.cuda.graph_pool_handle() if self.stream else None
 
     def record(self, call: Callable[[], None]) -> Replay:
-        """Return what launches at once all that call() launches on a GPU; call() computes nothing there.
+        """Record call() without running it; return a function that launches all of its kernels at once.
 
-        Where recording fails, the calls of this recorder run eagerly from then on, with one warning.
+        If recording fails, this recorder's calls run eagerly from then on, with one warning.
         """
         if self.stream is None:
             return call
@@ -158,9 +157,9 @@ class Recorder:
 
 
 class OnOneGPU:
-    """What all layers' graphs of one shape read and write outside their own memory, at fixed addresses.
+    """Hold the tensors at fixed addresses that all layers' graphs of one shape read and write.
 
-    Its methods say what is computed in which graph, and what between them.
+    The methods define what runs in which graph, and what runs between them.
     """
 
     def __init__(self, x: Tensor, time: Tensor, rope: Rope, num_heads: int):
@@ -171,13 +170,13 @@ class OnOneGPU:
         self.allocate(num_heads)
 
     def allocate(self, num_heads: int) -> None:
-        """Make room for what goes from graph to graph."""
+        """Allocate the tensors that pass from graph to graph."""
         self.normed = torch.empty_like(self.x)  # what self-attention is given, and then what it gives
         self.keys = torch.empty_like(self.x)  # before their norm
         self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
 
     def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
-        """Take over a layer's input: x unless the layer before left it here, the rest once a forward."""
+        """Copy a layer's input in: x unless the layer before wrote it here, the rest once per forward."""
         if x is not self.x:
             self.x.copy_(x)
         if self._taken is None or self._taken[0] is not time or self._taken[1] is not rope:
@@ -193,13 +192,13 @@ class OnOneGPU:
         multiply(attn.k, self.normed, self.keys)
 
     def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
-        """Compute what is not recorded: keys, values, attention and the product behind it."""
+        """Compute what is not recorded: keys, values, attention and the product after it."""
         raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
         k, v = attn.norm_k(self.keys, self.rope.keys), attn.values(self.normed)
         attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
 
     def merged(self, attn: SelfAttention) -> Tensor:
-        """Return self-attention's output, within the recorded part after it."""
+        """Return self-attention's output, inside the second recorded part."""
         return self.normed
 
     def finish(self, block: Block, text: tuple[Tensor, Tensor]) -> None:
@@ -210,7 +209,7 @@ class OnOneGPU:
 
 
 class OnSeveralGPUs(OnOneGPU):
-    """The first graph sends tokens, the second one receives what heads saw."""
+    """The first graph sends tokens; the second one receives the heads' outputs."""
 
     def allocate(self, num_heads: int) -> None:
         self.own: tuple[Tensor, ...] = ()  # what a layer projects
@@ -288,7 +287,7 @@ class ReplayedBlock:
         return inputs.x
 
     def text_of(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the prompt's keys and values at the addresses that graphs know."""
+        """Return the prompt's keys and values at the addresses that the graphs read."""
         shape = text[0].shape
         if shape not in self.texts:
             self.texts[shape] = torch.empty_like(text[0]), torch.empty_like(text[1])
@@ -306,7 +305,7 @@ class ReplayedBlock:
 
 @dataclass(eq=False)
 class WholePass:
-    """One graph of all layers, and where what it computes is: rewritten by the next replay."""
+    """One graph of all layers and its outputs, which the next replay overwrites."""
 
     x: Tensor  # [B, L, dim]
     replay: Replay = field(init=False)
@@ -315,11 +314,10 @@ class WholePass:
 
 
 class ReplayedPass:
-    """All layers of a pass: in turn, or as one graph where the same pass came before and needs no Python.
+    """Run all layers of a pass: one by one, or as one graph if the pass was seen before and needs no Python.
 
-    The same: the same slots of a cache at the same addresses, the same shapes, the same values asked for. A
-    recording costs a pass's time, so a pass is recorded when it comes for the AFTER-th time: in the second
-    video, where each block has five passes.
+    Passes are the same if slots and addresses of the cache, shapes, and requested values are. Recording takes
+    as long as a pass, so a pass is recorded the AFTER-th time: in the second video, with five passes a block.
     """
 
     AFTER = 5
@@ -349,7 +347,7 @@ class ReplayedPass:
         mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
-        # 1. Is it a pass that can be replayed, and did it come before?
+        # 1. Can this pass be replayed, and was it seen before?
         by = observer()
         if mask is not None or type(kv_cache) is not KVCache:
             return self.in_turn(x, time, rope, text, kv_cache, mask, layout)
@@ -365,7 +363,7 @@ class ReplayedPass:
             if by and not all(map(fits_a_graph, by.calls[before:])):
                 self.passes[key] = None
             return x
-        # 2. Bring the inputs to the addresses that the graph knows.
+        # 2. Copy the inputs to the addresses that the graph reads.
         shape = key[:4]
         if shape not in self.inputs:
             self.inputs[shape] = Inputs(x, time, rope)
@@ -378,7 +376,7 @@ class ReplayedPass:
             one = self.passes[key] = WholePass(inputs.x)
             one.replay = self.recorder.record(partial(self.run, one, inputs, texts, kv_cache, by))
         one.replay()
-        # 4. What was captured, in memory of its own.
+        # 4. Copy captured values out of the graph's memory.
         if by and one.flat is not None:
             values = one.flat.clone().split([x.numel() for call in one.calls for x in call.values.values()])
             by.calls += self.calls_of(one, iter(values), kv_cache)
@@ -387,7 +385,7 @@ class ReplayedPass:
     def key_of(
         self, x: Tensor, time: Tensor, rope: Rope, text: Any, kv_cache: KVCache, by: Any
     ) -> tuple[Hashable, ...] | None:
-        """Say what a pass is, for the graphs; None where it needs Python."""
+        """Return the key under which a pass is recorded; None if it needs Python."""
         shard, policy = self.model.head_shard, type(kv_cache.policy)
         by_peers = getattr(shard, "peer_memory", None) is not None
         is_plain = (
@@ -413,7 +411,7 @@ class ReplayedPass:
         return *shapes, self.addresses[1], len(kv_cache.slots), kv_cache.own.start, kv_cache.own.stop, asked
 
     def hooks(self) -> Iterator[Any]:
-        """Yield hooks between layers, which a replay would not call; the pass's own come along."""
+        """Yield hooks between layers that a replay would skip; those marked is_replayed are recorded."""
         for block in self.model.blocks:
             yield from block._forward_hooks.values()
             yield from (
@@ -421,7 +419,7 @@ class ReplayedPass:
             )
 
     def asked_of(self, by: Any, batch: int) -> tuple[Hashable, ...] | None:
-        """Return what a capture asks of each layer; None where it is more than frame values of one video."""
+        """Return what a capture asks of each layer; None if it is more than frame values of one video."""
         if by is None:
             return ()
         at = current_pass()
@@ -438,7 +436,7 @@ class ReplayedPass:
         return tuple(asked)
 
     def run(self, one: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
-        """Run the layers in turn, and put the values that a capture keeps one behind the other."""
+        """Run the layers one by one and concatenate the values that a capture keeps."""
         capture = CaptureBeside(by.requests, self.beside) if by else None
         self.recorder.is_whole = True
         try:
@@ -452,7 +450,7 @@ class ReplayedPass:
             one.flat = torch.cat([x.reshape(-1) for call in one.calls for x in call.values.values()])
 
     def calls_of(self, one: WholePass, values: Iterator[Tensor], kv_cache: KVCache) -> Iterator[CapturedCall]:
-        """Yield the calls of the pass that runs."""
+        """Yield the captured calls of the current pass."""
         at = current_pass()
         for call in one.calls:
             own = {name: next(values).view(like.shape) for name, like in call.values.items()}
@@ -461,20 +459,20 @@ class ReplayedPass:
 
 
 class CaptureBeside(Capture):
-    """A capture whose values are computed beside the layers, on a stream of their own, until the pass ends.
+    """Compute captured values on a second stream beside the layers; the streams join when the pass ends.
 
-    Layers leave parts of a GPU idle, and the more of them the smaller its share of the heads: while they
-    exchange tokens, and where a product is too small to fill it.
+    Layers leave part of a GPU idle while they exchange tokens and where a product is too small to fill it;
+    the smaller a GPU's share of the heads, the larger that part.
     """
 
     def __init__(self, requests: tuple[CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
         super().__init__(requests)
         self.stream = stream
-        self.held: list[Any] = []  # what the stream reads is not given to others before it is done
+        self.held: list[Any] = []  # keeps memory that the stream reads from being reused
 
     def observe(self, call: Call) -> None:
         if self.stream is not None and self.wants(call.site):
-            # Peers send the next layer's queries to the place of these; keys stay in the cache for the pass.
+            # Peers overwrite these queries with the next layer's; keys stay in the cache during the pass.
             call = replace(call, q=call.q.clone())
             self.held.append((call.q, call.k, call.lse, call.tails))
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
@@ -482,24 +480,24 @@ class CaptureBeside(Capture):
             super().observe(call)
 
     def join(self) -> None:
-        """Wait for the stream at the end of a pass."""
+        """Let the current stream wait for the second one, at the end of a pass."""
         if self.held and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
             self.held.clear()
 
 
 class Inputs(OnOneGPU):
-    """What a pass reads, at fixed addresses."""
+    """Hold the inputs of a pass at fixed addresses."""
 
     def __init__(self, x: Tensor, time: Tensor, rope: Rope):
         super().__init__(x, time, rope, 1)
 
     def allocate(self, num_heads: int) -> None:
-        """All else is the graph's own."""
+        """Allocate nothing: everything else is in the graph's own memory."""
 
 
 def fits_a_graph(call: CapturedCall) -> bool:
-    """Return whether values stay on the GPU until a capture ends, and can lie one behind the other."""
+    """Return whether a call's values stay on the GPU until the capture ends and can be concatenated."""
     return all(x.numel() <= SMALL and x.dtype == torch.float32 for x in call.values.values())
 
 

@@ -1,4 +1,4 @@
-"""Layers whose weights wait on the host: each is copied to the GPU while the one before it computes.
+"""Keep layers' weights on the host; copy each layer to the GPU while the one before it computes.
 
 model = build_model(CausalWanModel, sizes, state, source, dtype=None, device="cpu")
 apply_offload(model, torch.bfloat16, "cuda")
@@ -20,7 +20,7 @@ PIECE = 1 << 20  # bytes; a layer is rounded up to it
 
 
 def apply_offload(model: "WanModel", dtype: torch.dtype, device: torch.device | str) -> None:
-    """Move a model to a device in a dtype; its layers' weights stay on the host and are streamed."""
+    """Move a model to a device and dtype; weights of its layers stay on the host and are streamed."""
     for name, part in model.named_children():
         if name != "blocks":
             part.to(device).to(dtype)
@@ -30,9 +30,9 @@ def apply_offload(model: "WanModel", dtype: torch.dtype, device: torch.device | 
 class StreamedBlocks(nn.ModuleList):
     """The layers of a model, all of one structure, with room on the device for two of them.
 
-    To iterate is to compute in order: each layer has its own weights from when it is yielded until the next
-    one is asked for. Bits and alignment are those of a resident model, so results are equal bit for bit.
-    Raises ConfigError where another iteration began in between: it took the room.
+    Iterate to compute in order: a layer has its weights from when it is yielded until the next one is
+    requested. Values and alignment are those of a resident model, so results are equal bit for bit. Raises
+    ConfigError if another iteration began in between, since it reused the room.
     """
 
     def __init__(self, blocks: nn.ModuleList, dtype: torch.dtype, device: torch.device | str):
@@ -70,7 +70,7 @@ class StreamedBlocks(nn.ModuleList):
                 raise ConfigError("streamed layers cannot serve two runs in step; leave offload out")
 
     def _fetch(self, layer: int) -> None:
-        """Start to copy a layer's weights over those of the layer before the last one."""
+        """Start copying a layer's weights over those of the layer before the last one."""
         if self._copies:  # what still computes with that place was launched before
             self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):

@@ -1,8 +1,8 @@
-"""One rollout over several GPUs by heads (DeepSpeed-Ulysses, arXiv 2309.14509), put on a model from outside.
+"""Split one rollout by heads over several GPUs (DeepSpeed-Ulysses, arXiv 2309.14509), from outside the model.
 
-Each process does norms, products and FFN for its share of a call's tokens. One exchange before attention
-brings whole sequences of its share of the heads together, another goes back behind it. The KV cache, captures
-and edits stay with the heads; model.head_shard.gather_calls() joins what was captured.
+Each process computes norms, products and FFN for its share of a call's tokens. One exchange before attention
+gives it whole sequences for its share of the heads; a second one after attention returns to shares of tokens.
+The KV cache, captures and edits are split by heads; model.head_shard.gather_calls() joins captured calls.
 
     model = build_model(...)                       # in each of the processes that torchrun started
     apply_head_parallel(model, join(device))
@@ -42,9 +42,9 @@ _errors: list[Store] = []  # where the processes of the group say what went wron
 
 
 def on_own_device(config: RunConfig) -> RunConfig:
-    """Return the config of one of several processes: each has a GPU of its own, or all share the CPU.
+    """Return the config of one of several processes: each has its own GPU, or all share the CPU.
 
-    torchrun numbers the processes of a host; torch says where there are fewer GPUs.
+    torchrun numbers the processes of a host; torch raises if there are fewer GPUs.
     """
     alone = not os.environ.get("RANK") or os.environ.get("WORLD_SIZE", "1") == "1"
     if alone or config.device == "cpu":
@@ -54,7 +54,7 @@ def on_own_device(config: RunConfig) -> RunConfig:
 
 
 def join(device: torch.device) -> Group:
-    """Join the group of all processes that were started together, each with a CPU and perhaps a GPU."""
+    """Join the group of all processes that were started together."""
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     _errors.append(PrefixStore("errors", store))
     on_gpu = device.type == "cuda"
@@ -77,19 +77,19 @@ def joined() -> Group | None:
 
 
 def leave() -> None:
-    """Part, all at once; nothing where no group was joined."""
+    """Leave the group, all processes together; do nothing if none was joined."""
     if (group := joined()) is not None:
         wait_for_all(group)
         dist.destroy_process_group()
 
 
 def wait_for_all(group: Group) -> None:
-    """Wait until every process of a group is here; no GPU takes part."""
+    """Wait until every process of a group gets here, without using a GPU."""
     dist.all_reduce(torch.zeros(1), group=group)
 
 
 def trouble_with_others(error: BaseException) -> str:
-    """Return "lost" or "late" where an exchange failed because of another process, "" for other errors."""
+    """Return "lost" or "late" if an exchange failed because of another process, "" for other errors."""
     text = str(error).lower()
     if joined() is None or not isinstance(error, RuntimeError):
         return ""
@@ -100,7 +100,7 @@ def trouble_with_others(error: BaseException) -> str:
 
 
 def is_first_to_fail(message: str) -> bool:
-    """Return True where no other process of the group has said what went wrong; this one is about to."""
+    """Return True if no other process of the group has reported an error yet; this one is about to."""
     if _errors:
         with suppress(Exception):  # the store is gone with the process that had it
             mine = f"{os.getpid()} {message}"
@@ -113,7 +113,7 @@ def is_first_to_fail(message: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ProcessShard(HeadShard):
-    """The heads of one process of a group; it has an equal share of every call's tokens, too."""
+    """One process's share of a group's work: some of the heads, and an equal part of every call's tokens."""
 
     group: Group
     all_to_all: AllToAll
@@ -125,7 +125,7 @@ class ProcessShard(HeadShard):
 
     @property
     def exchange(self) -> AllToAll | PeerMemory:
-        """How tokens and heads are exchanged; peers' memory is overwritten, and knows no gradients."""
+        """Return the exchange to use: peer memory is overwritten and has no gradients."""
         return self.all_to_all if self.peer_memory is None or torch.is_grad_enabled() else self.peer_memory
 
     def sum(self, x: Tensor) -> Tensor:
@@ -142,25 +142,24 @@ class ProcessShard(HeadShard):
         return bool(self.sum(torch.tensor([float(flag)])).item())
 
     def gather_calls(self, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
-        """Join the calls, which must be on the CPU, as many at a time as hold BYTES_AT_ONCE."""
-        # Processes may have more or less of a call: all must send the same ones together.
+        """Join calls, which must be on the CPU, in portions of at most BYTES_AT_ONCE."""
+        # Processes may hold different amounts of a call, but all must send the same calls together.
         sizes = torch.tensor([sum(value.nbytes for value in call.values.values()) for call in calls])
         if calls:
             dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self.group)
         whole: list[CapturedCall] = []
         for some in _portions(sizes.tolist(), BYTES_AT_ONCE):
             own = calls[some.start : some.stop]
-            # 1. What the values are, as objects: few, since most calls of a pass have the shapes of the one
-            #    before.
+            # 1. Describe the values by a few objects: most calls of a pass have the same shapes.
             runs = [list(run) for _, run in groupby(own, lambda call: (id(call.at), _kinds_of(call)))]
             alike = [(_kinds_of(run[0]), len(run)) for run in runs]
             of_all: list[Any] | None = None if self.group.rank() else [None] * self.size
             dist.gather_object(alike, of_all, group=self.group, group_dst=0)
-            # 2. Their numbers, as one tensor of bytes.
+            # 2. Send the numbers as one tensor of bytes.
             packed = self._gather_bytes(_as_bytes(runs))
             if of_all is None:
                 continue
-            # 3. Calls of one kind in all processes are joined at once.
+            # 3. Join calls that are similar in all processes at once.
             unpacked = [_unpacked(*one) for one in zip(of_all, packed, strict=True)]
             if all(kinds == alike for kinds in of_all):
                 start = 0
@@ -174,7 +173,7 @@ class ProcessShard(HeadShard):
         return whole
 
     def _gather_bytes(self, own: Tensor) -> list[Tensor]:
-        """Return the bytes of every process in the first one, nothing in the others."""
+        """Return the bytes of all processes in the first process, an empty list in the others."""
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([own.numel()]), group=self.group)
         longest = int(max(sizes))  # gloo gathers tensors of one size
@@ -199,10 +198,10 @@ class ProcessShard(HeadShard):
 
 
 def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
-    """Let the processes of a group compute each call of a model together, by heads.
+    """Make the processes of a group compute each call of a model together, split by heads.
 
-    All of them must make the same calls, each with the whole input; each gets the whole output. The weights
-    are whole everywhere. Raise ConfigError where the heads do not split over the group.
+    All processes must make the same calls with the whole input; each gets the whole output and holds all
+    weights. Raise ConfigError if the heads do not split over the group.
     """
     size, heads = group.size(), model.config.num_heads
     check_size(size, "the model", heads)
@@ -240,7 +239,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
 
 
 def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
-    """Exchange once between projections and attention, and once behind attention."""
+    """Exchange once before attention and once after it."""
     project, attend, merge = attn.project, attn.attend, attn.merge
 
     def sent(x: Tensor, *args: Any) -> tuple[Tensor]:
@@ -258,9 +257,9 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
 
 
 def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
-    """Let each token look at the text, which is whole everywhere, without an exchange.
+    """Compute cross-attention without an exchange, since every process has the whole text.
 
-    Captures of it and edits get whole sequences of this process's heads all the same.
+    Captures and edits still get whole sequences of this process's heads.
     """
     attn.site = replace(attn.site, shard=shard)
 
@@ -280,13 +279,13 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
 
 
 def legal_sizes(num_heads: int, tokens: Iterable[int] = ()) -> list[int]:
-    """Return over how many GPUs a model's heads, and calls of so many tokens, split."""
+    """Return the numbers of GPUs that divide a model's heads and these numbers of tokens."""
     wanted = [num_heads, *tokens]
     return [size for size in range(1, num_heads + 1) if not any(n % size for n in wanted)]
 
 
 def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int] = ()) -> None:
-    """Raise ConfigError, naming the numbers of GPUs that would do, where heads or tokens do not split."""
+    """Raise ConfigError if heads or tokens do not split, naming the numbers of GPUs that work."""
     tokens = sorted(set(tokens))
     if size not in (legal := legal_sizes(num_heads, tokens)):
         blocks, sizes = (" or ".join(map(str, numbers)) for numbers in (tokens, legal))
@@ -301,7 +300,7 @@ BYTES_AT_ONCE = 1 << 26  # of a process's values that are sent together; a call 
 
 
 def _portions(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Yield consecutive indices whose sizes add up to a limit at most, or one alone."""
+    """Yield ranges of consecutive indices whose sizes sum to at most a limit, or a larger one alone."""
     start = held = 0
     for index, size in enumerate(sizes):
         if index > start and held + size > limit:
@@ -313,13 +312,13 @@ def _portions(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 
 def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
-    """Say what a call's values are, and of which frames its columns."""
+    """Return names, shapes and dtypes of a call's values, and the frames of its columns."""
     frames = () if call.layout is None else tuple(call.layout.frames)
     return tuple((name, value.shape, value.dtype) for name, value in call.values.items()), frames
 
 
 def _as_bytes(runs: Sequence[Sequence[CapturedCall]]) -> Tensor:
-    """Lay the values of runs of calls alike one behind the other, name by name, uint8 [n]."""
+    """Concatenate the values of runs of similar calls, name by name, as uint8 [n]."""
     named = [[call.values[name] for call in run] for run in runs for name in run[0].values]
     parts = [torch.stack(values).flatten().view(torch.uint8) for values in named]
     return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
@@ -329,7 +328,7 @@ Values = dict[str, Tensor]  # of n calls alike, [n, B, H, ...] each
 
 
 def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Values, Sequence[int]]]:
-    """Return the values of each run of calls alike of a process, and the frames of their columns."""
+    """Split a process's bytes into values of runs of similar calls, with the frames of their columns."""
     found, start = [], 0
     for (kinds, frames), count in alike:
         values = {}
@@ -346,7 +345,7 @@ def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Va
 def _one_by_one(
     runs: Sequence[tuple[Values, Sequence[int]]], alike: Sequence[tuple[Any, int]]
 ) -> Iterator[tuple[Values, Sequence[int]]]:
-    """Yield single calls of runs."""
+    """Yield the calls of all runs one by one."""
     for (values, frames), (_, count) in zip(runs, alike, strict=True):
         for n in range(count):
             yield {name: of[n : n + 1] for name, of in values.items()}, frames
@@ -355,7 +354,7 @@ def _one_by_one(
 def _joined(
     calls: Sequence[CapturedCall], parts: Sequence[tuple[Values, Sequence[int]]], num_heads: int
 ) -> Iterator[CapturedCall]:
-    """Join the values of calls alike: of each process its heads, and the frames of their columns."""
+    """Join the values of similar calls over all processes, head by head and frame by frame."""
     values, seen = [part[0] for part in parts], [part[1] for part in parts]
     layout, edited = calls[0].layout, [of["attended"] for of in values if "attended" in of]
     differ = layout is not None and len({*map(tuple, seen)}) > 1
@@ -374,7 +373,7 @@ def _joined(
         (like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
         for name, like in values[0].items()
     ]
-    # Small values share the memory of their pass; one large value does not keep others
+    # Small values of a pass share memory; a large one has its own, so that it can be freed alone
     whole = [each if each[0].numel() <= SMALL else tuple(x.clone() for x in each) for each in whole]
     for call, *each in zip(calls, *whole, strict=True):
         layout = layout if differ else call.layout

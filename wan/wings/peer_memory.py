@@ -1,13 +1,13 @@
-"""Tokens of all heads for heads of all tokens, and back, between the processes of wan/wings/parallel.py.
+"""Exchange shares of tokens (all heads) for shares of heads (all tokens), and back (wan/wings/parallel.py).
 
 Letters: P processes, L tokens of a call, of which each process has L/P; H heads, of which each has H/P.
 AllToAll is the plain path, on every device and over any network. PeerMemory writes into the memory of other
 GPUs of one host: torch's symmetric memory, over NVLink. All processes of a group call the same methods of one
 exchange in the same order: send(), receive(), and back. A CUDA graph may end or begin between them.
 
-A buffer is written between two barriers of all GPUs, which wait in their streams. Its views are good for what
-is launched before its next exchange, on the same stream. Who needs them longer copies them: the KV cache,
-captures that wait for numbers, and receive() under edits, where a patch's source exchanges the same layer.
+A buffer is written between two barriers of all GPUs, which wait on their streams. Its views are valid for
+work launched on the same stream before its next exchange. Callers that need them longer copy them: the KV
+cache, captures, and receive() under edits, where a patch's source exchanges the same layer.
 """
 
 import ctypes
@@ -34,9 +34,9 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of cuda.h
 
 
 def widened(*tensors: Tensor) -> list[Tensor]:
-    """View memory in elements of 16 bytes: on a GPU strided memory is copied element by element.
+    """View tensors in elements of 16 bytes, since a GPU copies strided memory element by element.
 
-    Return the tensors themselves where that is not possible for all alike.
+    Return the tensors unchanged if that is not possible for all of them.
     """
 
     def may_be_wide(x: Tensor) -> bool:
@@ -56,9 +56,9 @@ class AllToAll:
         self._buffers: dict[Hashable, Tensor] = {}  # by name, shape and dtype: the same ones in every layer
 
     def send(self, parts: Sequence[Tensor]) -> Tensor:
-        """Pack n tensors of own tokens [B, L/P, H, D] by who gets them: [P, B, L/P, n, H/P, D].
+        """Pack n tensors of own tokens [B, L/P, H, D] by receiver: [P, B, L/P, n, H/P, D].
 
-        So they leave in one piece, and what arrives is whole sequences without another copy.
+        They are sent in one piece and arrive as whole sequences, without another copy.
         """
         batch, heads = parts[0].shape[0], parts[0].shape[2] // self.size
         by_process = [x.reshape(-1, self.size, heads * x.shape[3]).transpose(0, 1) for x in parts]
@@ -72,20 +72,20 @@ class AllToAll:
         return stacked.unflatten(3, (heads, -1)).unflatten(1, (batch, -1))
 
     def receive(self, sent: Tensor, lasts: bool) -> tuple[Tensor, ...]:
-        """Return n tensors of all tokens and own heads [B, L, H/P, D], in memory of their own."""
+        """Return n tensors of all tokens and own heads [B, L, H/P, D], in new memory."""
         arrived = torch.empty_like(sent)
         dist.all_to_all_single(arrived, sent, group=self.group)
         return arrived.transpose(0, 1).flatten(1, 2).unbind(2)
 
     def send_back(self, seen: Tensor) -> Tensor:
-        """Send what own heads saw [B, L, H/P, D], and receive what others saw: [P, B, L/P, H/P, D]."""
+        """Send outputs of own heads [B, L, H/P, D]; receive those of the others, [P, B, L/P, H/P, D]."""
         outgoing = seen.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         arrived = self._buffer("tokens", outgoing.shape, outgoing)
         dist.all_to_all_single(arrived, outgoing, group=self.group)
         return arrived
 
     def receive_back(self, sent: Tensor) -> Tensor:
-        """Return what all heads saw for own tokens, [B, L/P, H, D]."""
+        """Return outputs of all heads for own tokens, [B, L/P, H, D]."""
         by_token = widened(sent.permute(1, 2, 0, 3, 4))[0].contiguous()
         return by_token.view(sent.dtype).flatten(2, 3)
 
@@ -97,10 +97,10 @@ class AllToAll:
 
 
 class Buffer:
-    """Memory of one shape in every process of a group, all of which must make it."""
+    """Memory of one shape in every process of a group; all processes must create it together."""
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, group: Group, part: Callable[[Tensor], Tensor]):
-        """part is the view of each process's memory that this one writes."""
+        """Create the memory; part is the view of each process's memory that this process writes."""
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("peers' memory cannot be had while a CUDA graph is recorded")
         self._memory = allocate(shape, like.dtype, like.device)  # its owner; what a handle gives is none
@@ -111,17 +111,17 @@ class Buffer:
         self._wide = widened(*self._parts)
 
     def parts(self, *sources: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the views to write by process, and their sources; widened() where both may be."""
+        """Return the views to write by process, and their sources, both widened() if possible."""
         *found, part = widened(*sources, self._parts[0])
         return (self._parts if part is self._parts[0] else self._wide), found
 
     def wait(self, channel: int) -> None:
-        """Wait for all processes: BEFORE they write none reads any more, AFTER it everything is there."""
+        """Wait for all processes: BEFORE a write nobody reads any more, AFTER it all data has arrived."""
         self._handle.barrier(channel=channel, timeout_ms=int(TIMEOUT.total_seconds() * 1000))
 
 
 class PeerMemory:
-    """Exchange into the memory of other GPUs: peers write into the destination buffer, without a copy."""
+    """Exchange by writing into the memory of other GPUs, without an extra copy."""
 
     def __init__(self, group: Group):
         self.group, self.size, self.rank = group, group.size(), group.rank()
@@ -129,7 +129,7 @@ class PeerMemory:
         self._buffers: dict[Hashable, Buffer] = {}
 
     def send(self, parts: Sequence[Tensor]) -> Tensor:
-        """Write own tokens of n tensors [B, L/P, H, D] to whose heads they are -> own [B, L, n, H/P, D]."""
+        """Write own tokens of n tensors [B, L/P, H, D] to the heads' owners -> own [B, L, n, H/P, D]."""
         buffer = self.to_heads(parts)
         by_heads = [x.unflatten(2, (self.size, -1)).flatten(3) for x in parts]  # [B, L/P, P, H/P·D]
         targets, sources = buffer.parts(*by_heads)
@@ -141,14 +141,14 @@ class PeerMemory:
         return buffer.own
 
     def receive(self, sent: Tensor, lasts: bool) -> tuple[Tensor, ...]:
-        """Return n views [B, L, H/P, D] of the buffer, good until the next exchange, or with lasts of a copy.
+        """Return n views [B, L, H/P, D] of the buffer, valid until the next exchange; lasts: of a copy.
 
-        The copy is laid out alike, which gives the same bits.
+        The copy has the same strides, so results have the same bits.
         """
         return (sent.clone() if lasts else sent).unbind(2)
 
     def send_back(self, seen: Tensor) -> Tensor:
-        """Write what own heads saw [B, L, H/P, D] to whose tokens saw it -> own buffer [B, L/P, H, D]."""
+        """Write outputs of own heads [B, L, H/P, D] to the tokens' owners -> own buffer [B, L/P, H, D]."""
         buffer = self.to_tokens(seen)
         targets, (source,) = buffer.parts(seen)
         for_peers = source.split(seen.shape[1] // self.size, 1)
@@ -161,14 +161,14 @@ class PeerMemory:
         return sent
 
     def to_heads(self, parts: Sequence[Tensor]) -> Buffer:
-        """Return the buffer of n tensors [B, L/P, H, D]; all of their shape go there, one after the other."""
+        """Return the buffer for n tensors [B, L/P, H, D]; calls of the same shape share it."""
         batch, share, heads, head_dim = parts[0].shape
         rows = slice(self.rank * share, (self.rank + 1) * share)
         shape = (batch, share * self.size, len(parts), heads // self.size, head_dim)
         return self._buffer("heads", shape, parts[0], lambda x: x[:, rows].flatten(3))
 
     def to_tokens(self, seen: Tensor) -> Buffer:
-        """Return the buffer of [B, L, H/P, D]."""
+        """Return the buffer for [B, L, H/P, D]."""
         batch, length, heads, head_dim = seen.shape
         columns = slice(self.rank * heads, (self.rank + 1) * heads)
         shape = (batch, length // self.size, heads * self.size, head_dim)
@@ -184,27 +184,27 @@ class PeerMemory:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate memory that others can be given."""
+    """Allocate memory that other processes can map."""
     return _symmetric_memory().empty(shape, dtype=dtype, device=device)
 
 
 def introduce(memory: Tensor, group: Group) -> Any:
-    """Let all processes of a group, which must ask, have each other's memory -> torch's _SymmetricMemory."""
+    """Map each other's memory in all processes of a group -> torch's _SymmetricMemory; all must call it."""
     return _symmetric_memory().rendezvous(memory, group)
 
 
 def _symmetric_memory() -> ModuleType:
-    """Import torch's module, which not every build has."""
+    """Import torch's module for symmetric memory, which some builds lack."""
     # Nothing here needs NVLink multicast, whose set-up fails on hosts that have all the rest.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     return import_module("torch.distributed._symmetric_memory")
 
 
 def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
-    """Return the processes' exchange by peers' memory, or None for all of them where one cannot have it.
+    """Return the group's exchange by peer memory, or None in all processes if one of them cannot have it.
 
-    Each step is taken where all took the one before: who fails alone would be waited for in the next one. All
-    processes of the group must ask.
+    All processes agree after each step, since the others would wait for one that failed alone. All processes
+    of the group must call it.
     """
     if device.type not in DEVICES:
         return None
@@ -238,10 +238,10 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
 
 
 def are_linked(group: Group, device: torch.device) -> bool:
-    """Return True where all processes have GPUs of their own in one host, and atomics reach them: by NVLink.
+    """Return True if every process has its own GPU in one host and atomics work between them, as over NVLink.
 
-    Barriers are made of atomics. Over PCIe they would wait for ever. GPUs that a process does not see are not
-    reached. One host is one boot of one kernel, and one container.
+    Barriers use atomics, and over PCIe they would wait forever. A process reaches only GPUs that it sees. One
+    host means one boot of one kernel, and one container.
     """
     number = ""
     with suppress(OSError):

@@ -1,10 +1,10 @@
-"""The sampler of Rolling Forcing (arXiv 2509.25161): a window of blocks at rising noise levels.
+"""Sample with Rolling Forcing (arXiv 2509.25161): a window of blocks at rising noise levels.
 
-With n denoising steps the window has n blocks, the oldest at the last step's level, the newest pure noise.
-One forward denoises them together, each sees all of them, and every block goes on to its next lower level:
-the oldest leaves clean, and a block of noise enters. At the video's ends the window is shorter. Checked
-against https://github.com/TencentARC/RollingForcing as forks quote it; their clean passes over a first block
-that is not clean yet are left out, since the next one overwrites what they write.
+With n denoising steps the window has n blocks, from the oldest at the last step's level to the newest, pure
+noise. One forward denoises all of them, attending to each other, and moves every block to its next lower
+level: the oldest leaves the window clean, and a block of noise enters. At the ends of a video the window is
+shorter. Checked against https://github.com/TencentARC/RollingForcing as forks quote it. Their clean passes
+over a first block that is still noisy are omitted, since the next pass overwrites what they write.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,9 @@ from wan.sites import Pass, active_edits, check_watchers, during, hook_point
 
 
 class RollingCache(KVCache):
-    """A KVCache of clean frames, behind which stand the keys of a window that are stored nowhere.
+    """A KVCache of clean frames; a window's own keys follow them in each forward and are not stored.
 
-    The first block is the anchor, whose keys are rotated to stand right before the other clean frames. A
+    The first block is the anchor: its keys are rotated to positions right before the other clean frames. A
     forward sees at most size frames.
     """
 
@@ -37,7 +37,7 @@ class RollingCache(KVCache):
         self.seen = range(0)  # slots that a window sees beside its own keys and the anchor
 
     def begin_window(self, frames: range) -> None:
-        """Announce a forward that denoises frames; it writes nothing."""
+        """Announce a forward that denoises frames and writes nothing."""
         self.is_clean = self.stores_raw = False
         clean, room, anchor = len(self.slots), self.size - len(frames) - self.sink, self.sink
         self.seen = range(max(anchor, clean - max(room, 0)), max(anchor, clean))
@@ -47,7 +47,7 @@ class RollingCache(KVCache):
         self._announce(past + self.slots[self.seen.start : self.seen.stop], frames, min(anchor, len(past)))
 
     def begin_clean(self, frames: range) -> None:
-        """Announce a forward that writes the clean keys and values of frames, and sees the newest ones."""
+        """Announce a forward that writes clean keys and values of frames, and sees the newest ones."""
         self.advance(frames)
         self.is_clean = True
         self._announce(self.slots[-self.size :][: -len(frames)], frames, sink=0)
@@ -68,7 +68,7 @@ class RollingCache(KVCache):
         return torch.cat([anchor, keys[:, seen], k], 1), torch.cat([values_of_anchor, values[:, seen], v], 1)
 
     def _announce(self, past: Sequence[Slot], frames: range, sink: int) -> None:
-        """Make the layout of the forward to come."""
+        """Make the layout of the next forward."""
         self.newest = self.query_positions = self.key_positions = frames
         slots = (*past, *(Slot(frame, frame) for frame in frames))
         own, S = range(len(past), len(slots)), self.tokens_per_frame
@@ -78,7 +78,7 @@ class RollingCache(KVCache):
 
 @dataclass
 class CleanFrames(WindowedPolicy):
-    """Keep the first block, with its keys without RoPE as well, and the newest frames."""
+    """Keep the newest frames and the first block, the latter also with keys before RoPE."""
 
     name = "rolling_forcing"
     cache_type = RollingCache
@@ -91,7 +91,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
     """Text to video by a rolling window. A forward sees the model's local_attn_size frames, 21 if -1."""
 
     def __init__(self, *args, **kwargs):
-        """Arguments of CausalInferencePipeline. ConfigError for what a rolling window does not have."""
+        """Take the arguments of CausalInferencePipeline; ConfigError for those a rolling window lacks."""
         super().__init__(*args, **kwargs)
         self.attention_size = rolling_attention_size(
             self.model.local_attn_size, len(self.timesteps), self.num_frame_per_block
@@ -110,7 +110,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         on_pass: Callable[[], None] | None = None,
         probe: Probe | None = None,
     ) -> Iterator[tuple[range, Tensor]]:
-        """Roll out block by block as they leave the window: yield frames and latents [B, n, C, h, w].
+        """Yield frames and latents [B, n, C, h, w] of each block as it leaves the window.
 
         It holds the cache and one window. Raises ConfigError for a given beginning, other prompts later,
         probes and edits.

@@ -33,7 +33,7 @@ class SeededNoise:
         dtype: torch.dtype = torch.float32,
         start: int = 0,
     ):
-        """frame_shape is (C, h, w), start the first frame, behind those that are given."""
+        """Set up frame_shape (C, h, w), and start, the first frame after given ones."""
         self.shape: tuple[int, ...] = (len(seeds), num_frames, *frame_shape)
         self.device, self.dtype, self.start = device, dtype, start
         self._values = prod(frame_shape)
@@ -49,7 +49,7 @@ class SeededNoise:
         self._now: dict[int, tuple[int, list[torch.Generator]]] = {}
 
     def first(self, frames: range) -> Tensor:
-        """Return what a block is denoised from, [B, n, C, h, w]."""
+        """Return the noise from which a block is denoised, [B, n, C, h, w]."""
         return self._draw(0, frames)
 
     def fresh(self, step: int, frames: range) -> Tensor:
@@ -70,7 +70,7 @@ class SeededNoise:
 
 
 def _skip(generator: torch.Generator, values: int) -> None:
-    """Advance a generator by so many normal values, which take as much of it as uniform ones."""
+    """Advance a generator by a number of normal values, by drawing as many uniform ones."""
     while values > 0:
         torch.rand(min(values, SKIPPED_AT_ONCE), generator=generator)
         values -= SKIPPED_AT_ONCE
@@ -79,7 +79,7 @@ def _skip(generator: torch.Generator, values: int) -> None:
 def seeded_noise(
     configs: Sequence[RunConfig], model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Noise:
-    """Draw what draw_noise does for configs that differ in their seeds, block by block as needed."""
+    """Draw like draw_noise for configs that differ in their seeds, but block by block as needed."""
     first, seeds = configs[0], [config.seed for config in configs]
     if first.noise != "seeded":
         noise, renoise = zip(*(draw_noise(c, model_config, dtype, device) for c in configs), strict=True)
