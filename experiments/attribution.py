@@ -1,4 +1,4 @@
-"""Gradients of a session's videos at named sites, and what they attribute to them.
+"""Compute gradients of a session's videos at named sites, and attribution scores.
 
 with gradients(session, "z", layers=[5], blocks=[1], steps=[3]) as grads:
     run = session.generate("a red circle moving right over a dark blue background", seed=42)
@@ -56,16 +56,16 @@ def gradients(
     blocks: Any = None,
     steps: Any = None,
 ) -> Iterator["SiteGradients"]:
-    """Record videos made in this context with autograd, for gradients at some sites (wan.sites.SITES).
+    """Record videos generated in this context with autograd, for gradients at sites (wan.sites.SITES).
 
-    layers, blocks and steps are a number or several, every one where not given; step -1 is the last that
-    denoises. to is a device, or None to stay. through says of which x0: of each chosen "pass", of a whole
-    "block", whose steps depend on each other, or of the "rollout" from the first chosen block on, through the
-    KV cache. Else the keys and values of earlier blocks are constants. metric(x0) is given here, and each
-    graph is freed at once, or to
-    backward(). recompute keeps less of each layer, and takes about one forward more. The video is the plain
-    one, in the bits of a CPU; a GPU computes recorded passes without fused kernels and graphs. Raises
-    ConfigError for what the model does not have, cannot be differentiated or does not fit in memory.
+    layers, blocks and steps select by one number or several, all by default; step -1 is the last denoising
+    step. to is the device of the gradients, None to leave them. through selects the x0 to differentiate: that
+    of each chosen "pass", of a whole "block" (its steps depend on each other), or of the "rollout" from the
+    first chosen block on, through the KV cache. Keys and values of earlier blocks are constants, except for
+    "rollout". Pass metric(x0) here to free each graph at once, or later to backward(). recompute stores less
+    of each layer and costs about one more forward. The video is unchanged: same bits on a CPU; on a GPU
+    recorded passes run without fused kernels and CUDA graphs. Raises ConfigError for layers, blocks or steps
+    that do not exist, for what cannot be differentiated, and for too little memory.
     """
     chosen = numbers_of(session, layers, blocks, steps)
     named = tuple(check_site(name) for name in sites)
@@ -76,14 +76,14 @@ def gradients(
 
 
 def numbers_of(session: Session, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
-    """Return what is chosen as lists of numbers, step -1 as the last that denoises."""
+    """Return the selected layers, blocks and steps as lists of numbers, -1 resolved."""
     given = {"layers": layers, "blocks": blocks, "steps": steps}
     chosen = {name: as_numbers(name, value) for name, value in given.items()}
     return chosen | {"steps": resolved_steps(session, chosen["steps"])}
 
 
 def check_gradients(session: Session, recorder: Gradients, recompute: bool = False) -> None:
-    """Raise ConfigError for what a run does not have, cannot be differentiated or does not fit in memory."""
+    """Raise ConfigError for a selection that a run lacks, cannot differentiate or cannot hold in memory."""
     config, model, sites = session.config, session.model_config, recorder.sites
     policy, problem = config.policy, ""
     if not sites:
@@ -120,7 +120,7 @@ def recorder_graphs(config: Any, recorder: Gradients) -> int:
 
 
 class SiteGradients(Mapping[str, Activations]):
-    """Gradients by site, of the last run that was made in the context.
+    """Gradients by site of the last run in the context.
 
     >>> with gradients(session, "z", layers=[5], blocks=[1], steps=[3]) as grads:
     ...     session.generate("a red circle moving right", seed=42)
@@ -142,12 +142,12 @@ class SiteGradients(Mapping[str, Activations]):
 
     @property
     def values(self) -> list[float]:  # type: ignore[override]  # those of the mapping are tables
-        """What metric was, graph by graph."""
+        """Values of the metric, one per graph."""
         return self.recorder.values
 
     @property
     def tables(self) -> dict[str, Activations]:
-        """The gradients by site; ConfigError before there are some."""
+        """Gradients by site; ConfigError if none were computed yet."""
         if not self.recorder.found:
             raise ConfigError("no gradient is there yet: generate, then call backward(lambda x0: ...)")
         return tables(self.recorder.found)
@@ -190,13 +190,13 @@ def attribute(
     steps: Any = None,
     integrated: int = 1,
 ) -> "Scores":
-    """Score what taking a site from the source run would do to the metric of the same pass's x0.
+    """Estimate how patching a site from the source run would change the metric of the same pass's x0.
 
-    A score is (source - own activation) times gradient, summed: per layer, and per head of sites with heads.
-    It takes one rollout of each run, which have the same noise unless the source has a seed, and a backward
-    pass per chosen pass; earlier blocks are constants. metric(x0) returns a number; without one it is the
-    way of x0 to the source's, 0 here and 1 there. integrated averages gradients over so many points between
-    the inputs of both runs. Raises ConfigError for what cannot be differentiated or patched.
+    A score is (source - own activation) times gradient, summed per layer, or per head at sites with heads.
+    The cost is one rollout of each run, with the same noise unless the source has its own seed, and a
+    backward pass per chosen pass; earlier blocks are constants. metric(x0) returns a number; by default it is
+    the progress of x0 towards the source's, 0 to 1. integrated averages gradients over that many points
+    between the inputs of both runs. Raises ConfigError for what cannot be differentiated or patched.
     """
     given: dict[str, Any] = {"prompt": prompt, "seed": seed}
     config = replace(session.config, **{name: value for name, value in given.items() if value is not None})

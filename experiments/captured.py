@@ -1,4 +1,4 @@
-"""What happens inside a session's videos: activations, attention, edits compared, the x0 lens.
+"""Look inside a session's videos: capture activations and attention, compare edits, read the x0 lens.
 
 with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lambda z, where: 2 * z):
     run = session.generate("a red circle moving right over a dark blue background", seed=42)
@@ -108,15 +108,15 @@ def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] |
 def capture(
     session: Any, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
 ) -> Iterator["Captured"]:
-    """Capture what a session's videos have at some sites (wan.sites.SITES), or those of diffusers' pipelines.
+    """Capture activations of a session's videos, or of a diffusers pipeline's, at sites (wan.sites.SITES).
 
-    chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (a number or several; every one
-    where not given; step -1 is the last denoising step), dtype, to (a device, or None to stay), and
-    reduce(x, where) or reduce(x), which makes what is kept.
-    stream_to is a folder of any number of runs (experiments/caches/activations.py), and a block is in memory
-    at a time; what it has is not made again. Without a site it captures attention, by the fields of
-    attention_requests. Each video of a batch is captured, and reduced, on its own. Raises ConfigError for
-    what the model does not have or does not fit in memory, CacheError for a folder of another capture.
+    chosen are fields of SiteCapture: layers, blocks, steps, frames and heads (one number or several, all by
+    default; step -1 is the last denoising step), dtype, to (a device, None to leave values where they are),
+    and reduce(x, where) or reduce(x), which returns the value to keep. stream_to is a folder for any number
+    of runs (experiments/caches/activations.py): memory holds one block at a time, and runs that the folder
+    has are not repeated. Without a site, attention is captured by the fields of attention_requests. Each
+    video of a batch is captured and reduced on its own. Raises ConfigError for a selection that the model
+    lacks or that does not fit in memory, CacheError for a folder of another capture.
     """
     if sites and not isinstance(sites[0], str):  # capture(session, [1, 5]): the layers of an atlas
         chosen["layers"], sites = sites[0], sites[1:]
@@ -148,7 +148,7 @@ def capture(
 
 @contextmanager
 def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chosen: dict) -> Iterator[None]:
-    """Capture a diffusers pipeline, or its transformer; captured has its runs once the context has ended."""
+    """Capture a diffusers pipeline, or its transformer; captured gets its runs when the context exits."""
     layout, steps = chosen.pop("layout", None), chosen.get("steps") or ()
     if min(steps, default=0) < 0:
         raise ConfigError(f"step {min(steps)}: a pipeline tells its steps when it runs; name them from 0")
@@ -178,9 +178,9 @@ def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chose
 
 @contextmanager
 def only_pipeline(x: Any, is_attention: bool = False) -> Iterator[None]:
-    """Let captures and edits of this context be of one pipeline: another one's would be among them.
+    """Restrict captures and edits of this context to one pipeline, since they would mix with another's.
 
-    One capture alone takes the calls of attention. ConfigError for more.
+    Only one capture can receive attention calls; ConfigError for more.
     """
     models = {id(model) for model in transformers_of(x).values()}
     for others, is_taken in PIPELINES.get():
@@ -199,10 +199,10 @@ def only_pipeline(x: Any, is_attention: bool = False) -> Iterator[None]:
 
 @reusable
 def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edits]:
-    """Edit while the context lasts, as wan.interventions.intervene does.
+    """Apply edits while the context lasts, like wan.interventions.intervene.
 
-    A diffusers pipeline, or its transformer, may come first: intervene(pipe, Knockout(frames=0, ...)). Its
-    frames are named by number; layout: see wan.diffusers_capture.watching.
+    To edit a diffusers pipeline or its transformer, pass it first: intervene(pipe, Knockout(frames=0, ...)).
+    Its frames are named by number; for layout see wan.diffusers_capture.watching.
     """
     theirs = bool(edits) and (isinstance(edits[0], torch.nn.Module) or hasattr(edits[0], "transformer"))
     rest = edits[1:] if theirs or (edits and isinstance(edits[0], Session)) else edits
@@ -218,7 +218,7 @@ INTERNAL = ("sites", "on_block", "kept", "items", "newest")  # of SiteCapture, n
 
 
 def check_chosen(chosen: dict[str, Any]) -> None:
-    """Raise ConfigError for what SiteCapture does not take; the name of a dtype becomes the dtype."""
+    """Raise ConfigError for values that SiteCapture does not accept; replace a dtype's name by the dtype."""
     known = [each.name for each in fields(SiteCapture) if each.name not in INTERNAL]
     for name in chosen:
         require_known(name, known, "capture of sites knows no {}")
@@ -264,7 +264,7 @@ def attention_requests(
 
 
 def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None:
-    """Raise ConfigError for what a run does not have, or what does not fit in memory."""
+    """Raise ConfigError for a selection that a run lacks or that does not fit in memory."""
     config, model, sites = session.config, session.model_config, {*watcher.sites}
     if watcher.heads is not None and not sites & OF_HEADS:
         raise ConfigError(f"{watcher.sites[0]} has no heads: leave heads out")
@@ -281,7 +281,7 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
 
 
 def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Activations]:
-    """Return what was kept of one video, a table a site."""
+    """Return the captured activations of one video, a table per site."""
     found: dict[str, tuple[list[Place], list[Tensor]]] = {}
     for one in kept:
         at = one.where
@@ -293,20 +293,20 @@ def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Ac
 
 
 def identity_of(function: Any) -> dict[str, Any]:
-    """Return what tells a function of one's own from others, as the record of an edit has it."""
+    """Return the identity of a user's function, as recorded for edits."""
     of_edit = Custom(names=("z",), function=function).to_dict()
     return {name: value for name, value in of_edit.items() if name not in ("edit", "sites", "passes")}
 
 
 def is_seen(session: Session) -> bool:
-    """Return whether somebody looks at the session's forwards beside a capture: edits, captures, hooks."""
+    """Return whether edits, other captures or hooks also see the session's forwards."""
     hooks = "_forward_hooks", "_forward_pre_hooks"
     has_hooks = any(getattr(part, name) for part in session.model.modules() for name in hooks)
     return bool(has_hooks or watchers() or observer())
 
 
 class Captured:
-    """What was captured: the runs made in the context, and calls, sites and atlas of the last one.
+    """The runs generated in a capture's context, and calls, sites and atlas of the last one.
 
     >>> with capture(session, "resid_post", layers=[5], steps=[0]) as seen:
     ...     session.generate("a red circle moving right", seed=42)
@@ -332,7 +332,7 @@ class Captured:
         make: Callable[[AbstractContextManager[None]], list[Run]],
         has_frames_by_value: bool = False,
     ) -> list[Run]:
-        """Make runs, and keep of each what was asked for: in it, or in its part of the folder."""
+        """Generate runs and keep the requested values of each, in memory or in the folder."""
         if self.watcher is None:
             runs = make(nullcontext())
         elif self.folder is None:
@@ -359,7 +359,7 @@ class Captured:
         make: Callable[[AbstractContextManager[None]], list[Run]],
         folder: ActivationFolder,
     ) -> list[Run]:
-        """Make runs whose activations go to the folder as they come, about a block at a time."""
+        """Generate runs and write their activations to the folder, about a block at a time."""
         # 1. Which runs these are, and which of them the folder has. Equal ones of a batch are one.
         facts = [session.common(each, [*active_edits(), *each.edits]) for each in configs]
         request = self.request
@@ -401,13 +401,13 @@ class Captured:
         return runs
 
     def tables_of(self, kept: Sequence[Activation], item: int) -> dict[str, Activations]:
-        """Return what was kept of one video of a batch, a table a site."""
+        """Return the captured activations of one video of a batch, a table per site."""
         assert self.watcher is not None
         return tables([one for one in kept if one.item == item], self.watcher.reduce is not None)
 
     @property
     def request(self) -> dict[str, Any]:
-        """What is asked for, as plain values, which a folder's runs have in common."""
+        """The request as plain values, which all runs of a folder share."""
         watcher = self.watcher
         assert watcher is not None
         chosen = {name: getattr(watcher, name) for name in ("layers", "blocks", "steps", "frames", "heads")}
@@ -470,7 +470,7 @@ Seen = Captured  # its name of before, for one release
 
 
 def drawing() -> Any:
-    """Return experiments.figures, which loads matplotlib: not before something is drawn."""
+    """Import experiments.figures, which loads matplotlib, only when something is drawn."""
     from experiments import figures
 
     return figures
@@ -683,12 +683,12 @@ def policy_atlas(source: str | Path, settings: Mapping[str, Any], num_frames: in
 # --- Videos side by side
 @checked
 def compare(run_a: Run, run_b: Run) -> "Comparison":
-    """Put two runs of one length side by side, with their difference."""
+    """Compare two runs of the same length: videos side by side, and their difference."""
     return Comparison(run_a, run_b)
 
 
 class Comparison:
-    """Two runs, and how far they are apart."""
+    """Two runs and the differences between them."""
 
     show, preview = Run.show, None  # the three side by side, for a notebook
 
@@ -730,10 +730,10 @@ def x0_lens(
     layers: int | Collection[int] | None = None,
     blocks: int | Collection[int] | None = None,
 ) -> "Lens":
-    """Read x0 off the residual stream behind each layer, through the model's own norm, modulation and head.
+    """Decode x0 from the residual stream after each layer, with the model's own norm, modulation and head.
 
-    The logit lens of this model (nostalgebraist 2020). It says what the head would make of a layer, which was
-    trained behind the last one alone: a layer that looks empty may hold what later layers turn to use.
+    This is the logit lens (nostalgebraist 2020) for this model. The head was trained on the last layer only:
+    a layer whose x0 looks empty may still hold information that later layers use.
     """
     chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
     if session.bidirectional or session.config.sampler != "blocks":
@@ -762,7 +762,7 @@ def x0_lens(
 
 
 class Lens:
-    """x0 that the head would read behind each layer: latents by (layer, block, step), and the run itself."""
+    """x0 as the head decodes it after each layer: latents by (layer, block, step), and the run itself."""
 
     def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor], vae: VAE):
         self.run, self.latents, self.vae = run, dict(latents), vae

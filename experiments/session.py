@@ -1,11 +1,11 @@
-"""THE loader: a model and its settings, loaded once, generate any number of videos.
+"""Load a model and its settings once; generate any number of videos. Everything uses this loader.
 
     session = load("wan_mini", num_frames=6)
     run = session.generate("a red circle moving right over a dark blue background", seed=42)
     session.model  # the CausalWanModel, an ordinary nn.Module
 
-Scripts go the same way: session.generate(requests=..., observer=...), whose Run extraction/cache_builders.py
-turns into a cache. captured.py looks at what happens inside: capture, compare, x0_lens.
+Scripts do the same with session.generate(requests=..., observer=...), and extraction/cache_builders.py turns
+its Run into a cache. captured.py looks inside: capture, compare, x0_lens.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ CAPTURES: ContextVar[tuple[tuple[int, Any], ...]] = ContextVar("captures", defau
 
 
 def require_no_run() -> None:
-    """Raise ConfigError within a function that a run calls, whose captures and edits another would mix up."""
+    """Raise ConfigError inside a function that a run calls: another run would mix up captures and edits."""
     if ROLLING.get():
         raise ConfigError(
             "another video was asked for by a function that a running one calls (reduce, an edit, a hook): "
@@ -108,11 +108,11 @@ def load(
     """Return a session that generates videos, from a config's name, its path, or a directory of weights.
 
     settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
-    which streams weights from the host, and size, a video's height x width in pixels ("480x832").
-    cache_policy is a policy (also of one's own class), settings, a file,
-    one of configs/policies, or a name with fields, such as "window,window=9,sink=3". preview is a file of
-    TAEHV's small decoder, for run.show(); run.video and run.save() stay the VAE's. Weights are read by the
-    first video. Raises ConfigError for missing files and settings that do not fit.
+    which streams weights from the host; and size, a video's height x width in pixels ("480x832").
+    cache_policy is a policy (also of your own class), a dict of settings, a file, a name in configs/policies,
+    or a name with fields, such as "window,window=9,sink=3". preview is a file of TAEHV's small decoder for
+    run.show(); run.video and run.save() still use the VAE. The first video reads the weights. Raises
+    ConfigError for missing files and settings that do not fit together.
     """
     # 1. Settings: unknown names are refused, as YAML files' are
     given: dict[str, Any] = {
@@ -141,8 +141,8 @@ class Session:
     >>> run.save("circle.mp4")
     >>> hook = session.model.blocks[5].register_forward_hook(lambda block, inputs, x: print(x.shape))
 
-    The first video loads the model, and so do prepare() and whoever asks for `model`. Another process that
-    gets a session by pickle loads the model itself (here).
+    The first video loads the model; so do prepare() and the attribute `model`. A pickled session loads the
+    model again in the process that receives it (here).
     """
 
     bidirectional = False  # all frames at once, by the base model
@@ -192,11 +192,11 @@ class Session:
         decodes: str = "",
         config: RunConfig | None = None,
     ) -> Self:
-        """Load what rollouts need, for one prompt or several, unless it is there. ConfigError for bad input.
+        """Load what rollouts of one prompt or several need, once. ConfigError for bad input.
 
-        Everything that may be refused is checked before anything large is loaded. replays: rollouts are many
-        or long, and nobody hooks into the model, so that a GPU replays layers from graphs. decodes: what asks
-        for a video. config: that of the first rollout, where it is not the session's.
+        All checks come before anything large is loaded. replays: replay layers from CUDA graphs on a GPU,
+        since rollouts are many or long and no hooks are set. decodes: the flag that asks for a video, for
+        messages. config: the first rollout's, if it is not the session's.
         """
         with self._loading:
             if self.pipeline is not None:
@@ -246,7 +246,7 @@ class Session:
         return load_pipeline(config, self.model_config, self.dtype, self.device)
 
     def prompts_of(self, config: RunConfig) -> list[str]:
-        """Return the prompts that a rollout of a config needs, but for those of a schedule."""
+        """Return the prompts of a config's rollout, without those of a schedule."""
         return [config.prompt]
 
     # --- Videos
@@ -266,15 +266,14 @@ class Session:
     ) -> Any:
         """Generate one video; prompt and seed are the config's where not given.
 
-        A list of prompts, or of seeds, makes a batch and gives a list of runs: seeds has one for each prompt,
-        seed one for all. product=True makes every prompt with every seed, all seeds of the first prompt
-        first. On a CPU each has the bits of its video alone; a GPU's products of other sizes round otherwise,
-        which a rollout feeds back to itself: equal batches have equal bits there. config is in place of the
-        session's, from which it may differ in OF_A_ROLLOUT alone. requests are what scripts capture; observer
-        is told of every block, and may ask to stop: fewer frames come back then. first_frames are what the
-        video begins with, whole blocks: latents [G, C, h, w], or a file of them, an mp4 or a picture;
-        num_frames counts them.
-        ConfigError: the model does not fit in memory; RunError: a number cannot be right.
+        A list of prompts or seeds makes a batch and returns a list of runs: seeds has one per prompt, seed is
+        for all. product=True combines every prompt with every seed, all seeds of the first prompt first. On a
+        CPU each video has the bits of its single run. On a GPU products of other sizes round differently, and
+        a rollout feeds that back to itself; equal batches have equal bits. config replaces the session's and
+        may differ from it in OF_A_ROLLOUT only. requests are what scripts capture. observer is told of every
+        block and may stop the rollout, which then returns fewer frames. first_frames are the beginning of the
+        video, whole blocks: latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames includes
+        them. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
         # 1. A config for each video.
         require_no_run()
@@ -334,7 +333,7 @@ class Session:
         watching: AbstractContextManager[None],
         first_frames: Any = None,
     ) -> list[Run]:
-        """Roll out videos that differ in prompt and seed together, watched behind all edits."""
+        """Roll out a batch of videos that differ in prompt and seed; captures see them after all edits."""
         config, sizes = configs[0], self.model_config
         states, tokens = zip(*(self.texts[each.prompt] for each in configs), strict=True)
         requests = [  # maps of words are of the prompt's, unless it is said how many
@@ -387,7 +386,7 @@ class Session:
         return found
 
     def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
-        """Edit while the context lasts as a config says, and give one's own intervene() what it lacks."""
+        """Apply a config's edits while the context lasts, and give a user's intervene() the data it lacks."""
         edits = config.edits
         if not (edits or active_edits()):
             return nullcontext()
@@ -409,13 +408,13 @@ class Session:
             return self.pipeline.inference(noise, prompt_embeds=self.texts[config.prompt][0], **inputs)[1]
 
     def switches(self, config: RunConfig, batch: int = 1) -> list[PromptSwitch]:
-        """Return the prompts that follow the first one, with their embeddings [batch, text_len, text_dim]."""
+        """Return the later prompts of a schedule, with embeddings [batch, text_len, text_dim]."""
         texts = {str(s.prompt): self.texts[str(s.prompt)][0].expand(batch, -1, -1) for s in config.switches}
         return [replace(s, prompt_embeds=texts[str(s.prompt)]) for s in config.switches]
 
     # --- What its numbers depend on
     def require_loaded(self, config: RunConfig) -> None:
-        """Raise ConfigError where a changed setting needs the model loaded again."""
+        """Raise ConfigError if a changed setting requires loading the model again."""
         for name, loaded in vars(self._loaded).items():
             asked = getattr(config, name)
             if loaded != asked and name not in OF_A_ROLLOUT:
@@ -425,7 +424,7 @@ class Session:
                 )
 
     def require_files(self) -> None:
-        """Describe the model's files, once. ConfigError where they are others than at the first time."""
+        """Describe the model's files, once. ConfigError if they have changed since the first call."""
         config = self._loaded
         there = model_files(config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path))
         self.files = self.files or there
@@ -439,7 +438,7 @@ class Session:
         return self.sha256.result()
 
     def files_now(self, config: RunConfig, edits: Sequence[Any] | None = None) -> list[dict[str, Any]] | None:
-        """Describe the files of a rollout: the model's as they were read, those of edits as they are."""
+        """Describe the files of a rollout: the model's as they were read, those of edits as they are now."""
         weights = Path(config.checkpoint_path or "")
         return None if self.files is None else files_of(config, weights, edits, self.files)
 
@@ -450,12 +449,12 @@ class Session:
         files: Sequence[dict[str, Any]] | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """Return all that the numbers of a rollout of this model depend on (provenance.identity)."""
+        """Return everything that the numbers of this model's rollouts depend on (provenance.identity)."""
         files = self.files_now(config, edits) if files is None else files
         return identity(config, self.sha256.result() if self.sha256 else None, edits, files, **more)
 
     def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-        """Return the fields that all caches of a rollout share; more is what its numbers depend on, too."""
+        """Return the fields that all caches of a rollout share; more: further dependencies of its numbers."""
         sizes, weights = self.model_config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
         made_of = self.identity(config, edits, **more)
         return {
@@ -484,11 +483,11 @@ class Session:
         return other
 
     def with_weights(self, config: RunConfig) -> Self:
-        """Return the same with the weights, and the settings of the rollout, of another config."""
+        """Return a session with the weights and rollout settings of another config."""
         return self.replaced(pipeline=self._load_pipeline(config), config=config, files=None, sha256=None)
 
     def here(self, cached: Callable[..., Self]) -> Self:
-        """Return itself, or in another process the one that is cached there (engine.cached)."""
+        """Return this session, or in another process the one cached there (engine.cached)."""
         return (
             self if self.pipeline else cached("model", fingerprint(self.identity(self.config)), self.prepare)
         )
@@ -497,7 +496,7 @@ class Session:
         return self.replaced()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the model that is loaded, too, as it is now: also what was changed in place."""
+        """Copy the loaded model too, including changes made in place."""
         lasting = ("texts", "sha256", "preview", "_loading")  # are not changed, or cannot be copied
         own = {name: deepcopy(x, memo) for name, x in vars(self).items() if name not in lasting}
         other = self.replaced(**own)
@@ -507,7 +506,7 @@ class Session:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is loaded."""
+        """Leave out everything that is loaded."""
         given = {name: getattr(self, name) for name in ("config", "model_config", "device", "dtype")}
         return given | {"sha256": self.sha256.result() if self.sha256 else None, "files": self.files}
 
@@ -534,9 +533,9 @@ Pipe = Session  # its name of before, for one release
 
 @contextmanager
 def edits_as_they_are(batch: int) -> Iterator[None]:
-    """Tell functions of one's own by what they refer to now, which a rollout may change.
+    """Identify users' functions by the state they refer to before a rollout, which may change it.
 
-    Warn where it did, and videos of a batch took turns at it: they are not those of single runs.
+    Warn if it did in a batch: its videos shared that state in turns and differ from single runs.
     """
     before = [(one, one.edits) for one in watchers() if one.edits]
     for one, edits in before:
@@ -559,7 +558,7 @@ def edits_as_they_are(batch: int) -> Iterator[None]:
 # of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
 @dataclass(eq=False)
 class PromptTexts:
-    """States and tokens of many prompts, PROMPTS_AT_ONCE at a time as they are asked for, in their order."""
+    """States and tokens of many prompts, encoded PROMPTS_AT_ONCE at a time in the order of use."""
 
     session: Session
     config: RunConfig
@@ -590,7 +589,7 @@ class PromptTexts:
 def encode_prompts(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, PromptStates]:
-    """Return embeddings and tokens of each prompt; the encoder is loaded only where needed, and freed."""
+    """Return embeddings and tokens of each prompt; load the encoder only if needed, and free it."""
     if given := config.prompt_embeds:
         own = with_given_prompt(config, None)
         if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
@@ -633,9 +632,9 @@ def needs_encoder(
 def states_files(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Path | None, bool]]:
-    """Name the file of each prompt's states by all that their bits depend on, and say whether it is there.
+    """Return the file of each prompt's states, named by everything its bits depend on, and whether it exists.
 
-    None: states are not remembered.
+    None: states are not stored.
     """
     if config.embeds_dir is None:
         yield from ((prompt, None, False) for prompt in prompts)
@@ -651,7 +650,7 @@ def states_files(
 
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
-    """Return the prompt of a run with --prompt_embeds: the file's own, else the one asked for; not both."""
+    """Return the prompt of a run with --prompt_embeds: the file's own, or else the given one; not both."""
     own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
     if own is not None and not isinstance(own, str):
         raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
@@ -685,7 +684,7 @@ def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
 
 # --- Loading
 def wings() -> ModuleType:
-    """Return the optional parts (experiments/wings.py), which only a config that asks for one imports."""
+    """Import the optional parts (experiments/wings.py), only for a config that uses one."""
     from experiments import wings
 
     return wings
@@ -726,13 +725,13 @@ def load_pipeline(
 
 
 def replay_layers(model: CausalWanModel, config: RunConfig, after: int) -> None:
-    """Replay a GPU model's layers from graphs after so many calls; streamed ones wait for weights anyway."""
+    """Replay a GPU model's layers from CUDA graphs after so many calls, unless weights are streamed."""
     if model.device.type == "cuda" and not config.offload:
         wings().apply_cuda_graphs(model, after)
 
 
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
-    """Set up the rollout of a model as a config says: blocks, steps and what the cache keeps."""
+    """Set up the rollout of a model by a config: blocks, steps and cache policy."""
     rolls = config.sampler == "rolling_forcing"
     sampler = wings().RollingForcingPipeline if rolls else CausalInferencePipeline
     return sampler(

@@ -1,7 +1,7 @@
-"""The one place where softmax(q kᵀ / √D) v is computed, and where edits and captures meet it.
+"""The one place that computes softmax(q kᵀ / √D) v, with hooks for edits and captures.
 
-Plain and captured runs make the same fused call, which returns its log-sum-exp (LSE) anyway, so looking
-changes no bit of what is generated.
+Plain and captured runs make the same fused call, which returns its log-sum-exp (LSE) anyway, so capturing
+changes no bit of the video.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(eq=False)
 class Call:
-    """An attention call on its way: edits change q, k, v and bias before the softmax."""
+    """An attention call in progress: edits change q, k, v and bias before the softmax."""
 
     site: Site
     at: Pass | None  # None where nobody announced the forward
@@ -152,7 +152,7 @@ def site_name(site: Site, name: str) -> str:
 
 
 def _attend_watched(call: Call) -> Tensor:
-    """Compute the output [B, Lq, H, D] of a call that is shown to all who watch, before and after."""
+    """Compute a call's output [B, Lq, H, D], showing the call to watchers before and after."""
     # 1. Edits change q, k, v and the bias.
     layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
     hook_point(call.site.kind, layer, call, shard, of_heads)
@@ -190,9 +190,8 @@ def _attend_watched(call: Call) -> Tensor:
 def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v [B, H, L, D] of equal batch and heads that kernels can read; copies only where needed.
 
-    The kernels are called below F.scaled_dot_product_attention, which would see to it: they take strides on
-    trust, and read other memory, or end the process, where their assumptions do not hold. ConfigError for
-    sizes that no attention has.
+    The kernels are called directly, without the checks of F.scaled_dot_product_attention: they trust strides
+    and would read other memory or crash. ConfigError for sizes that no attention has.
     """
     # 1. One batch, number of heads and dtype: kernels count with those of q.
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():

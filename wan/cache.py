@@ -1,8 +1,9 @@
-"""The KV caches of a rollout, and the face of the policies that fill and empty them.
+"""The KV caches of a rollout, and the interface of the policies that fill and empty them.
 
 A KVCache holds slots of one frame each; caches whose heads differ are in wan/policies/headwise.py. A
-CachePolicy (wan/policies/) decides what stays. The model calls write() in every attention layer; the rollout
-calls advance() before a block, begin_pass() before a pass, and flush() or recache() where the prompt changes.
+CachePolicy (wan/policies/) decides what is kept. The model calls write() in every attention layer; the
+rollout calls advance() before a block, begin_pass() before a pass, and flush() or recache() where the prompt
+changes.
 Letters: B batch, L tokens of a block, S tokens per frame, H heads, D head dim.
 """
 
@@ -113,7 +114,7 @@ class KVCache(AnyCache):
         self.policy.start(self)
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        """Make room for a block. text: for policies that choose by the prompt; cut: it stands far away."""
+        """Make room for a block. text: for policies that choose by the prompt; cut: place it far away."""
         self.text = text or self.text
         self._drop_empty()
         self.coming = block
@@ -133,7 +134,7 @@ class KVCache(AnyCache):
         return ConfigError(f"cache_policy {self.policy.name}, block of frames {frames}: {problem}")
 
     def flush(self) -> None:
-        """Forget the past but for the policy's sink and the last two frames."""
+        """Drop the past except for the policy's sink and the last two frames."""
         self._drop_empty()
         self.policy.flush(self)
 
@@ -209,7 +210,7 @@ class KVCache(AnyCache):
         self.newest = block
 
     def append_empty(self, count: int) -> None:
-        """Append slots of zeros, which leave before the next block."""
+        """Append slots of zeros, which are dropped before the next block."""
         zeros = self.tokens(range(len(self.slots), len(self.slots) + count))
         for buffer in (*self.keys, *self.values):
             buffer[:, zeros] = 0
@@ -255,7 +256,7 @@ class KVCache(AnyCache):
         self.slots = [slot for slot in self.slots if slot.frame != EMPTY]
 
     def _publish(self, cut: bool) -> None:
-        """Put keys on to their temporal positions, and make the layouts of the calls to come."""
+        """Rotate keys to their temporal positions, and make the layouts of the next calls."""
         # 1. Which slots stand elsewhere. The block's own keys come rotated with its passes.
         positions = self.policy.positions(self, cut)
         moved = [index for index, position in enumerate(positions) if self.slots[index].position != position]
@@ -294,7 +295,7 @@ class Capacity(NamedTuple):
 
 @dataclass
 class CachePolicy:
-    """Decide what a block may look at: which slots stay, and at which temporal positions their keys stand.
+    """Decide what a block may attend to: which slots are kept, and at which temporal positions.
 
     A policy is a subclass with its settings as fields (CONTRIBUTING.md has an example). Every KV cache works
     with a copy, so state set in start() lives as long as one video. `released` asks for the numbers of a
@@ -412,7 +413,7 @@ class CachePolicy:
     # -- called by a KVCache: what a policy overrides --------------------------------------------------------
 
     def start(self, cache: Any) -> None:
-        """Begin a video, or go on after the cache was computed again: set the policy's state."""
+        """Set the policy's state for a new video, or after the cache was recomputed."""
 
     def admit(self, cache: Any, block: range) -> None:
         """Make room for the frames of a block, and append them."""
@@ -442,7 +443,7 @@ class CachePolicy:
         return shared
 
     def flush(self, cache: KVCache) -> None:
-        """Forget the past but for the sink and the last two frames."""
+        """Drop the past except for the sink and the last two frames."""
         sink = min(self.sink, len(cache.slots))
         cache.drop(sink, len(cache.slots) - sink - FLUSH_KEEPS)
         kept = min(len(cache.slots), len(cache.newest), FLUSH_KEEPS)

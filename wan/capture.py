@@ -1,8 +1,8 @@
-"""Observe attention: who is asked for, which pass of the rollout runs, and what is kept of each call.
+"""Capture attention: select calls by site and pass, and keep reduced values of each.
 
-A call is identified by who it is. Each attention module carries its Site, the rollout announces its Pass, the
-call brings its KeyLayout, and nothing is counted. Whatever is kept is computed beside the call, from its own
-q, k and log-sum-exp (wan/reductions.py).
+Calls are identified, never counted: each attention module carries its Site, the rollout announces its Pass,
+and the call brings its KeyLayout. Kept values are computed beside the call from its own q, k and log-sum-exp
+(wan/reductions.py).
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -152,7 +152,7 @@ class MapQuery(NamedTuple):
 
 
 def queries_of(queries: Sequence[MapQuery], query_frames: Sequence[int]) -> list[MapQuery]:
-    """Return those that a call with these query frames has."""
+    """Return the queries that belong to a call with these query frames."""
     return [query for query in queries if query.frame in (ALL, *query_frames)]
 
 
@@ -487,7 +487,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
             move_to_cpu(calls)
 
     def wants(self, site: Site) -> bool:
-        """Return whether the call that a site is about to make in this pass is asked for."""
+        """Return whether a site's next call in this pass is requested."""
         return any(request.wants(site, current_pass()) for request in self.requests)
 
     def slots_weighed(self, site: Site, layout: KeyLayout | None) -> int:
@@ -502,7 +502,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
 
     @torch.no_grad()
     def observe(self, call: Call) -> None:
-        """Keep what is asked for of a call whose softmax is done."""
+        """Compute and keep what is requested of a finished call."""
         for part in call.parts() if call.at is not None and call.at.parts else (call,):
             asked = [request for request in self.requests if request.wants(part.site, part.at)]
             if not asked:
@@ -556,7 +556,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
         layout: Any,
         item: int | None,
     ) -> None:
-        """Keep values of a call; large ones set off for pinned memory, where move_to_cpu() waits for them."""
+        """Keep values of a call; start copying large ones to pinned memory (move_to_cpu() waits for them)."""
         for name, value in values.items():
             if value.is_cuda and value.numel() > SMALL:
                 values[name] = to_host(value.contiguous())
@@ -571,14 +571,14 @@ class AttentionCapture:
     def capture(self, *requests: CaptureRequest, **fields: Any) -> AbstractContextManager[list[CapturedCall]]:
         """Keep what the requests (or one request of the given fields) ask for while the context lasts.
 
-        Yields the list of calls, on the CPU once the context has ended. On exit, also on an error, what was
-        asked for before is asked for again. It may be entered again, for another list.
+        Yields the list of calls, which are on the CPU after exit. On exit, also after an error, the previous
+        capture is restored. It may be entered again, for another list.
         """
         return Capture(requests or (CaptureRequest(**fields),))
 
     @property
     def active(self) -> bool:
-        """True where somebody captures in this context."""
+        """True if a capture is open in this context."""
         return observer() is not None
 
     @property

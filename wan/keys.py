@@ -21,18 +21,18 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if leaves else x.to(device)
 
 
-LEFT: set[torch.device] = set()  # GPUs from which tensors set off for the host
+LEFT: set[torch.device] = set()  # GPUs from which copies to the host were started
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Let a tensor set off for the host, where wait_for_host() is called before anybody reads it."""
+    """Start copying a tensor to the host; call wait_for_host() before reading it."""
     if x.is_cuda:
         LEFT.add(x.device)
     return x.to("cpu", non_blocking=True)  # pinned memory, if from a GPU
 
 
 def wait_for_host() -> None:
-    """Wait for what set off: a pipeline of somebody else need not be on the current device."""
+    """Wait for all copies that to_host() started, also from GPUs other than the current one."""
     for device in tuple(LEFT):  # other threads may add theirs meanwhile
         torch.cuda.synchronize(device)
 
@@ -110,7 +110,7 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of dims (a, b) to (a cos − b sin, a sin + b cos): x [B, L, H, D], tables [L, 1, D]."""
+    """Rotate pairs of dims (a, b) to (a cos − b sin, a sin + b cos): x [B, L, H, D], tables [L, 1, D]."""
     swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return torch.addcmul(x * cos, swapped, sin).to(x.dtype)
 
@@ -146,7 +146,7 @@ class ChosenTokens:
 
     @cached_property
     def on_host(self) -> "ChosenTokens":
-        """The same in host memory, int32; fetched once for all that is captured of a block."""
+        """The same in host memory, int32, copied once per block."""
         if self.frames.dtype == torch.int32:
             return self
         rows = torch.stack([self.frames, self.indices, self.positions])
@@ -157,7 +157,7 @@ class ChosenTokens:
 class KeyLayout:
     """The slots of a call's keys, in order, of tokens_per_slot tokens each.
 
-    own are the slots of the queries' block, sink those that the cache policy never lets go.
+    own are the slots of the queries' block, sink those that the cache policy never evicts.
     """
 
     slots: tuple[Slot, ...]
@@ -176,7 +176,7 @@ class KeyLayout:
 
     @cached_property
     def on_host(self) -> "KeyLayout":
-        """The same without tensors of a device, for what outlives its block."""
+        """The same without tensors on a device, for values that outlive the block."""
         return self if self.chosen is None else replace(self, chosen=self.chosen.on_host)
 
     @property
@@ -186,7 +186,7 @@ class KeyLayout:
         return has_rows or bool(self.alone) or any(len(slot.items) > 1 for slot in self.slots)
 
     def of_item(self, item: int) -> "KeyLayout":
-        """Return the layout that an item of the batch would have alone."""
+        """Return the layout of one item of the batch, as in a run of that item alone."""
         if self.alone:
             return self.alone[item]
         slots, chosen = list(self.slots), self.chosen and self.chosen.on_host
@@ -354,24 +354,24 @@ class HeadShard:
         return [head - self.heads.start for head in heads if head in self.heads]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum x over all processes, each of which has summed over its own heads."""
+        """Sum x over all processes, given each one's sum over its own heads."""
         return x
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """All heads, in order, from what each process has of its own along dim; on the CPU."""
+        """Concatenate all processes' heads along dim, in order, on the CPU."""
         return x
 
     def gather_calls(self, calls: Sequence[Any]) -> list[Any]:
-        """Return captured calls with all heads in the first process, none in the others; all must ask."""
+        """Return captured calls with all heads in the first process, none in the others; all must call it."""
         return list(calls)
 
     def any_process(self, flag: bool) -> bool:
-        """Return True where the flag of any process is set; all must ask."""
+        """Return True if any process's flag is set; all must call it."""
         return flag
 
 
 class HeadGroup(NamedTuple):
-    """Heads that go through attention together, and what each of them sees."""
+    """Heads that share an attention call, and the keys that each of them sees."""
 
     numbers: tuple[int, ...]  # among the heads that are here
     heads: Tensor | slice  # the same as an index on the device

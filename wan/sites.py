@@ -1,4 +1,4 @@
-"""Name every activation of the model, and let others see it, or change it, on its way.
+"""Name every activation of the model, and let watchers see or replace it during the forward.
 
 The model calls hook_point(site, layer, x) where an activation is made. Nothing happens until someone watches:
 
@@ -67,7 +67,7 @@ WHOLE_ON_EACH_GPU = frozenset({*CALLS, *OF_FORWARD, "z", "cross_z"})  # of other
 
 
 def call_hook(function: Callable[..., Any], x: Any, where: "ActivationSite") -> Any:
-    """Call a function of one's own: fn(x, where), or fn(x) where it takes, or requires, x alone."""
+    """Call a user's function as fn(x, where), or as fn(x) if it takes or requires x alone."""
     # A module's own __call__ takes anything; a builtin such as torch.relu has no signature
     try:
         known = inspect.signature(getattr(function, "forward", function)).parameters.values()
@@ -142,10 +142,10 @@ class Watcher:
     sees: frozenset[str] | None = None  # the only sites that it is shown; None: all of them
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
-        """Return what takes the place of x, or None."""
+        """Return a replacement for x, or None to keep it."""
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
-        """Return whether a site is looked at; those that take work are made for who wants them alone."""
+        """Return whether this watcher wants a site; sites that cost work are computed only if one does."""
         return False
 
     def hides(self, layer: int, at: Pass | None) -> bool:
@@ -172,7 +172,7 @@ _lock = Lock()
 # --- Contexts: who looks is on a stack of the context (thread, task) that opened them
 @contextmanager
 def pushed(stack: ContextVar[tuple[Any, ...]], *entries: Any) -> Iterator[None]:
-    """Put entries on a stack of this context; on leaving take these off, whatever else came or went."""
+    """Push entries on a stack of this context; on exit remove exactly these, whatever else changed."""
     global _open
     # 1. Find who enters: functions that contextlib drives, and __enter__, do it for who enters them.
     frame, generators = sys._getframe(), tuple[tuple[int, str], ...]()
@@ -203,7 +203,7 @@ def pushed(stack: ContextVar[tuple[Any, ...]], *entries: Any) -> Iterator[None]:
 
 
 def require_running_generators() -> None:
-    """Raise ConfigError where a suspended generator has an open context, which would see others' runs."""
+    """Raise ConfigError if a suspended generator holds an open context, which would see others' runs."""
     frame: FrameType | None = sys._getframe(1)
     running = set[int]()
     while frame is not None:
@@ -238,13 +238,13 @@ def observed(by: Any = None) -> AbstractContextManager[None]:
 
 
 def observe_process(by: Any) -> None:
-    """Let an observer take the calls of all contexts that do not say who does."""
+    """Install an observer for all contexts that have none of their own."""
     global _of_process
     _of_process = by
 
 
 def observer() -> Any:
-    """Return who takes attention calls in this context, or None."""
+    """Return the observer of attention calls in this context, or None."""
     found = _OBSERVERS.get() if _open else ()
     return found[-1][0] if found else _of_process
 
@@ -253,7 +253,7 @@ current_pass = _PASS.get  # the forward that runs, as the sampler announced it, 
 
 
 def watchers() -> tuple[Watcher, ...]:
-    """Return all that watch in this context, from the outermost in."""
+    """Return all watchers of this context, outermost first."""
     return _WATCHERS.get() if _open else ()
 
 
@@ -280,13 +280,13 @@ def announced_pass() -> Pass:
 
 
 def wanted(site: str, layer: int | None) -> bool:
-    """Return whether somebody looks at a site in this pass."""
+    """Return whether a watcher wants a site in this pass."""
     # `_open` first: torch 2.11 compiles training's layers one by one where their number is read.
     return bool(_open) and any(watcher.wants(site, layer, _PASS.get()) for watcher in watchers())
 
 
 def is_shown(*sites: str) -> bool:
-    """Return whether some watcher is shown one of these sites: else what is made for it alone need not be."""
+    """Return whether a watcher sees one of these sites; if not, the model may skip work done only for it."""
     return any(watcher.sees is None or not watcher.sees.isdisjoint(sites) for watcher in watchers())
 
 
@@ -309,14 +309,14 @@ def is_changed(x: Any, before: Any) -> bool:
 
 
 def is_hidden(layer: int) -> bool:
-    """Return whether CUDA graphs would hide a layer from somebody in this pass."""
+    """Return whether CUDA graphs would hide a layer from a watcher in this pass."""
     return any(watcher.hides(layer, _PASS.get()) for watcher in watchers())
 
 
 def check_watchers(
     num_layers: int, num_blocks: int, num_passes: int, plan: Callable[[], "RolloutPlan"]
 ) -> None:
-    """Raise ConfigError where somebody does not fit the rollout that is about to run.
+    """Raise ConfigError if an observer or a watcher does not fit the rollout that is about to run.
 
     An observer needs its counts alone; edits are checked against the plan, which is made for watchers only.
     """
