@@ -1,4 +1,4 @@
-"""Weights from their files: model directories, checkpoints of the Self-Forcing family, and LoRAs.
+"""Read weights: model directories, checkpoints of the Self-Forcing family, and LoRAs.
 
 A directory is laid out as Wan-AI/Wan2.1-T2V-1.3B-Diffusers (transformer/, text_encoder/, tokenizer/, vae/,
 each with its config) or as the original Wan-AI/Wan2.1-T2V-1.3B. Weights have the native names of
@@ -86,7 +86,7 @@ UMT5_TO_TRANSFORMERS = {
 
 
 def renamed(state: StateDict, table: Mapping[str, str]) -> StateDict:
-    """Replace the beginnings of names that a table has, N standing for a block's number. Other names stay."""
+    """Replace prefixes of names by a table, in which N stands for a block's number; keep other names."""
     found: StateDict = {}
     for name, tensor in state.items():
         in_block = re.match(r"((?:encoder\.)?blocks?)\.(\d+)\.", name)
@@ -331,7 +331,7 @@ LEAD = re.compile(
 
 @dataclass
 class LoadReport:
-    """What a file held, what of it was taken, and what was merged into it or left aside."""
+    """What a file contained, which part of it is used, and what was merged into it or ignored."""
 
     file: str
     container: str = "the file itself"
@@ -519,7 +519,7 @@ def read_lora(
 def lora_of(
     path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None, strength: float = 1.0
 ) -> LoRA:
-    """Make a LoRA of keys that are read already."""
+    """Make a LoRA from a state dict."""
     # 1. Sort the keys: A and B by layer, alphas, and whole changes.
     halves: tuple[StateDict, StateDict] = {}, {}
     alphas, diffs, strange, in_comfy = dict[str, float](), dict[str, Tensor](), list[str](), False

@@ -131,7 +131,7 @@ class LoRAFile:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that one extraction needs. A YAML file fills it, flags override it, an unknown key is an error."""
+    """All settings of a run. A YAML file fills it, flags override it, an unknown key is an error."""
 
     # --- Weights
     model: Annotated[str, 0, 200] = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
@@ -236,7 +236,7 @@ class RunConfig:
 
     @property
     def policy(self) -> "CachePolicy":
-        """What a block may look at: cache_policy, or what local_attn_size and sink_size mean."""
+        """The cache policy: cache_policy, or the window that local_attn_size and sink_size describe."""
         # Most runs keep the whole past, and need none of wan/policies/
         if self.cache_policy is None and self.local_attn_size == -1:
             return _cache().Full()
@@ -255,7 +255,7 @@ class RunConfig:
 
     @property
     def edits(self) -> "list[Edit]":
-        """What interventions mean."""
+        """The edits that interventions describe."""
         if not self.interventions:
             return []
         from wan.interventions import edits_of
@@ -283,14 +283,14 @@ class RunConfig:
 
 
 def _policies() -> ModuleType:
-    """Return wan.policies, which most runs need not."""
+    """Import wan.policies, which most runs do not need."""
     from wan import policies
 
     return policies
 
 
 def _cache() -> ModuleType:
-    """Return wan.cache, with torch: a --help must not wait for it."""
+    """Import wan.cache and torch here, so that --help need not wait for them."""
     from wan import cache
 
     return cache

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: the message is one printable line that names the value and the remedy."""
+"""Errors that a user can fix: the message is one printable line that names the value and the remedy."""
 
 import functools
 import inspect
@@ -40,7 +40,7 @@ def refuse(*problems: tuple[Any, str], error: type[UserError] = ConfigError) -> 
 
 
 def one_line(message: object, limit: int = 1000) -> str:
-    """Return a message in printable characters; a long one loses its middle: the remedy stands at the end."""
+    """Return a message in printable characters; cut a long one in the middle, as the remedy is at the end."""
     text = str(message)
     if len(text) > limit:
         text = f"{text[: limit - 300]} ... {text[-290:]}"
@@ -252,7 +252,7 @@ def checked(call: Called) -> Called:
 
 @contextmanager
 def named(where: object, error: type[UserError] = ConfigError) -> Iterator[None]:
-    """Say before the message of a ConfigError in which file, or of which row, the setting stands."""
+    """Prefix the message of a ConfigError with the file or row of the setting."""
     try:
         yield
     except ConfigError as problem:

@@ -1,4 +1,4 @@
-"""Gradients at the named sites of a rollout: of its x0, or of anything that is computed from it.
+"""Compute gradients at named sites of a rollout, of its x0 or anything computed from it.
 
     recorder = Gradients(("z", "resid_post"), layers=[5], blocks=[6], steps=[3])
     with watched(recorder):
@@ -66,7 +66,7 @@ def takes_activations(metric: Metric) -> bool:
 
 @dataclass(eq=False)
 class Graph:
-    """What autograd recorded together: the activations at sites, and x0."""
+    """One recorded autograd graph: the activations at sites, and x0."""
 
     nodes: dict[ActivationSite, Tensor] = field(default_factory=dict)
     x0: Tensor | None = None  # [B, n, C, h, w] of the pass or block, or [B, F, C, h, w] of the rollout
@@ -159,11 +159,11 @@ class Gradients(Watcher):
 
     @staticmethod
     def node(x: Tensor) -> Tensor:
-        """Return x as a node of the graph that nothing else is: where none has begun, its beginning."""
+        """Return x as a separate node of the graph; begin the graph if there is none."""
         return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
 
     def _close(self, x0: Tensor, at: Pass, records: bool) -> Tensor:
-        """End a graph where x0 is its last, and go on with x0 without gradients."""
+        """End a graph at its last x0 and continue with x0 detached."""
         is_last = at.step == self._plan.blocks[at.block].steps[-2]  # the clean pass follows
         if self.through == "rollout" and is_last:
             self._finished.append(x0)
@@ -232,7 +232,7 @@ class Gradients(Watcher):
 
     @staticmethod
     def value_of(graph: Graph, metric: Metric) -> Any:
-        """Return what a metric is of a graph's x0, and of its activations where it takes them."""
+        """Return a metric of a graph's x0, and of its activations if the metric takes them."""
         assert graph.x0 is not None
         with torch.enable_grad():
             x0 = graph.x0.clone()  # the video's own, whatever the metric does with what it gets
@@ -265,7 +265,7 @@ class Gradients(Watcher):
                 delattr(module, name)
 
     def _remembering(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a part of a layer, which the backward pass calls again in place of remembering it."""
+        """Call a part of a layer that the backward pass recomputes instead of storing it."""
         at, before = current_pass(), list[Tensor]()
         if at is None or not self.records(at):
             return function(*args)
@@ -297,7 +297,7 @@ class Gradients(Watcher):
 
     @staticmethod
     def _again(at: Pass, watching: Sequence[Watcher], function: Callable[[], Any]) -> Any:
-        """Call a function as it was called in a pass, before nobody else."""
+        """Call a function again as in its pass, without other watchers."""
         with watched(*watching), during(at), observed():
             return function()
 
@@ -330,7 +330,7 @@ class Attribution(Gradients):
 
     @contextmanager
     def calls_of(self, model: Any) -> Iterator[None]:
-        """Remember how the model is called, for passes that run again."""
+        """Record the model's calls, for passes that run again."""
         handle = model.register_forward_pre_hook(lambda model, args: setattr(self, "_call", (model, *args)))
         try:
             yield

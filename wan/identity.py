@@ -1,4 +1,4 @@
-"""Tell functions, classes and values apart by all that they compute with.
+"""Identify functions, classes and values by everything that they compute with.
 
     digest_of(lambda x, where: scale * x)  # changes with its code and with scale
 
@@ -52,12 +52,12 @@ NOT_OF_A_CLASS |= {
 
 
 class UnhashableError(ValueError):
-    """A value that nothing tells from another of its kind."""
+    """A value that cannot be distinguished from others of its kind."""
 
 
 @functools.cache
 def library_folders() -> tuple[str, ...]:
-    """Return where installed code lies: Python's own and packages', and that of this project."""
+    """Return the folders of installed code: Python's, packages' and this project's."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {*site.getsitepackages(), site.getusersitepackages()}
     here = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ def library_folders() -> tuple[str, ...]:
 
 @functools.cache
 def is_library(module: str) -> bool:
-    """Return True for a module whose version, not its content, a run is told by."""
+    """Return True for a module that is identified by its version instead of its content."""
     if module == "__main__":  # what a notebook defines, whatever installed kernel runs it
         return False
     if module.partition(".")[0] in sys.stdlib_module_names:
@@ -77,7 +77,7 @@ def is_library(module: str) -> bool:
 
 
 def digest_of(value: Any) -> str:
-    """Return 16 hex digits that change with a value and with all that it refers to.
+    """Return 16 hex digits that change with a value and with everything it refers to.
 
     Functions count by code, defaults, closure and the globals that they name, objects by class and state,
     libraries by name; files that it may read do not. Raises UnhashableError, with the reason, where something
@@ -87,9 +87,9 @@ def digest_of(value: Any) -> str:
 
 
 def code_of(value: Any) -> dict[str, str]:
-    """Return what tells a function, class or object of one's own from others, as plain values.
+    """Return the identity of a user's function, class or object, as plain values.
 
-    Where nothing does, it has a number that no other has, and says why: no run is known to be equal then.
+    If it has none, return a unique number and the reason, so that no other run counts as equal.
     """
     try:
         return {"code_sha256": digest_of(value)}
@@ -98,24 +98,24 @@ def code_of(value: Any) -> dict[str, str]:
 
 
 def random_state() -> dict[str, str]:
-    """Return what tells where the generators stand that functions share which have none of their own."""
+    """Return the state of the global random generators, which functions may share."""
     return {"random": digest_of([torch.get_rng_state(), np.random.get_state(), random.getstate()])}
 
 
 def warn_of_turns(function: object, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Warn where what a function reads is not what it was before videos of a batch called it in turn."""
+    """Warn if state that a function reads changed while the videos of a batch called it in turn."""
     if was != now and UNHASHABLE not in was:
         said = "changed something that it reads, and videos of a batch take turns at it"
         warnings.warn(f"{function} {said}: make videos one by one", stacklevel=5)
 
 
 def code_of_class(kind: type) -> dict[str, str]:
-    """Return code_of a class, such as a policy of one's own; nothing for a library's."""
+    """Return code_of a user's class, such as a policy; nothing for a library's class."""
     return {} if is_library(kind.__module__) else code_of(kind)
 
 
 class _Digests:
-    """Digests of values that refer to each other; those that are being made stand for themselves."""
+    """Digests of values that may refer to each other, also in circles."""
 
     def __init__(self) -> None:
         self.found: dict[int, bytes] = {}
@@ -137,7 +137,7 @@ class _Digests:
         return found
 
     def _parts(self, value: Any) -> Iterator[bytes]:
-        """Yield what makes a value what it is."""
+        """Yield the parts that determine a value."""
         if isinstance(value, Tensor) and type(value) in (Tensor, torch.nn.Parameter):
             if value.layout != torch.strided or value.device.type == "meta":
                 raise UnhashableError(f"a {value.layout} tensor on {value.device}")

@@ -1,6 +1,6 @@
-"""Interventions: what can be changed inside the model, each as a value that is written down and run again.
+"""Interventions: edits of the model's computation, each a value that can be stored and repeated.
 
-An edit says what is done, where (sites and whole attention calls, wan/sites.py), and in which passes:
+An edit says what to change, where (sites or whole attention calls, wan/sites.py), and in which passes:
 
     with intervene(Knockout(frames="first", layers=[5], heads=[10], passes="denoise")) as active:
         latents = pipeline.inference(noise, ...)
@@ -8,10 +8,10 @@ An edit says what is done, where (sites and whole attention calls, wan/sites.py)
     with intervene(at("resid_post", layers=[5]), lambda x: 2 * x):  # or lambda x, where: ...
         latents = pipeline.inference(noise, ...)
 
-Every edit is a frozen dataclass with one check() and one apply(). check() runs when the edit is made, for its
-fields, and again with the plan of a rollout, before anything is computed. A new edit is a subclass of Edit
-with its own apply(), and check() where it needs one. Letters: B batch, L tokens of a call, Lk its keys,
-S tokens per frame, F frames, H heads, D head dim.
+Every edit is a frozen dataclass with one check() and one apply(). check() runs when the edit is created, for
+its fields, and again with the plan of a rollout before anything is computed. A new edit is a subclass of Edit
+with its own apply(), and check() if needed. Letters: B batch, L tokens of a call, Lk its keys, S tokens per
+frame, F frames, H heads, D head dim.
 """
 
 import inspect
@@ -83,7 +83,7 @@ InterventionError = ConfigError  # the name that older code catches
 
 @dataclass(frozen=True, repr=False)
 class Source:
-    """Another run of the same shapes; None is what the edited run has. weights: a checkpoint, or "base"."""
+    """Another run of the same shapes; None takes the edited run's value. weights: a checkpoint, or "base"."""
 
     prompt: str | None = None
     seed: int | None = None
@@ -103,7 +103,7 @@ class Source:
 # --- What every edit has: which calls it selects, and how it is written down
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edit(ABC):
-    """A change at some sites or of attention calls; None selects all.
+    """A change at sites or of whole attention calls; None selects all.
 
     passes has no default: denoise, clean or all.
     steps are denoising steps and narrow passes "denoise" and "all"; the clean pass is named by passes alone.
@@ -131,34 +131,34 @@ class Edit(ABC):
         self.check()
 
     def _set(self, name: str, value: Any) -> None:
-        """Set a field while the edit is made; from then on it is frozen."""
+        """Set a field while the edit is being created; afterwards it is frozen."""
         object.__setattr__(self, name, value)
 
     @abstractmethod
     def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
-        """Return what takes the place of x, an activation or a Call, which is selected; None for nothing.
+        """Return the replacement of x, a selected activation or Call; None to keep it.
 
         data: the means (HeadOutputs, ReferenceMeans) or the run in step that the edit needs.
         """
 
     @property
     def kind(self) -> str:
-        """The attention it edits: self or cross."""
+        """The attention that it edits: self or cross."""
         return getattr(self, "attention", "self")
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Where it stands: at sites, or in whole calls of an attention."""
+        """The sites that it edits, or the attention whose whole calls it edits."""
         return (self.kind,)
 
     @property
     def has_heads(self) -> bool:
-        """True where heads can be chosen."""
+        """True if heads can be selected."""
         return {*self.sites} <= OF_HEADS | {*CALLS}
 
     @property
     def key_frames(self) -> Frames | None:
-        """The frames that it needs among the keys of a call; None where it needs none."""
+        """The frames that a call's keys must contain; None if there are none."""
         return getattr(self, "frames", None)
 
     @property
@@ -168,7 +168,7 @@ class Edit(ABC):
 
     @property
     def files(self) -> list[str]:
-        """What it reads beside the model: a file of means, a source's weights (a checkpoint, or "base")."""
+        """Files that it reads: one of means, or a source's weights (a checkpoint, or "base")."""
         source = getattr(self, "source", None)
         named = source.weights if isinstance(source, Source) else source
         return [named] if named else []
@@ -215,7 +215,7 @@ class Edit(ABC):
         )
 
     def conflict(self) -> str:
-        """Say which fields would be passed over in silence, or contradict each other; "" for none."""
+        """Return which fields contradict each other or would be ignored; "" for none."""
         if self.heads is not None and not self.has_heads:
             return f"{self.sites[0]} has no heads: leave heads out"
         if self.layers is not None and {*self.sites} <= {*OF_FORWARD}:
@@ -254,7 +254,7 @@ class Edit(ABC):
         return found
 
     def fixed(self) -> "Edit":
-        """Return the edit as it is now, whatever a function of it refers to later."""
+        """Return a copy fixed to the present state of what its function refers to."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Edit(ABC):
         return {"edit": type(self).__name__.lower(), **values}
 
     def identity_values(self) -> dict[str, Any]:
-        """Return what tells the edit from others: its values, and the code of a class of one's own."""
+        """Return the edit's identity: its values, and the code of a user's class."""
         return self.to_dict() | code_of_class(type(self))
 
     def __repr__(self) -> str:
@@ -356,13 +356,13 @@ def _tables(angles: Tensor, tokens: int, head_dim: int, device: torch.device) ->
 
 @lru_cache(maxsize=8)
 def _tables_of_turns(turns: tuple[int, ...], tokens: int, head_dim: int, device: torch.device) -> Any:
-    """Return the tables that turn frames by positions: all layers and passes of a block ask for the same."""
+    """Return the tables that turn frames by positions, cached for all layers and passes of a block."""
     angles = torch.tensor(turns).double()[:, None, None] * time_frequencies(head_dim)
     return _tables(angles, tokens, head_dim, device)
 
 
 def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
-    """Return where the keys of slots stand; without RoPE they stand at 0.
+    """Return the temporal positions of slots' keys; without RoPE they are 0.
 
     ConfigError where the keys of a slot, or of its batch items, stand at several positions.
     """
@@ -411,7 +411,7 @@ class KeySelection(Edit):
 @checked
 @dataclass(frozen=True, repr=False)
 class Knockout(KeySelection):
-    """Leave keys out before the softmax; the weights of the rest are renormalised."""
+    """Remove keys before the softmax; the weights of the rest are renormalised."""
 
     b: ClassVar[float] = -math.inf
 
@@ -529,7 +529,7 @@ class Patch(Edit):
 @checked
 @dataclass(frozen=True, repr=False)
 class Move(Edit):
-    """Let keys stand at another temporal RoPE position: offset frames further, or all at position."""
+    """Move keys to another temporal RoPE position: by offset frames, or all to position."""
 
     frames: Frames
     offset: int | None = None
@@ -673,10 +673,10 @@ class Steer(Edit):
 @checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Custom(Edit):
-    """A function of one's own at some sites: fn(x, where), or fn(x), returns what takes the place of x.
+    """A user's function at sites: fn(x, where) or fn(x) returns the replacement of x.
 
-    None changes nothing: a hook may only read. x is a copy, which fn may change; where says site, layer and
-    pass (wan.sites.ActivationSite). What it returns has the shape and dtype of x, and no NaN.
+    Returning None changes nothing, so a hook may just read. x is a copy that fn may change in place; where
+    has site, layer and pass (wan.sites.ActivationSite). The result must have x's shape and dtype and no NaN.
     """
 
     names: Annotated[tuple[str, ...], 1, len(SITES)]
@@ -758,11 +758,11 @@ class Custom(Edit):
 
 
 def at(*sites: str, **where: Any) -> Custom:
-    """Choose sites (wan.sites.SITES) for a function of one's own, by layers, blocks, steps, passes, branch.
+    """Select sites (wan.sites.SITES) for a user's function, by layers, blocks, steps, passes, branch.
 
-    intervene(at("resid_post", layers=[5]), fn); or @at("resid_post", layers=[5]) above fn, which makes it an
-    edit. passes are denoise, clean or all: all by default, and denoise where steps are named, which the clean
-    pass has none of.
+    Use it as intervene(at("resid_post", layers=[5]), fn), or as a decorator that turns fn into an edit.
+    passes are denoise, clean or all: all by default, denoise if steps are given, since the clean pass is no
+    step.
     """
     if not sites:
         raise ConfigError('at takes a site or several: at("resid_post", layers=[5])')
@@ -821,7 +821,7 @@ T = TypeVar("T")
 
 
 class ReusableContext(ContextDecorator, AbstractContextManager[Any]):
-    """A context that may be entered several times, also while it is open: each time it is a new one."""
+    """A context that may be entered several times, also while it is open; each entry is independent."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]):
         self._make, self._entered = make, list[AbstractContextManager[Any]]()
@@ -850,9 +850,9 @@ def reusable(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextM
 # --- Edits at work
 @dataclass(eq=False)
 class Edits(Watcher):
-    """Edits that were asked for together, what they need, and how many calls each of them changed so far.
+    """Edits of one context, the data they need, and how many calls each has changed so far.
 
-    reached: how many each function of one's own was called with, whether it changed them or not.
+    reached: how many activations each user's function was called with, whether it changed them or not.
     """
 
     edits: tuple[Edit, ...]
@@ -872,7 +872,7 @@ class Edits(Watcher):
         return at is not None and any(edit.selects(site, layer, at) for edit in self.edits)
 
     def hides(self, layer: int, at: Pass | None) -> bool:
-        """Return whether an edit is of what a CUDA graph computes; whole calls run between two graphs."""
+        """Return whether an edit changes something inside a CUDA graph; whole calls run between graphs."""
         return any(self.wants(site, layer, at) for site in self.sees - BESIDE_GRAPHS)
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
@@ -903,11 +903,11 @@ class Edits(Watcher):
 
 @reusable
 def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
-    """Edit while the context lasts: edits, or at(...) and a function; contexts nest, from the outermost in.
+    """Apply edits, or at(...) and a function, while the context lasts; nested contexts apply outermost first.
 
-    data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of what has a source;
-    a Session of experiments.load() makes them itself. Yields the edits with the number of calls that each
-    changed. Warns of one that changed none, but for a function that was called and returned None.
+    data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of an edit with a
+    source; a Session of experiments.load() makes them itself. Yields the edits with the number of calls that
+    each changed. Warns of an edit that changed none, except for a function that was called and returned None.
     """
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"intervene: data {short_repr(data)} is no mapping of edits")
@@ -937,7 +937,7 @@ Key = tuple[str, int, int, str]  # kind (self, cross for z and cross_z), or anot
 
 
 def key_of(where: ActivationSite) -> Key:
-    """Return what means are kept by."""
+    """Return the key under which means are stored."""
     kind = {"z": "self", "cross_z": "cross"}.get(where.site, where.site)
     return kind, where.layer or 0, where.step, where.branch
 
@@ -969,7 +969,7 @@ class HeadOutputs(Watcher):
 
 @contextmanager
 def record_head_outputs(*sites: str) -> Iterator[HeadOutputs]:
-    """Record outputs of all heads, or of other sites, while the context lasts; no bit of the run changes."""
+    """Record outputs of all heads, or of other sites, while the context lasts; the run keeps its bits."""
     outputs = HeadOutputs(sites or HeadOutputs.sites)
     with watched(outputs):
         yield outputs
@@ -1013,13 +1013,13 @@ class ReferenceMeans:
 
 # --- A second run in step with the first: patches take its tensors while they are there, and store none
 class _Cancelled(BaseException):
-    """Unwinds a source that nobody waits for any more."""
+    """Raised in a source run to end it when nobody waits for it any more."""
 
 
 class RunInStep(Watcher):
-    """A source run: rollout() starts it from its beginning, in a thread, and makes no other edits.
+    """A source run in step with the edited one: rollout() runs in a thread, from its start and without edits.
 
-    Use it as a context around the edited run; on leaving, the source is stopped where it is.
+    Use it as a context around the edited run; on exit the source is stopped.
     """
 
     def __init__(self, rollout: Callable[[], object]):
@@ -1060,7 +1060,7 @@ class RunInStep(Watcher):
         return wanted is not None and (site, layer, at) == (wanted.site, wanted.layer, wanted.at)
 
     def on_activation(self, x: Tensor | Call, where: ActivationSite) -> None:
-        """In the source's thread: stop in the place that is wanted."""
+        """Pause the source's thread at the requested place."""
         if where == self._wanted:
             self._found = x
             self._mine.release()
