@@ -1,4 +1,4 @@
-"""Keep activations of any site: what experiments.capture, and who wants them on wan/ alone, installs.
+"""Capture activations at any site; experiments.capture installs this watcher, and so may code on wan/ alone.
 
 capture = SiteCapture(("resid_post",), layers=[3])
 with watched(capture):
@@ -31,7 +31,7 @@ from wan.sites import (
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An activation that was kept, and where it was."""
+    """A captured activation and its place."""
 
     where: ActivationSite
     value: Tensor
@@ -43,7 +43,7 @@ Reduce = Callable[..., Tensor]  # fn(x, where), or fn(x)
 
 
 def check_device(to: Any) -> None:
-    """Raise ConfigError for a device that is not here; None is to stay."""
+    """Raise ConfigError for a missing device; None leaves values where they are."""
     try:
         kind = "cpu" if to is None else torch.device(to).type
         there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
@@ -57,10 +57,10 @@ def check_device(to: Any) -> None:
 class SiteCapture(Watcher):
     """Keep activations of some sites; None selects all, but no recache (Pass).
 
-    frames are kept of sites with tokens, heads of sites with heads. reduce(x, where) makes what is kept of
-    what was chosen. to: a device, or None to stay. on_block is called with what a block gave, when the next
-    begins, and takes it away. items: how many videos are made together, where each is kept, and reduced, on
-    its own, as if it were alone; None takes a batch [B, ...] as it comes.
+    frames applies to sites with tokens, heads to sites with heads. reduce(x, where) maps the selected values
+    to those to keep. to: a device, None to leave values where they are. on_block is called with a block's
+    activations when the next block begins, and they are dropped here. items: the number of videos of a batch,
+    each kept and reduced as if alone; None keeps the batch [B, ...] together.
     """
 
     sites: tuple[str, ...]
@@ -124,7 +124,7 @@ class SiteCapture(Watcher):
             self.kept.append(Activation(where, self.taken(part.detach(), where), item))
 
     def taken(self, x: Tensor, where: ActivationSite) -> Tensor:
-        """Return what is kept of an activation, perhaps still on its way to the host."""
+        """Return the values to keep of an activation, perhaps still being copied to the host."""
         # 1. Choose, reduce and round on the device: less has to be copied.
         value = self.chosen(x, where)
         if self.reduce:
@@ -146,7 +146,7 @@ class SiteCapture(Watcher):
         return to_host(value.contiguous()) if to.type == "cpu" else value.to(to)
 
     def chosen(self, x: Tensor, where: ActivationSite) -> Tensor:
-        """Return the frames and heads of an activation that were asked for."""
+        """Return the selected frames and heads of an activation."""
         axes, F = SITES[where.site].split(), len(where.frames)
         for axis, name in enumerate(axes):
             if name == "H" and self.heads is not None:
@@ -159,7 +159,7 @@ class SiteCapture(Watcher):
         return x
 
     def flush(self) -> None:
-        """Wait for what is on its way to the host, and hand it on where somebody takes it."""
+        """Wait for copies to the host; pass the last block to on_block."""
         if any(one.value.is_pinned() for one in self.kept if one.value.device.type == "cpu"):
             wait_for_host()
         if self.on_block and self.kept:

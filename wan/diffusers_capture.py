@@ -4,14 +4,14 @@
         pipe("a red circle moving right")
     calls[0].values["frame_mass"], calls[0].at.step, calls[0].at.branch
 
-diffusers computes attention in dispatch_attention_fn, which each model's module holds by name. That name is
-replaced while somebody watches, and hooks on the attention modules say which layer calls. Calls show q, k, v
-and z, the modules attn_out, cross_out, mlp_out and resid_post (wan/sites.py). q and k are those of the call,
-after RoPE, so sites q and q_rot are the same.
+diffusers computes attention in dispatch_attention_fn, which each model's module imports by name. That name is
+replaced while a capture or edit is open, and hooks on the attention modules tell which layer calls. Calls
+give sites q, k, v and z; modules give attn_out, cross_out, mlp_out and resid_post (wan/sites.py). q and k are
+those of the call, after RoPE, so sites q and q_rot are the same.
 
-Who is asked tells the pass. The pipeline names the branch by transformer.cache_context(name), the step by its
-step_index, or else by its scheduler. What nobody tells is None. ATTENTION_WEIGHT_CAPTURE.during(Pass(...))
-around a forward of one's own loop comes before all of them.
+A pass is described by the pipeline: the branch by transformer.cache_context(name), the step by its step_index
+or its scheduler. Unknown facts are None. In a loop of your own, ATTENTION_WEIGHT_CAPTURE.during(Pass(...))
+around a forward takes precedence.
 """
 
 import inspect
@@ -52,9 +52,9 @@ SAY_WHERE = "say where frames lie, layout=(frames, tokens of each)"
 
 
 class VideoTokens(NamedTuple):
-    """Frames of a forward and tokens of each, and what comes in front of them in self-attention.
+    """Frames of a forward, tokens per frame, and the tokens before them in self-attention.
 
-    Other tokens of a call, text or padding, lie behind them.
+    Other tokens of a call, text or padding, come after them.
     """
 
     frames: int
@@ -161,7 +161,7 @@ JOINT_BRANCHES = "cond_uncond"
 # --- Who calls, and in which forward: of the context (contextvars), so that threads do not meet
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward of a transformer: its passes, each with its items of the batch, and where frames lie."""
+    """A forward of a transformer: its passes with their items of the batch, and the place of the frames."""
 
     parts: tuple[tuple[Pass, slice], ...]
     video: VideoTokens
@@ -172,7 +172,7 @@ class Forward:
 
 @dataclass(eq=False)
 class Caller:
-    """The attention module that runs, and whether its next call is that of image tokens."""
+    """The running attention module, and whether its next call is for image tokens."""
 
     site: Site
     outer: "Caller | None"
@@ -188,7 +188,7 @@ _TOLD: ContextVar[tuple[str, Any] | None] = ContextVar("cache_context", default=
 # --- Watch
 @reusable
 def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
-    """Let captures and edits see a pipeline, or a transformer, of diffusers while the context lasts.
+    """Connect a diffusers pipeline, or a transformer, to captures and edits while the context lasts.
 
     Yields the transformers by name (None: x itself). layout says where frames lie, for a class that is not in
     FAMILIES: (frames, tokens of each), or a function of the model's config and its forward's arguments that
@@ -390,7 +390,7 @@ def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
 # --- Hooks of the transformer: which pass a forward is
 @contextmanager
 def _told(original: Any, name: str, **more: Any) -> Iterator[None]:
-    """cache_context, which remembers what the pipeline says of its call."""
+    """Wrap cache_context to remember the branch that the pipeline names."""
     before = _TOLD.set((name, more.get("step_index")))
     try:
         with original(name, **more):
@@ -548,13 +548,13 @@ def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any
 
 
 def _around(video: VideoTokens, length: int) -> tuple[int, int]:
-    """Return how many of a sequence's tokens lie before and behind those of a forward's frames."""
+    """Return the numbers of tokens before and after those of a forward's frames."""
     before = video.before if length >= video.before + video.total else 0
     return before, length - before - video.total
 
 
 def _show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int, int] = (0, 0)) -> Tensor:
-    """Show x [B, L, ...] to watchers, each pass by itself and without tokens that are of no frame -> x."""
+    """Show x [B, L, ...] to watchers, pass by pass and without tokens that belong to no frame -> x."""
     pieces, is_changed = [], False
     own = slice(around[0], x.shape[1] - around[1])
     for at, items in forward.parts:
@@ -573,7 +573,7 @@ def _show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int,
 
 # --- The attention call itself
 def _dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """dispatch_attention_fn, where somebody may look."""
+    """Replace dispatch_attention_fn, so that captures and edits see the call."""
     caller, forward = _CALLER.get(), _FORWARD.get()
     if caller is not None:
         caller.has_called = True
@@ -585,7 +585,7 @@ def _dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, Any]) -> Tensor:
-    """Compute a call's output [B, Lq, H, D], which edits may change and captures see."""
+    """Compute a call's output [B, Lq, H, D] with edits, and show it to captures."""
     if given["parallel_config"] is not None:
         raise ConfigError("tokens that several GPUs share cannot be seen: disable context parallelism")
     q, k, v = given["query"], given["key"], given["value"]
@@ -726,10 +726,10 @@ _proven: dict[
 
 
 def _attend_as_they_do(original: Any, given: dict[str, Any], needs_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Return diffusers' own output, to the bit, and on a GPU the log-sum-exp [B, H, Lq] where it is needed.
+    """Return diffusers' own output, bit for bit, and on a GPU the log-sum-exp [B, H, Lq] if needed.
 
-    The kernel that the backend runs returns it. It is taken once its output was found equal to diffusers' own
-    for these shapes; any other backend gets an attention call of ours beside it.
+    The backend's own kernel returns it, and is used once its output equals diffusers' for these shapes. For
+    other backends we make a second attention call.
     """
     q, k, v = given["query"], given["key"], given["value"]
     needs_lse &= q.is_cuda and q.shape[2] == k.shape[2] and given["scale"] in (None, q.shape[-1] ** -0.5)

@@ -1,4 +1,4 @@
-"""The noise of a rollout, asked for block by block; wings/seeded_noise.py draws it at constant memory."""
+"""The noise of a rollout, requested block by block; wings/seeded_noise.py draws it in constant memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ class TensorNoise:
         self.shape, self.is_repeatable = tuple(self.noise.shape), self.renoise is not None
 
     def first(self, frames: range) -> Tensor:
-        """Return what a block is denoised from, [B, n, C, h, w]."""
+        """Return the noise from which a block is denoised, [B, n, C, h, w]."""
         return self.noise[:, frames.start - self.start : frames.stop - self.start]
 
     def fresh(self, step: int, frames: range) -> Tensor:
-        """Return what is added to the prediction of a denoising step on the way to the next."""
+        """Return the noise that is added to the prediction of a step before the next one."""
         if self.renoise is not None:
             return self.renoise[step][:, frames.start - self.start : frames.stop - self.start]
         like = self.first(frames)

@@ -1,4 +1,4 @@
-"""Cache policies by name: what a block may look at.
+"""Cache policies by name: they decide what a block may attend to.
 
     policy = read_policy({"name": "deep_sink", "window": 21, "sink": 10})
     CausalInferencePipeline(model, cache_policy=policy)
@@ -59,7 +59,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
 
 
 def register(own: type[CachePolicy]) -> None:
-    """Let configs name a policy of one's own; a cell of a notebook may define it again.
+    """Register a user's policy for configs; a notebook cell may define it again.
 
     Raises ConfigError for the name of another policy.
     """
@@ -90,5 +90,5 @@ def make_policy(name: str, **chosen: Any) -> CachePolicy:
 
 
 def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
-    """Return the policy that the older settings mean: the whole past (-1), or a window with a sink."""
+    """Return the policy of the older settings: the whole past (-1), or a window with a sink."""
     return Full() if local_attn_size == -1 else Window(window=local_attn_size, sink=sink_size)

@@ -1,6 +1,6 @@
-"""Policies under which all heads of a layer see the same keys: what a block may look at.
+"""Cache policies in which all heads of a layer see the same keys.
 
-Each class is the policy of a publication, under its name in configs. The face that they share is CachePolicy
+Each class is the policy of a publication, under its name in configs. Their common interface is CachePolicy
 in wan/cache.py. Letters: B batch, S tokens per frame, H heads, D head dim, W window, n keys.
 """
 
@@ -18,9 +18,9 @@ from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, KeyLayout, Slot, send
 
 @dataclass
 class WindowedPolicy(CachePolicy):
-    """Keep a window of W frames, the first S of them a sink: the oldest behind the sink leave.
+    """Keep a window of W frames, the first S of them a sink; evict the oldest after the sink.
 
-    The base of most policies. One of your own says in evict() what happens to the frames that leave:
+    This is the base of most policies. Your own can override evict(), which drops frames:
 
         @dataclass
         class Earliest(WindowedPolicy):  # keeps the first frames instead of the newest
@@ -48,7 +48,7 @@ class WindowedPolicy(CachePolicy):
             cache.append_empty(self.sink - len(cache.slots))
 
     def evict(self, cache: KVCache, count: int) -> None:
-        """Drop as many frames as have no room beside the next block."""
+        """Drop as many frames as the next block needs room for."""
         cache.drop(self.sink, count)
 
 
@@ -229,7 +229,7 @@ def blend(old: Tensor, new: Tensor, weight: float) -> None:
 
 @dataclass
 class EmaSink(WindowedPolicy):
-    """Let the sink take in what leaves: sink = alpha sink + (1 - alpha) evicted.
+    """Blend evicted frames into the sink: sink = alpha sink + (1 - alpha) evicted.
 
     EMA-Sink of Reward Forcing, arXiv 2512.04678. The i-th frame that leaves goes to sink slot i modulo S. As
     released, the first slots are overwritten where the frames that leave are not as many as the sink, and
@@ -268,7 +268,7 @@ class EmaSink(WindowedPolicy):
 
 @dataclass
 class TwoMemories(WindowedPolicy):
-    """Put a long and a short running mean of the frames that left behind the sink.
+    """Put a long and a short running mean of evicted frames after the sink.
 
     MemRoPE, https://github.com/YoungRaeKimm/MemRoPE: keys are averaged without RoPE, and rotated to where the
     mean stands. A mean is of all tokens, the same one all over its frame. The first roll puts the mean of
