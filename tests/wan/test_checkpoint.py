@@ -1,11 +1,13 @@
 """Weights from files: every sibling's layout, strictness, LoRAs, streaming, one line for what is wrong."""
 
+import hashlib
 import io
 import json
 import re
 import shutil
 import tempfile
 from functools import partial
+from mmap import ALLOCATIONGRANULARITY
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -75,6 +77,18 @@ def test_a_model_directory(tmp_path, native, layout, shards):
     model = checkpoint.build_model(CausalWanModel, GOLDEN_MODEL, state, tmp_path, torch.float32)
     assert torch.equal(model.blocks[4].ffn[2].bias, native["blocks.4.ffn.2.bias"].float())
     assert len(checkpoint.file_sha256(checkpoint.weights_file(tmp_path, None)).result()) == 64
+
+
+def test_the_hash_of_a_file_is_of_its_bytes(tmp_path, monkeypatch):
+    """However many parts of it are mapped, none of an empty one; a missing file fails when it is asked for."""
+    monkeypatch.setattr(checkpoint, "HASHED_AT_ONCE", ALLOCATIONGRANULARITY)
+    for size in (0, 5, ALLOCATIONGRANULARITY, 2 * ALLOCATIONGRANULARITY + 7):
+        content = bytes(n % 251 for n in range(size))
+        (tmp_path / "weights.pt").write_bytes(content)
+        found = checkpoint.file_sha256(tmp_path / "weights.pt").result(60)
+        assert found == hashlib.sha256(content).hexdigest()
+    with pytest.raises(FileNotFoundError):
+        checkpoint.file_sha256(tmp_path / "none.pt").result(60)
 
 
 @pytest.mark.parametrize("change", [{"num_layers": 10**9}, {"dim": 0}, {"patch_size": [1, 2]}], ids=str)
