@@ -80,7 +80,7 @@ def test_a_model_directory(tmp_path, native, layout, shards):
 
 
 def test_the_hash_of_a_file_is_of_its_bytes(tmp_path, monkeypatch):
-    """However many parts of it are mapped, none of an empty one; a missing file fails when it is asked for."""
+    """It is mapped in parts, an empty one not at all; a missing file fails in result()."""
     monkeypatch.setattr(checkpoint, "HASHED_AT_ONCE", ALLOCATIONGRANULARITY)
     for size in (0, 5, ALLOCATIONGRANULARITY, 2 * ALLOCATIONGRANULARITY + 7):
         content = bytes(n % 251 for n in range(size))
