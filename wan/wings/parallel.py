@@ -370,7 +370,7 @@ def _joined(
             of.setdefault("attended", everything)
     # Heads lie in dim 2 of all values [n, B, H, ...]; processes are in the order of their heads.
     whole = [
-        (like if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
+        (like.clone() if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
         for name, like in values[0].items()
     ]
     # Small values of a pass share memory; a large one has its own, so that it can be freed alone
