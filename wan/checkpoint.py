@@ -681,10 +681,10 @@ def assign(
     # 2. Several weights move at a time: one is read from disk while another is copied to the GPU.
     device = torch.empty(0, device=device).device  # with the number that other threads do not know
     moving = {id(tensor): tensor for tensor in state.values()}  # one with two names moves once
-    wanted = {x.dtype: dtype or x.dtype for x in moving.values()}
-    travels = {x: min(x, to, key=lambda one: one.itemsize) for x, to in wanted.items()}  # the fewer bytes
+    becomes = {x.dtype: dtype or x.dtype for x in moving.values()}
+    travels = {x: min(x, to, key=lambda one: one.itemsize) for x, to in becomes.items()}  # the fewer bytes
     with ThreadPoolExecutor(1 if device.type == "cpu" else MOVES_AT_ONCE) as pool:
-        moves = pool.map(lambda x: x.to(travels[x.dtype]).to(device).to(wanted[x.dtype]), moving.values())
+        moves = pool.map(lambda x: x.to(travels[x.dtype]).to(device).to(becomes[x.dtype]), moving.values())
         moved = dict(zip(moving, moves, strict=True))
     model.load_state_dict({name: moved[id(x)] for name, x in state.items()}, assign=True)
     model.eval().requires_grad_(False)
