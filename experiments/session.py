@@ -215,11 +215,8 @@ class Session:
                         f"{config.ckpt_dir} is not {config.model}: {name} {held} instead of {wanted}; "
                         "name a config with its settings by --config_path"
                     )
-            # What takes longest begins before the rest is checked: the hash, which a command waits for at its
-            # end, and Triton's start. The process may end without either.
             weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-            self.sha256 = checkpoint.file_sha256(weights)
-            if self.device.type == "cuda":
+            if self.device.type == "cuda":  # the process may end without it
                 Thread(target=start_triton, args=(self.device,), daemon=True).start()
             encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
             check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
@@ -228,7 +225,10 @@ class Session:
             files_of(config, weights)
             self._loaded = deepcopy(config)
             self.require_files()
-            # 2. Encode the first prompts before the model is there: the encoder needs as much memory again.
+            # 2. Hash the weights in the background, now that they are described: a file that is replaced from
+            #    here on is noticed. Encode the first prompts before the model is there: the encoder needs as
+            #    much memory again.
+            self.sha256 = checkpoint.file_sha256(weights)
             self.texts = PromptTexts(self, self._loaded, prompts)
             self.texts[prompts[0]]
             # 3. Load the model.

@@ -13,7 +13,7 @@ fi
 source .venv/bin/activate
 # Of 18,000 files most are never imported, and compiling them all takes a minute; unless Python may keep nothing that it compiles
 compile=--no-compile && [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
-install_packages() {  # what pip would install, by uv in a tenth of the time; by pip where uv is not found or fails
+install_packages() {  # what pip would install, by uv in a third of the time; by pip where uv is not found or fails
     local settings  # of pip, which uv does not read: mirrors, folders of wheels, certificates
     settings=$(python -m pip config list | sed -nE "s/\\\\n/ /g; s/^.*[.]index-url=('.*')$/UV_DEFAULT_INDEX=\1/p
         s/^.*[.]extra-index-url=('.*')$/UV_INDEX=\1/p; s/^.*[.]find-links=('.*')$/UV_FIND_LINKS=\1/p

@@ -238,16 +238,24 @@ def test_a_file_that_is_replaced_afterwards_changes_no_run(tiny, tmp_path):
 def test_a_file_that_is_replaced_while_it_is_read_is_no_model(tiny, tmp_path, monkeypatch):
     path = tmp_path / "w.pt"
     torch.save(tiny.session.model.state_dict(), path)
-    read = checkpoint.read_weights
+    session = sessions.load(tiny.config, num_frames=3, checkpoint_path=str(path))
+    read, hashed, described = checkpoint.read_weights, checkpoint.file_sha256, []
+
+    def hash_what_is_described(*given):
+        described.append(session.files is not None)  # else one could be hashed, and another one read
+        return hashed(*given)
 
     def read_while_written(*given):
         found = read(*given)
+        session.weights_sha256  # noqa: B018  # a file that shrinks while it is mapped ends the process
         torch.save({}, path)
         return found
 
     monkeypatch.setattr(checkpoint, "read_weights", read_while_written)
+    monkeypatch.setattr(checkpoint, "file_sha256", hash_what_is_described)
     with pytest.raises(ConfigError, match=r"w\.pt was replaced after it was read: load the model again"):
-        sessions.load(tiny.config, num_frames=3, checkpoint_path=str(path)).prepare()
+        session.prepare()
+    assert described == [True]
 
 
 def test_edits_of_ones_own_count_by_what_they_close_over(tiny):

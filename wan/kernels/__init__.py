@@ -1,4 +1,4 @@
-"""Choose optional fast paths: each function returns a module of kernels, or None for the plain path."""
+"""Choose optional fast paths: a module of kernels, or None for the plain path. Start and launch them."""
 
 from contextlib import nullcontext, suppress
 from importlib import import_module
