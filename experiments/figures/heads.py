@@ -178,6 +178,7 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         if caption.quantity == "mean_logit":
             std = values.std(0)
             axis.bar(frames, 2 * std, 0.8, mean[:F] - std, color=BLUE, alpha=0.3, linewidth=0)
+            axis.use_sticky_edges = False  # else the lowest bar touches the frame, as if it were cut off
         else:
             low, high = np.quantile(values, [0.1, 0.9], axis=0)
             axis.fill_between(frames, low, high, color=BLUE, alpha=0.3, linewidth=0)
