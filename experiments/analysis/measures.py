@@ -277,7 +277,8 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
         name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
         rows.append({"heads": name} | {title: values[at] for title, values in maps.items()})
     all_heads = f"all {len(view.layers) * view.num_heads}"
-    rows.append({"heads": f"mean of {all_heads}"} | {title: np.nanmean(v) for title, v in maps.items()})
+    means = {title: mean_without_nan(v.reshape(-1)) for title, v in maps.items()}
+    rows.append({"heads": f"mean of {all_heads}"} | means)
     above = {title: int((maps[title] > DELTA_THRESHOLD).sum()) for title in signed}
     return [*rows, {"heads": f"above {DELTA_THRESHOLD:g}, of {all_heads}"} | above]
 

@@ -97,6 +97,14 @@ def test_what_a_cache_does_not_hold_is_absent_with_the_reason():
     assert rows[0]["heads"] == 9 and rows[1]["absent"] == NO_CONTEXT
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_mean_of_what_no_head_has_is_nan_without_a_warning():
+    view = measures.open_quantity(synthetic_caches.atlas(F=6), 0, "mean_logit")
+    [mean, _] = measures.finding_rows(view, [])
+    assert mean["heads"] == "mean of all 9" and np.isnan(mean["wave R², 1 rad/frame"])
+    assert not np.isnan(mean["first − middle"])
+
+
 def heads(block_sizes, n=4, noise=0.0):
     """[n, F, F] logits with row offsets, a decay and a wave in distance, and noise per cell."""
     rng, F = np.random.default_rng(0), sum(block_sizes)
