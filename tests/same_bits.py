@@ -6,7 +6,9 @@
 The tree is the working folder, wherever this file is: what is recorded before a change is compared after it.
 It takes the scripts of experiments/ by their flags, `experiments.load` and its kin, and files on disk. A case
 is a command alone, under a policy (atlas@memflow) or under an edit (atlas+bias). --notebooks are the arrays
-of the notebooks' figures, --flags what every script takes. Nothing is written into the tree.
+of the notebooks' figures, --flags what every script takes. --numbers compares numbers alone, across changes
+of the format of files: without fingerprints and hashes, pixels of mp4s, manifests, and the layout of stores
+and of a long rollout's latents, whose values are compared. Nothing is written into the tree.
 """
 
 import argparse
@@ -35,6 +37,7 @@ TREE = Path.cwd()
 sys.path.insert(0, str(TREE))
 import wan  # noqa: E402
 from experiments import at, capture, compare, intervene, load, x0_lens  # noqa: E402
+from experiments.caches.activations import ActivationFolder  # noqa: E402
 
 Values = dict[str, Any]  # by path: a number or a list as JSON; type, shape and hash of an array
 OUT = Path("out")  # what a case writes
@@ -44,6 +47,11 @@ PROMPTS += ["a green square moving down over a gray background"]
 SKIPPED = {"fingerprint", "made_of", "versions", "environment", "date", "command", "git", "code", "made"}
 SKIPPED |= {"seconds", "made_seconds", "first_block_seconds", "last_block_seconds", "logs", "items"}
 FINGERPRINT = re.compile("[0-9a-f]{32}")  # under names of their own
+# What --numbers leaves out, by path: identities, mp4s, manifests, and files whose layout may change
+LAYOUT = re.compile(
+    r"/(sha256|weights_sha256|hash|read_by|seal|files|config)(/|$)|/interventions/|/_?video_frames"
+    r"|\.mp4|manifest|\.latents|^/stream/|\.lock"
+)
 FRAMES = {False: 21, True: 30}  # latent ones; under a policy more than the largest window
 
 # --- The cases: scripts with flags, policies, edits
@@ -157,7 +165,7 @@ def command(name: str) -> Callable[[list[str]], None]:
     return importlib.import_module(f"experiments.{name}").run
 
 
-def script(line: str, *flags: str, many_frames: bool = False) -> None:
+def script(line: str, *flags: str, many_frames: bool = False) -> dict[str, Any]:
     """Run a script in this process; a long rollout twice, the second time from what a kill would leave."""
     name, *words = line.format(last=FRAMES[many_frames] - 1).split()
     words += [*flags, "--quiet"]
@@ -171,15 +179,36 @@ def script(line: str, *flags: str, many_frames: bool = False) -> None:
     if name == "run_rollout":
         kill()
         command(name)(words)
+    return long_latents()
 
 
 def kill() -> None:
     """Give a whole long video other names, and leave what a kill within a frame would have left."""
     for path in OUT.glob("long.*"):
         path.rename(path.with_name(path.name.replace("long", "whole")))
-    content = (OUT / "whole.latents.safetensors").read_bytes()
-    start = 8 + struct.unpack("<Q", content[:8])[0]  # of the numbers, behind the header
-    (OUT / "long.latents.safetensors").write_bytes(content[: start + (len(content) - start) * 45 // 100])
+    whole = OUT / "whole.latents.safetensors"
+    if whole.is_file():  # all blocks in one file, as before 2.0
+        content = whole.read_bytes()
+        start = 8 + struct.unpack("<Q", content[:8])[0]  # of the numbers, behind the header
+        (OUT / "long.latents.safetensors").write_bytes(content[: start + (len(content) - start) * 45 // 100])
+        return
+    blocks = sorted((OUT / "whole.latents").iterdir())
+    (OUT / "long.latents").mkdir()
+    for path in blocks[: len(blocks) * 45 // 100]:
+        shutil.copy(path, OUT / "long.latents")
+
+
+def long_latents() -> dict[str, Any]:
+    """Return the latents [F, C, h, w] of the long videos in OUT, whatever files they are in."""
+    found = dict[str, Any]()
+    for name in ("whole", "long"):
+        paths = sorted(OUT.glob(f"{name}.latents*/*.safetensors")) or [
+            *OUT.glob(f"{name}.latents.safetensors")
+        ]
+        parts = [read(path)["latents"] for path in paths]
+        if parts:
+            found[f"frames of {name}"] = torch.cat(parts)
+    return found
 
 
 # --- load, capture, intervene
@@ -200,6 +229,8 @@ def sites(**settings: Any) -> dict[str, Any]:
     with capture(pipe, "pattern", layers=[2], steps=[0], stream_to=OUT / "stream"):
         pipe.generate(seed=3)
     found = {name: dict(enumerate(seen[name])) for name in names}
+    for number, stored in enumerate(ActivationFolder(OUT / "stream").runs):
+        found[f"stored {number}"] = {name: dict(enumerate(x)) for name, x in stored.tables.items()}
     return found | {"latents": run.latents, "axes": [" ".join(seen[name].axes) for name in names]}
 
 
@@ -383,8 +414,10 @@ def settle() -> None:
         Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
 
 
-def report(name: str, before: Values, now: Values) -> bool:
+def report(name: str, before: Values, now: Values, numbers: bool) -> bool:
     """Print what differs in a case, and say whether something does. What is new does not count."""
+    if numbers:
+        before = {path: value for path, value in before.items() if not LAYOUT.search(f"/{path}")}
     lines = [f"{path}: missing" for path in before if path not in now]
     both = [(path, before[path], now[path]) for path in before if path in now]
     lines += [f"{path}: {was[:90]} -> {is_now[:90]}" for path, was, is_now in both if was != is_now]
@@ -401,6 +434,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names, or patterns such as 'atlas@*'")
     parser.add_argument("--quick", action="store_true", help="a few cases, in a minute")
     parser.add_argument("--notebooks", action="store_true", help="the figures of the notebooks")
+    parser.add_argument("--numbers", action="store_true", help="compare numbers, not the layout of files")
     parser.add_argument("--flags", action="store_true", help="the flags of the scripts")
     args = parser.parse_args()
     if not Path(wan.__file__).is_relative_to(TREE):
@@ -431,7 +465,7 @@ def main() -> int:
                 part = file.with_suffix(".part")
                 part.write_text(json.dumps(recording, indent=0, sort_keys=True), encoding="utf-8")
                 part.replace(file)
-            elif report(name, recording[name], found):
+            elif report(name, recording[name], found, args.numbers):
                 differing.append(name)
     said = f"recorded in {file}" if is_new else f"{len(differing)} differ: {', '.join(differing)}"
     print(f"{len(names)} cases, {count} values, {time.monotonic() - start:.0f} s: {said}")
