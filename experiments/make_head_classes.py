@@ -2,28 +2,32 @@
 
     python experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --output_path cache/atlas.pt
     python experiments/make_head_classes.py cache/atlas.pt --rule forcing_kv --output_path cache/static.csv
+    python experiments/make_head_classes.py cache/causal_atlas/causal_atlas.pt --rule effect --num 19
     python experiments/make_head_classes.py --rule triattention --config_path configs/wan_mini.yaml
-    python experiments/make_head_classes.py cache/published/*_21f.pt --rule pyramid      # are classes stable?
 
 forcing_kv: 1 static, 0 dynamic, by the mass on the last frames (policy forcing_kv). dummy: 0 sink, 1
 neighbour, 2 dummy, by Dummy Forcing's rule; pyramid: 1 anchor, -1 wave, 2 veil, by signs of logits; mass: 1
-the heads with the most mass on older frames, 0 the others (policy per_head). triattention rolls the config's
-model out with its whole past and writes its mean queries as an .npz (policy triattention). Of several
-atlases it says how many heads keep their class between them and between their passes.
+the heads with the most mass on older frames, 0 the others; effect: 1 the heads of the largest direct effect
+in a causal atlas, 0 the others (policy per_head). triattention rolls the config's model out with its whole
+past and writes its mean queries as an .npz (policy triattention).
 """
 
 from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
-RULES = ("forcing_kv", "dummy", "pyramid", "mass", "triattention")
+RULES = ("forcing_kv", "dummy", "pyramid", "mass", "effect", "triattention")
 
 
 def run(argv=None):
     parser = run_parser(__doc__, None)
     flag = parser.add_argument
-    flag("atlas", nargs="*", help="an atlas cache with masses, or several to compare; none for triattention")
+    flag("atlas", nargs="?", help="an atlas with masses, a causal atlas for effect; none for triattention")
     flag("--rule", choices=RULES, required=True)
-    flag("--num", type=count, help="heads of class dummy, or of the most mass; half of all where not given")
+    flag(
+        "--num",
+        type=count,
+        help="heads of class dummy, of the most mass, or of the largest effect; else half",
+    )
     flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)
     if (not args.atlas) != (args.rule == "triattention"):

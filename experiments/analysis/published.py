@@ -12,9 +12,8 @@ from experiments.analysis.first_frame import first_frame_effect
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import HeadPanel
 from experiments.analysis.stats import pearson, rms_difference
-from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.caches.view import Profiles, open_profiles, ranges
+from experiments.caches.view import Profiles, ranges
 from wan.errors import library_reads
 from wan.files import MAX_COUNT, read_text
 
@@ -127,18 +126,6 @@ def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray,
     if view.num_heads != kinds.shape[1] or max(view.layers) >= len(kinds):
         return None
     return kinds[list(view.layers)], locality[list(view.layers)]
-
-
-def views_like(view: Profiles, folder: str | Path = FOLDER) -> dict[str, Profiles]:
-    """Open the other published atlases with the same heads as a view, by name."""
-    found = {}
-    for path in sorted(Path(folder).glob("*.pt")):
-        other = open_profiles(load_cache(path))
-        # Other lengths and prompts of the same heads; not the view itself.
-        same = (other.model, other.layers, other.num_heads) == (view.model, view.layers, view.num_heads)
-        if same and (other.source, other.num_frames) != (view.source, view.num_frames):
-            found[path.stem] = other
-    return found
 
 
 def read_labels(path: str | Path, known: Sequence[int]) -> np.ndarray:

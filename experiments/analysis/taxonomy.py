@@ -6,16 +6,14 @@ hold what the rule needs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from experiments.analysis.first_frame import NO_CONTEXT, NO_LOGITS, NO_MASS, context_sign_rate
 from experiments.analysis.panels import ALL_QUERIES, LabelMap
-from experiments.analysis.stats import DRAWS, percentiles, resampled
 from experiments.caches.view import Profiles
 from wan.errors import ConfigError, check_fields, from_values, named
 from wan.files import Count, Frames, Share, read_yaml
@@ -92,106 +90,53 @@ def label_maps(
     published: tuple[np.ndarray, np.ndarray] | None,
 ) -> list[LabelMap]:
     """Return our labels, each beside the published ones of the same model; differing heads are marked."""
-    whole = logits is not None and logits.context_frames and logits.frame_matrices() is not None
-    by_mass = None if mass is None else locality(local_mass_share(mass.profiles(), thresholds), thresholds)
-    if by_mass is not None and (by_mass == ABSENT).all():
-        by_mass = None
-    of_kinds = NO_LOGITS if logits is None else NO_CONTEXT, ALL_QUERIES if whole else ""
-    of_locality = NO_MASS if mass is None else "too few frames", ""
-    found = []
-    for ours, names, source, (reason, queries), theirs in zip(
-        (head_kinds(logits, thresholds), by_mass),
-        (KINDS, LOCALITY),
-        ("Pyramid Forcing", "Forcing-KV"),
-        (of_kinds, of_locality),
-        published or (None, None),
-        strict=True,
-    ):
-        title, differs = " / ".join(names.values()), None
-        if ours is not None and theirs is not None:
-            title += f", {agreement(ours, theirs):.1%} agree"
-            differs = np.not_equal(ours, theirs)
-        found.append(LabelMap(title, names, ours, reason if ours is None else "", differs, queries))
-        other_model = "" if published else "published for another model"
-        found.append(LabelMap(f"published, {source}", names, theirs, other_model))
-    return found
+    published_kinds, published_locality = published or (None, None)
+    # 1. Anchor, wave or veil, by the signs of logits
+    reason, queries = NO_LOGITS, ""
+    if logits is not None:
+        reason = NO_CONTEXT
+        if logits.context_frames and logits.frame_matrices() is not None:
+            queries = ALL_QUERIES
+    labels, title = head_kinds(logits, thresholds), " / ".join(KINDS.values())
+    by_signs = LabelMap(title, KINDS, labels, reason, queries=queries)
+    # 2. Static or dynamic, by where the mass lies
+    labels, reason = None, NO_MASS
+    if mass is not None:
+        labels, reason = locality(local_mass_share(mass.profiles(), thresholds), thresholds), "too few frames"
+        if (labels == ABSENT).all():
+            labels = None
+    by_mass = LabelMap(" / ".join(LOCALITY.values()), LOCALITY, labels, reason)
+    return [
+        *_beside_published(by_signs, published_kinds, "Pyramid Forcing"),
+        *_beside_published(by_mass, published_locality, "Forcing-KV"),
+    ]
+
+
+def _beside_published(ours: LabelMap, labels: np.ndarray | None, source: str) -> tuple[LabelMap, LabelMap]:
+    """Return our map with the heads that differ marked, and the map of published labels."""
+    other_model = "" if labels is not None else "published for another model"
+    theirs = LabelMap(f"published, {source}", ours.names, labels, other_model)
+    if ours.labels is None:
+        return ours, theirs
+    ours = ours._replace(missing_reason="")
+    if labels is not None:
+        title = f"{ours.title}, {agreement(ours.labels, labels):.1%} agree"
+        ours = ours._replace(title=title, differs=np.not_equal(ours.labels, labels))
+    return ours, theirs
 
 
 def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
     """A row per label of label_maps: how many heads have it, and how many of them are published as which."""
     rows = []
     for ours, theirs in zip(maps[::2], maps[1::2], strict=True):
+        reasons = [reason for reason in (ours.missing_reason, theirs.missing_reason) if reason]
         for label, name in ours.names.items():
-            mine = None if ours.labels is None else ours.labels == label
-            row: dict[str, Any] = {"label": name, "heads": None if mine is None else mine.sum()}
-            if mine is not None and theirs.labels is not None:
-                row |= {f"published {n}": (mine & (theirs.labels == k)).sum() for k, n in ours.names.items()}
-            row["absent"] = "; ".join(filter(None, (ours.missing_reason, theirs.missing_reason)))
-            rows.append(row)
-    return rows
-
-
-def agreements(labels: Sequence[np.ndarray]) -> np.ndarray:
-    """Agreement of every pair of label maps [n, n]."""
-    return np.array([[agreement(a, b) for b in labels] for a in labels])
-
-
-# --- What the rule must beat
-
-
-class LabelAgreement(NamedTuple):
-    """Shares of heads whose label is the published one, of one view."""
-
-    name: str
-    share: float  # our rule
-    low: float  # of 95 % of bootstraps over layers: heads of one layer are not independent
-    high: float
-    majority: float  # every head called by the most frequent label
-    single: float  # the best single threshold on the same rate, chosen on this view
-
-
-def rates_of(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
-    """Return the rates of positive context logits [layers, H] of every view that has some, by name."""
-    usable = {n: view for n, view in views.items() if view.context_frames and view.quantity == "mean_logit"}
-    return {name: context_sign_rate(view) for name, view in usable.items()}
-
-
-def label_agreements(
-    rates: Mapping[str, np.ndarray], thresholds: Thresholds, labels: np.ndarray
-) -> list[LabelAgreement]:
-    """Compare the kinds by rates [layers, H] of every view to published labels [layers, H]."""
-    found = []
-    for name, rate in rates.items():
-        ours = kinds(rate, thresholds)
-        known = (ours != ABSENT) & (labels != ABSENT)  # heads with both labels
-        if not known.any():
-            found.append(LabelAgreement(name, *[float("nan")] * 5))
-            continue
-
-        def share(layers: np.ndarray, axis=-1, right=(ours == labels) & known, known=known) -> np.ndarray:
-            agreed, count = (heads[layers].sum((-2, -1)) for heads in (right, known))  # of layers [..., L]
-            return agreed / np.where(count, count, np.nan)
-
-        layers = np.arange(len(labels))
-        interval = percentiles(float(share(layers)), resampled((layers,), share, DRAWS))
-        majority = float(np.unique(labels[known], return_counts=True)[1].max() / known.sum())
-        # Any threshold between two rates gives the same labels: the rates themselves are enough
-        single = max(
-            float((np.where(rate > cut, above, below) == labels)[known].mean())
-            for cut, above, below in product(np.unique(rate[known]), KINDS, KINDS)
-        )
-        found.append(LabelAgreement(name, *interval, majority, single))
-    return found
-
-
-def threshold_transfer(rates: Mapping[str, np.ndarray], labels: np.ndarray) -> list[dict[str, Any]]:
-    """A row per view: thresholds chosen on it, and the share of labels that they give on every view."""
-    rows, grid = [], np.linspace(0, 1, 101).tolist()
-    # Every pair of hundredths
-    pairs = [Thresholds(anchor, veil) for anchor, veil in product(grid, grid) if veil < anchor]
-    for name, rate in rates.items():
-        shares = [agreement(kinds(rate, pair), labels) for pair in pairs]
-        chosen = pairs[int(np.argmax(shares))]
-        row = {"chosen on": name, "anchor from": chosen.anchor_min, "veil to": chosen.veil_max}
-        rows.append(row | {f"on {there}": agreement(kinds(r, chosen), labels) for there, r in rates.items()})
+            row: dict[str, Any] = {"label": name, "heads": None}
+            if ours.labels is not None:
+                heads = ours.labels == label
+                row["heads"] = heads.sum()
+                if theirs.labels is not None:
+                    for other, other_name in ours.names.items():
+                        row[f"published {other_name}"] = (heads & (theirs.labels == other)).sum()
+            rows.append(row | {"absent": "; ".join(reasons)})
     return rows

@@ -111,21 +111,6 @@ def attribution_against(compared: Mapping[str, tuple[np.ndarray, np.ndarray]]) -
     return figure
 
 
-@styled
-def agreement_matrix(names: Sequence[str], values: np.ndarray, *, what: str) -> Figure:
-    """Draw the share of heads with the same label for every pair, values [n, n], written into the cells."""
-    n = len(names)
-    figure, (axis,) = st.panels(1, 1, (2.6 + 0.5 * n, max(1.6, 0.6 + 0.3 * n)))
-    low = min(0.5, float(np.nanmin(values)) if np.isfinite(values).any() else 0.5)
-    image = _map(axis, values, range(1, n + 1), "", cmap="viridis", vmin=low, vmax=1)
-    axis.set_xticks(range(n), [str(i + 1) for i in range(n)])
-    st.write_cells(axis, values, "{:.0%}", (low + 1) / 2, st.TINY)
-    st.color_bar(figure, image, axis, "share of heads")
-    note = "; ".join(f"{i}: {name}" for i, name in enumerate(names, 1))
-    st.label_figure(figure, [], f"Same label: {what}", note=note)
-    return figure
-
-
 def _height(layers: int) -> float:
     return max(1.3, min(2.9, 0.5 + 0.08 * layers))
 

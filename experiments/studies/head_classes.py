@@ -1,10 +1,8 @@
 """Classes of heads by the rules of head-wise cache policies, and the mean queries that TriAttention needs."""
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 
 from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
 from experiments.caches import load_cache
-from experiments.caches.files import CacheError, replacing, require_held, save_report
+from experiments.caches.files import CacheError, replacing, require_held
 from experiments.caches.view import open_profiles
 from experiments.session import load
 from wan.blocks import block_frames
@@ -27,32 +25,47 @@ def classes_of(
 ) -> np.ndarray:
     """Return the class of every head, int [layers, heads], by a rule of make_head_classes.py.
 
-    num heads are dummy, or have the most mass on older frames; half of all where not given. Raises CacheError
-    for an atlas that does not hold what the rule needs.
+    atlas: an attention atlas, or for rule effect a causal one. num heads are dummy, have the most mass on
+    older frames, or the largest effect; half of all where not given. Raises CacheError for an atlas that does
+    not hold what the rule needs.
     """
-    # pyramid counts signs of logits; the others read what softmax leaves.
+    if rule == "effect":
+        # [R, layers, heads, F] -> [layers, heads]; NaN where a block had nothing to edit
+        effects = np.nanmean(atlas["effects"].numpy(), (0, -1))
+        if atlas["each"] != "head" or effects.shape[1] != atlas["num_heads"]:
+            raise CacheError("rule effect needs a causal atlas of every head: make it by --each head")
+        return most(effects, count_of(num, effects.size))
+    # Pyramid counts signs of logits; the others read what softmax leaves.
     view = open_profiles(atlas, step, quantity="mean_logit" if rule == "pyramid" else "mass")
-    heads, blocks = len(view.layers) * view.num_heads, len(view.block_sizes)
-    if num is not None and num > heads:
-        raise CacheError(f"--num {num} heads were asked for, and this atlas has {heads}")
-    if rule == "dummy":
-        require_held("--block", block, range(1, blocks), "the blocks with a past")
-    own, mass = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1), view.frame_matrices()
+    num = count_of(num, len(view.layers) * view.num_heads)
+    labels = None
     if rule == "pyramid":
         labels = head_kinds(view, Thresholds())
     elif rule == "forcing_kv":
         labels = locality(local_mass_share(view.profiles(), Thresholds()), Thresholds())
-    elif mass is None or not own[0]:
-        labels = None
     else:
-        # Rule mass counts frames before the last three of the past.
-        rows = mass[:, :, own].mean(2)  # [layers, H, F]
-        num = rows[..., 0].size // 2 if num is None else num
-        older = np.nansum(rows[:, :, : own[0] - 3], -1)
-        labels = dummy(rows, own, num) if rule == "dummy" else most(older, num)
+        if rule == "dummy":
+            require_held("--block", block, range(1, len(view.block_sizes)), "the blocks with a past")
+        own = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1)
+        mass = view.frame_matrices()  # [layers, H, F, F]
+        if mass is not None and own[0]:
+            rows = mass[:, :, own].mean(2)  # [layers, H, F]
+            if rule == "dummy":
+                labels = dummy(rows, own, num)
+            else:  # frames before the last three of the past
+                labels = most(np.nansum(rows[:, :, : own[0] - 3], -1), num)
     if labels is None or (labels == ABSENT).any():
         raise CacheError(f"rule {rule} needs an atlas with more: masses of all frames, or all passes")
     return labels
+
+
+def count_of(num: int | None, heads: int) -> int:
+    """Return how many heads are chosen, half of all where no number is given."""
+    if num is None:
+        return heads // 2
+    if num > heads:
+        raise CacheError(f"--num {num} heads were asked for, and this atlas has {heads}")
+    return num
 
 
 def most(values: np.ndarray, num: int) -> np.ndarray:
@@ -69,37 +82,6 @@ def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
     first, middle = first / first.sum(), middle / middle.sum()
     found = np.where(first < middle, NEIGHBOUR, SINK)
     return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, found)
-
-
-def stability(
-    rule: str, atlases: Mapping[str, Any], num: int | None = None, block: int = 1
-) -> list[dict[str, Any]]:
-    """Compare the classes of one model's heads between its atlases by name, and between their passes.
-
-    A row per kind of pair: how many there are, the share of heads with the same class in both (mean and
-    lowest), what labels drawn with the same counts would share, and the heads of one class throughout.
-    """
-    # 1. The classes of every pass of every atlas
-    labels = {
-        (name, step): classes_of(rule, atlas, step, num, block)
-        for name, atlas in atlases.items()
-        for step in atlas.get("pass_steps") or range(len(atlas["pass_timesteps"]))
-    }
-    # 2. Pairs that differ in one thing
-    rows = []
-    for what, differs in (("passes", 1), ("atlases", 0)):
-        pairs = [
-            (labels[a], labels[b]) for a, b in combinations(labels, 2) if a[1 - differs] == b[1 - differs]
-        ]
-        pairs = [(a, b) for a, b in pairs if a.shape == b.shape]
-        if not pairs:
-            continue
-        shares = [float((a == b).mean()) for a, b in pairs]
-        chance = [sum((a == k).mean() * (b == k).mean() for k in np.unique(a)) for a, b in pairs]
-        row: dict[str, Any] = {"between": what, "pairs": len(pairs), "same": float(np.mean(shares))}
-        rows.append(row | {"lowest": min(shares), "chance": float(np.mean(chance))})
-    whole = np.stack([*labels.values()])
-    return [row | {"one_class_throughout": float((whole == whole[0]).all(0).mean())} for row in rows]
 
 
 def query_means(config: RunConfig) -> dict[str, np.ndarray]:
@@ -129,24 +111,15 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
 
 def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
     """Write the classes of an atlas as a CSV, or the mean queries of a config's rollout as an .npz."""
-    output = Path(args.output_path or f"outputs/head_classes/{args.rule}.{'npz' if config else 'csv'}")
     if config is not None:
+        output = Path(args.output_path or f"outputs/head_classes/{args.rule}.npz")
+        means: dict[str, Any] = query_means(config)
         with replacing(output) as file:
-            means: dict[str, Any] = query_means(config)
             np.savez_compressed(file, **means)
         print(output)
         return
-    atlases = {path: load_cache(path) for path in args.atlas}
-    if len(atlases) > 1:
-        rows = stability(args.rule, atlases, args.num, args.block)
-        for row in rows:
-            print(
-                "  ".join(f"{name} {round(x, 3) if isinstance(x, float) else x}" for name, x in row.items())
-            )
-        if args.output_path:
-            save_report({"rule": args.rule, "atlases": [*atlases], "rows": rows}, output)
-        return
-    (atlas,) = atlases.values()
+    output = Path(args.output_path or f"outputs/head_classes/{args.rule}.csv")
+    atlas = load_cache(args.atlas, expect=("causal_atlas" if args.rule == "effect" else "atlas",))
     classes = classes_of(args.rule, atlas, args.step, args.num, args.block)
     with replacing(output) as file:
         np.savetxt(file, classes, "%d", ",")

@@ -224,14 +224,14 @@ def test_published_data_over_the_papers_curve(tmp_path):
 def always(layer):
     """Files of any atlas that has logits."""
     names = ("per_head_grid", "frame_maps", "passes", "logits_and_mass")
-    whole = ["profile_strips", "measures", "first_frame", "placebos", "key_frames", "stability", "waves"]
+    whole = ["profile_strips", "measures", "first_frame", "placebos", "key_frames", "waves"]
     whole.append("kinds_of_heads")
     return {f"layer{layer}_{name}.svg" for name in names} | {f"{name}.svg" for name in whole}
 
 
 def test_the_published_atlas(tmp_path):
     printed, drawn = run("layer_atlas", tmp_path, CACHE_PATH=published(tmp_path, (1, 20)))
-    assert drawn.keys() == always(1) | {"label_agreement.svg"}
+    assert drawn.keys() == always(1)
     assert row_of(printed, "heads", "above", "all", "placebos")[-1] == "15"
     assert sum(map(int, row_of(printed, "anchor")[2:5])) == int(row_of(printed, "anchor")[1])
     assert "amplitude, period 14.5" in drawn["waves.svg"]
@@ -251,7 +251,7 @@ def test_an_own_atlas_with_everything(tmp_path):
     more = {"rope_bands_layer5_head2.svg", "layer5_prompt_words.svg", "first_frame_passes.svg"}
     assert drawn.keys() == always(5) | more and "Passes in this cache: 2" in printed
     assert row_of(printed, "cinematic")[1:] == ["0.04000", "0.06000", "2"]
-    assert "No published labels of this model" in printed
+    assert "published for another model" in drawn["kinds_of_heads.svg"]
 
 
 def test_keys_of_a_cache_policy_along_positions(tiny, tmp_path):

@@ -2,7 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
+from helpers import synthetic_caches
 
+from experiments import make_head_classes
+from experiments.caches import save_cache
 from experiments.caches.files import CacheError
 from experiments.captured import policy_atlas
 from experiments.studies import head_classes
@@ -18,11 +22,6 @@ def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past(
         assert found.shape == (8, 12) and set(found.flat) <= labels
         if rule in ("dummy", "mass"):  # 40 dummy heads, or 40 of the most mass
             assert (found == max(labels)).sum() == 40
-    other = dict(atlas) | {"frame_mass": atlas["frame_mass"].roll(1, 2)}  # every head is its neighbour
-    passes, atlases = head_classes.stability("mass", {"a": atlas, "b": other, "c": atlas}, num=40)
-    assert (passes["between"], passes["pairs"], atlases["pairs"]) == ("passes", 30, 15)
-    assert 0.5 < passes["lowest"] <= passes["same"] < 1 and abs(passes["chance"] - 0.5) < 0.05
-    assert passes["one_class_throughout"] <= min(passes["lowest"], atlases["lowest"]) < atlases["same"] < 1
     mass = np.array([[[0.5, 0.1, 0.4], [0.1, 0.5, 0.4], [0.01, 0.02, 0.97]]])
     assert head_classes.dummy(mass, [2], 1).tolist() == [[0, 1, 2]]
     for more, said in (({"block": 0}, "--block 0 is not in the blocks .* 1, 2, 3"),
@@ -30,6 +29,26 @@ def test_every_head_has_a_class_and_dummy_heads_have_the_least_mass_on_the_past(
                        ({"num": 97}, "--num 97 heads were asked for, and this atlas has 96")):  # fmt: skip
         with pytest.raises(CacheError, match=said):
             head_classes.classes_of("dummy", atlas, **more)
+
+
+def test_heads_of_the_largest_effect_are_those_of_a_causal_atlas(tmp_path):
+    effects = torch.arange(12.0).view(1, 3, 4, 1).repeat(2, 1, 1, 6)
+    effects[..., :3] = torch.nan  # block 0 has no past
+    cache = synthetic_caches.causal_atlas(6, range(3), 4) | {"effects": effects}
+    cache |= {
+        "prompts": ["a", "b"],
+        "seeds": [0, 0],
+        "floor": torch.zeros(2, 6),
+        "between_seeds": torch.ones(2, 6),
+    }
+    cache |= {"head_norms": torch.ones(2, 3, 4)}
+    path, output = tmp_path / "causal.pt", tmp_path / "classes.csv"
+    save_cache(path, cache)
+    make_head_classes.run([str(path), "--rule", "effect", "--num", "3", "--output_path", str(output)])
+    assert output.read_text() == "0,0,0,0\n0,0,0,0\n0,1,1,1\n"
+    assert make_policy("per_head", file=str(output), policies={"0": {"name": "full"}, "1": {"name": "full"}})
+    with pytest.raises(CacheError, match="a causal atlas of every head: make it by"):
+        head_classes.classes_of("effect", cache | {"each": "layer"})
 
 
 def test_mean_queries_are_those_that_a_policy_takes(tiny):
