@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import without_hypothesis
 from helpers.pretended_gpu import pretended_gpu
 
 from wan.model import CausalWanModel, WanModel
@@ -37,13 +38,18 @@ SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
 # Files of ten seconds and more on one core, the longest first. tests/run.sh tells xdist to keep this order:
 # its own begins with files of many tests, and ends with a few that are long.
-LONGEST = "readme_commands notebooks golden_policies own_code types engine run cli figures sweep rollouts "
+LONGEST = "readme_commands notebooks golden_policies own_code engine run cli figures sweep rollouts "
 LONGEST += "stopping remedies findings scripts head_memory long_rollout parallel training layout kernels"
 LONGEST_FIRST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
 SIZES += ("num_heads", "num_layers", "patch_size")
 
+
+try:
+    from hypothesis import given  # noqa: F401
+except ImportError:
+    sys.modules["hypothesis"] = without_hypothesis
 
 # Machines with a GPU often have PyTorch and none of these; tests/run.sh installs all of them.
 OFTEN_ABSENT = ("dask", "diffusers", "imageio", "imageio_ffmpeg", "nbformat", "nnsight", "papermill")

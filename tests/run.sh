@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests, a process for each core:  bash tests/run.sh [--full] [pytest arguments]
-# --full runs those marked `beside` too: browsers, whole scripts, types, the shipped weights judged again.
+# --full runs those marked `beside` too: browsers, whole scripts, the shipped weights judged again.
 # --gpu runs what a GPU changes, by ${PYTHON:-python3} as it is: nothing is installed. At most 5 minutes on an H100.
 set -euo pipefail
 if [ "${1:-}" = --gpu ]; then
@@ -9,6 +9,11 @@ if [ "${1:-}" = --gpu ]; then
 fi
 unset PYTHONDONTWRITEBYTECODE  # a hundred processes import the same; env.sh then leaves compiling to them
 source "$(dirname "${BASH_SOURCE[0]}")/../experiments/running/env.sh"
+if ! is_installed installed_dev; then
+    echo "installing pyproject.toml's extra dev into .venv (once)"
+    install_packages -e ".[dev]"
+    mark_installed installed_dev
+fi
 chosen=(-m "not beside")
 if [ "${1:-}" = --full ]; then
     chosen=() && shift

@@ -22,8 +22,13 @@ install_packages() {  # what pip would install, by uv in a third of the time; by
         (set -a && eval "$settings" && uv pip install -q --index-strategy unsafe-best-match $compile "$@" 2> /dev/null) ||
         python -m pip install -q --disable-pip-version-check $compile "$@"
 }
-wanted=$(cat requirements.txt pyproject.toml | cksum)
-if [ "$wanted" != "$(cat .venv/installed 2>/dev/null)" ]; then
+is_installed() {  # by a file in .venv that says of which requirements it was written
+    [ "$(cat requirements.txt pyproject.toml | cksum)" = "$(cat ".venv/$1" 2> /dev/null)" ]
+}
+mark_installed() {
+    cat requirements.txt pyproject.toml | cksum > ".venv/$1"
+}
+if ! is_installed installed; then
     echo "installing requirements.txt into .venv (once)"
     if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi > /dev/null; then
         # For Linux the usual torch brings CUDA along: gigabytes that only a GPU needs. Where this fails, it is what comes.
@@ -34,5 +39,5 @@ if [ "$wanted" != "$(cat .venv/installed 2>/dev/null)" ]; then
     install_packages -r requirements.txt || exit 1
     # ipykernel would warn, at every start, that a kernel on this machine is not encrypted
     mkdir -p .venv/etc/ipython && echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
-    echo "$wanted" > .venv/installed
+    mark_installed installed
 fi

@@ -452,7 +452,7 @@ def test_hooks_of_torch_see_and_change_what_capture_sees(pipe):
 
 
 def test_nnsight_sees_and_changes_what_capture_sees(pipe):
-    nnsight = pytest.importorskip("nnsight")
+    nnsight = pytest.importorskip("nnsight", reason='nnsight is not installed: pip install -e ".[dev]"')
     with capture(pipe, "resid_post", layers=[1], to=None) as seen:
         plain = pipe.generate("a red circle", seed=3)
     model = nnsight.NNsight(pipe.model)
