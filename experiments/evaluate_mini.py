@@ -12,7 +12,6 @@ from pathlib import Path
 
 from experiments.caches.files import require_writable, save_report
 from experiments.running.cli import Parser, count, main, whole_number
-from experiments.running.ranks import workers_of
 from wan.config import load_config
 
 
@@ -27,7 +26,6 @@ def run(argv=None):
     add("--device", default="auto")
     add("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
     args = parser.parse_args(argv)
-    workers = workers_of(args.workers)
 
     from experiments.miniature.evaluation import evaluate  # no torch for --help
 
@@ -39,7 +37,7 @@ def run(argv=None):
     require_writable(args.output_path)
     require_writable(partial)
     # Workers fork: nothing has touched a GPU yet.
-    report = evaluate(config, args.captions, args.clips, partial, workers)
+    report = evaluate(config, args.captions, args.clips, partial, args.workers)
     save_report(report, args.output_path)
     print("VAE:", report["vae"])
     for name, part in report["captions"].items():

@@ -49,7 +49,7 @@ from experiments.extraction import memory, video
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
-from experiments.running.ranks import end_at_once, this_rank
+from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends
 from wan.activations import SiteCapture

@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.extraction.provenance import choose_device, environment, threads_for
 from experiments.miniature.moving_shapes import FRAMES, rendered
-from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes
+from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, workers_of
 from experiments.miniature.training import decode, vae_quality
 from experiments.session import load_pipeline
 from wan import checkpoint
@@ -112,14 +112,16 @@ class Parts:
         return self.done[name]
 
 
-def evaluate(config: RunConfig, captions: int, clips: int, partial_file: Path, workers: int = 1) -> dict:
+def evaluate(
+    config: RunConfig, captions: int, clips: int, partial_file: Path, workers: int | None = 1
+) -> dict:
     """Measure `captions` of each set, and the VAE on `clips` of 81 frames -> plain numbers.
 
-    Finished parts are kept in `partial_file`, removed at the end.
+    Finished parts are kept in `partial_file`, removed at the end. workers judge videos; None: one a core.
     """
     weights = weight_hashes(config)
     # Workers are forks, and a fork cannot use a GPU that its parent has touched: they come first.
-    with EvalPool(workers) as pool:
+    with EvalPool(workers_of(workers)) as pool:
         frozen, mini = hashes(), Miniature(config)
         torch.backends.cudnn.benchmark = mini.device.type == "cuda"  # a decoder of few sizes
         settings = {"weights": weights, "frozen": frozen, "counts": [captions, clips]}

@@ -10,6 +10,8 @@ import math
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -37,7 +39,6 @@ from experiments.miniature.moving_shapes import (
     render,
     sample_scenes,
 )
-from experiments.running.ranks import exit_with_parent
 
 SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
 
@@ -45,6 +46,7 @@ DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to s
 SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
 SLOWEST = 0.03  # sides per second; slower does not move
 FROZEN_SCENES = 96  # of each set, whose hash evaluations record
+PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 WHOLE = 0.85  # of its area in the first second; what is smaller is cut off, by a wall or another shape
 
 
@@ -337,6 +339,16 @@ def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
     return {question: [bool(one[question]) for one in found] for question in found[0]}
 
 
+def workers_of(count: int | None) -> int:
+    """Return the number of processes that judge: the given one, or this process's share of the cores."""
+    if count is not None:
+        return count
+    if not hasattr(os, "sched_getaffinity"):  # macOS, where forking threads is unsafe
+        return 1
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this host
+    return max(1, len(os.sched_getaffinity(0)) // sharing)
+
+
 class EvalPool(ProcessPoolExecutor):
     """Processes that judge videos while the next ones are made; with one worker, this process does it.
 
@@ -364,6 +376,17 @@ class EvalPool(ProcessPoolExecutor):
 
     def __exit__(self, *error: object) -> None:
         self.shutdown(cancel_futures=True)
+
+
+def exit_with_parent(parent: int) -> None:
+    """End this worker when its parent process is gone; a pool's workers would outlive a killed parent."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _start_worker(parent: int) -> None:

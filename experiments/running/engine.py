@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from experiments.caches.files import RunError, StoppedError, handled, replacing
 from experiments.extraction.rollout import Progress
-from experiments.running.ranks import cores
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml
 from wan.seals import sealed, unsealed
@@ -218,7 +217,7 @@ def work_through(
         raise StoppedError(f"{why}; {made_so_far}: run the same command to go on")
 
 
-# --- Dask's workers: processes of one thread, each with its own GPUs
+# --- Dask's workers: processes of one thread, each with its own GPU
 def dask() -> Any:
     """Import Dask, which is optional. ConfigError where it is missing."""
     try:
@@ -234,7 +233,7 @@ def called(client: "Client | None", function: Callable[..., Any], *given: Any) -
 
 
 @contextmanager
-def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -> Iterator["Client | None"]:
+def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Client | None"]:
     """Start the workers that flags ask for, or join them; None where items are made here.
 
     Raises ConfigError for flags that do not fit, missing GPUs, and a missing Dask.
@@ -253,7 +252,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
     dask().config.set(settings)
     cluster: Any
     if args.workers:
-        cluster = _local_cluster(args.workers, device, gpus)
+        cluster = _local_cluster(args.workers, device)
     else:
         cluster = _slurm_cluster(args.slurm) if args.slurm else nullcontext(args.scheduler)
     with cluster as target, dask().distributed.Client(target, set_as_default=False) as client:
@@ -268,18 +267,21 @@ def dask_client(args: argparse.Namespace, device: str = "auto", gpus: int = 1) -
 
 
 @contextmanager
-def _local_cluster(count: int, device: str, gpus: int) -> Iterator[Any]:
-    """Start a scheduler here with `count` workers, each with `gpus` GPUs of its own."""
+def _local_cluster(count: int, device: str) -> Iterator[Any]:
+    """Start a scheduler here with `count` workers, each with a GPU of its own."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     there = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
     there = [] if device == "cpu" or not torch.cuda.is_available() else there
-    if there and count * gpus > len(there):
-        raise ConfigError(f"--workers {count} of {gpus} GPU(s) each, and {len(there)} GPU(s) are here")
+    if there and count > len(there):
+        raise ConfigError(f"--workers {count}, and the number of GPUs here is {len(there)}")
     workers = {}
     for n in range(count):
-        environment = {"OMP_NUM_THREADS": str(max(1, cores() // count)), "LOCAL_WORLD_SIZE": str(count)}
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, dask().system.CPU_COUNT // count)),
+            "LOCAL_WORLD_SIZE": str(count),
+        }
         if there:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(there[n * gpus : (n + 1) * gpus])
+            environment["CUDA_VISIBLE_DEVICES"] = there[n]
         # memory_limit 0: Dask would end a worker whose model takes most of the memory
         options = {"nthreads": 1, "memory_limit": 0, "env": environment, "dashboard": False}
         options["preload"] = ["experiments.session"]  # all import torch at once, not when they get an item

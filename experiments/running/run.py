@@ -38,10 +38,10 @@ def make_caches(
     started = os.environ.get("RANK") and os.environ.get("WORLD_SIZE", "1") != "1"  # by torchrun
     several = config.gpus > 1 or bool(started)
     if several:
-        from experiments.running import peers, ranks
+        from experiments.running import torchrun
 
-        config = peers.join_processes(args, config)
-    writes = not several or ranks.this_rank().is_first
+        config = torchrun.join_processes(args, config)
+    writes = not several or torchrun.this_rank().is_first
     # 2. Check what is asked for, and lock the outputs.
     session, steps, branches = kind(config), None, 1
     parts, unit = len(config.block_sizes), "block"
@@ -64,14 +64,14 @@ def make_caches(
         session.prepare(requests, observer=watch, decodes="" if args.save_video is None else SAVE_VIDEO)
         made = session.generate(requests=requests, observer=watch)
         if several:
-            peers.leave()
+            torchrun.leave()
         if writes:
             save(args, made, outputs, watch)
             what = f"{parts} {unit}s of {config.num_frames} frames"
             files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
             watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {memory()}")
     if not writes:
-        ranks.end_at_once()
+        torchrun.end_at_once()
 
 
 @contextmanager

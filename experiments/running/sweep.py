@@ -106,10 +106,6 @@ class Sweep:
 
     def _load(self, config: RunConfig, watch: Progress) -> Any:
         """Return a function that rolls out a config: with a model of this process, or of several."""
-        if config.gpus > 1:
-            from experiments.running import peers
-
-            return peers.Group(config, self.requests, watch).extract
         decodes = "" if self.args.save_video is None else SAVE_VIDEO
         session = load(config)
         session.prepare(self.requests, self.prompts, watch, replays=True, decodes=decodes)
@@ -148,8 +144,10 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
         return
     quantities = {"frame_mass": args.mass, "key_curve": args.key_curve, "cross_mass": args.cross}
     quantities |= {"frame_logits_by_band": args.rope_bands, "query_means": args.query_key_means}
-    if config.gpus > 1 and not (args.workers or args.scheduler or args.slurm):
-        raise ConfigError(f"--gpus {config.gpus} in a sweep counts for each worker: give --workers N too")
+    if config.gpus > 1:
+        raise ConfigError(
+            f"--gpus {config.gpus} makes one rollout; a sweep takes --workers N, one for each GPU"
+        )
     # 1. Which runs, and where their files go
     planned = plan(args, config)
     folder, manifest = Path(args.output_dir), Path(args.output_dir) / "manifest.json"
@@ -168,7 +166,7 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
     with (
         claimed({str(manifest): 0}),
         observed(args) as watch,
-        dask_client(args, config.device, config.gpus) as client,
+        dask_client(args, config.device) as client,
     ):
         # 2. Fingerprints, by the weights and the device of whoever makes the caches
         settings_of = {}

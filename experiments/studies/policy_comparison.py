@@ -38,10 +38,9 @@ from experiments.extraction.provenance import (
 from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.miniature.moving_shapes import Scene, render
-from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds
+from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds, workers_of
 from experiments.running.cli import unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.running.ranks import workers_of
 from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files

@@ -1,15 +1,28 @@
 """The tracker that judges the miniature's videos, right on rendered scenes and able to say no; the scenes."""
 
 import itertools
+import json
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 
 from experiments.miniature import moving_shapes
 from experiments.miniature.moving_shapes import COLORS, FPS, KINDS, Mover, Scene, hidden_share, render
-from experiments.miniature.tracking import answers, held_out_scenes, judge, judge_seconds, scene_of
+from experiments.miniature.tracking import (
+    answers,
+    exit_with_parent,
+    held_out_scenes,
+    judge,
+    judge_seconds,
+    scene_of,
+)
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")
@@ -150,3 +163,18 @@ def test_scenes_keep_the_promises_of_their_kinds():
 def test_split_is_disjoint():
     train, held_out = set(moving_shapes.combinations(False)), set(moving_shapes.combinations(True))
     assert not train & held_out and 0.08 < len(held_out) / len(train | held_out) < 0.12
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_end_with_the_process_that_was_killed(method):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        pool = ProcessPoolExecutor(2, get_context(method), exit_with_parent, (os.getpid(),))
+        pool.submit(os.getpid).result()
+        os.write(writing, json.dumps(sorted(pool._processes)).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    workers = json.loads(os.read(reading, 1000))
+    os.waitpid(child, 0)
+    there = [process for process in psutil.process_iter() if process.pid in workers]
+    assert not psutil.wait_procs(there, timeout=20)[1]

@@ -9,10 +9,8 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -24,7 +22,6 @@ from experiments.caches.files import RunError, StoppedError
 from experiments.extraction.rollout import Progress
 from experiments.running import engine
 from experiments.running.engine import Results, work_through
-from experiments.running.ranks import Rank, exit_with_parent, this_rank
 from wan.errors import ConfigError
 
 
@@ -90,27 +87,6 @@ def test_torn_results_and_those_of_others_are_none(tmp_path):
 
 
 # --- Workers
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_end_with_the_process_that_was_killed(method):
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        pool = ProcessPoolExecutor(2, get_context(method), exit_with_parent, (os.getpid(),))
-        pool.submit(os.getpid).result()
-        os.write(writing, json.dumps(sorted(pool._processes)).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    workers = json.loads(os.read(reading, 1000))
-    os.waitpid(child, 0)
-    there = [process for process in psutil.process_iter() if process.pid in workers]
-    assert not psutil.wait_procs(there, timeout=20)[1]
-
-
-def test_ranks_of_torchrun():
-    assert this_rank({}) == Rank() == this_rank({"LOCAL_RANK": "3"})
-    assert this_rank({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Rank(1, 4, 1)
-    assert this_rank({"RANK": "0", "WORLD_SIZE": "1"}) == Rank(0, 1, 0)
-
-
 def made(work, items, **flags):
     """Make items by the workers that flags ask for; return how many are there, and how many made twice."""
     given = {"workers": None, "scheduler": None, "slurm": None, "quiet": True} | flags

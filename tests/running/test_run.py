@@ -30,6 +30,7 @@ from experiments.caches import load_cache
 from experiments.caches.files import CacheError, RunError, claimed
 from experiments.caches.view import open_profiles
 from experiments.running import cli
+from experiments.running.torchrun import Rank, this_rank
 from wan.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -316,6 +317,15 @@ def ranks(count: int, run, folder, prepare=lambda rank: None) -> tuple[list[int]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     said = "".join((folder / f"said{rank}").read_text() for rank in range(count))
     return codes, said
+
+
+def test_ranks_of_torchrun(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert this_rank() == Rank()
+    for number, count in ((1, 4), (0, 1)):
+        monkeypatch.setenv("RANK", str(number))
+        monkeypatch.setenv("WORLD_SIZE", str(count))
+        assert this_rank() == Rank(number, count)
 
 
 def extracting(path, *flags):

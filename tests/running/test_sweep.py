@@ -2,13 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers.forked import stopping_after
 
 from experiments import run_extraction_all
@@ -170,28 +167,10 @@ def test_several_checkpoints(tmp_path, prompts, loads):
 # -- several workers
 
 
-@pytest.mark.beside
-def test_a_worker_of_two_processes_makes_the_same_numbers(tmp_path, prompts):
-    config = tmp_path / "remembering.yaml"  # umT5's import takes half of a short run
-    config.write_text(
-        Path("sweep.yaml").read_text().replace("embeds_dir: null", f"embeds_dir: {tmp_path}/states")
-    )
-    flags = ["--config_path", str(config), "--device", "cpu"]
-    sweeping(prompts, tmp_path / "one", *flags, seeds=("0",))()
-    command = [sys.executable, str(ROOT / "experiments/run_extraction_all.py"), *SHORT[:-1], *flags]
-    command += ["--prompts", str(prompts), "--seeds", "0", "--output_dir", str(tmp_path / "two")]
-    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
-    done = subprocess.run([*command, "--workers", "1", "--gpus", "2"], timeout=200, **options)
-    assert done.returncode == 0 and "2/2" in done.stderr, done.stderr
-    for path in (tmp_path / "one").glob("*.pt"):
-        two, one = (load_cache(p)["frame_logits"] for p in (tmp_path / "two" / path.name, path))
-        torch.testing.assert_close(two, one, rtol=0, atol=1e-5, equal_nan=True)
-
-
 def test_workers_that_do_not_fit(tmp_path, prompts):
     for flags, path, message in (
         (["--slurm", "none.yaml"], "", "needs SLURM's sbatch"),
-        (["--gpus", "2"], os.environ["PATH"], "give --workers N too"),
+        (["--gpus", "2"], os.environ["PATH"], "a sweep takes --workers N"),
     ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError, match=message):
             patch.setenv("PATH", path)
