@@ -15,16 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from torch import Tensor
 
+from experiments import memory
 from experiments.analysis.panels import table
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
 from experiments.captured import check_capture, drawing, resolved_steps, tables
-from experiments.extraction import memory
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.edits import source_of
 from experiments.extraction.provenance import check_outputs
@@ -103,11 +102,10 @@ def check_gradients(session: Session, recorder: Gradients, recompute: bool = Fal
     needed = memory.bytes_of_graphs(config, model, chosen, recorder.through, session.dtype, recompute)
     if recorder.metric is not None and recorder.through != "rollout":  # one graph at a time
         needed //= recorder_graphs(config, recorder)
-    where, free = "host", psutil.virtual_memory().available
-    if session.device.type == "cuda":
-        where, free = "GPU", torch.cuda.mem_get_info(session.device)[0]
+    where = "GPU" if session.device.type == "cuda" else "host"
+    need = memory.Need(f"holding graphs for gradients at {', '.join(sites)}", where, {"graphs": needed})
     remedy = "choose blocks, steps or layers, give metric= here, or recompute"
-    memory.require_room(f"{where} memory for gradients at {', '.join(sites)}", needed, free, remedy)
+    memory.require_memory(config.model, [need], memory.free_memory(session.device), remedy)
 
 
 def recorder_graphs(config: Any, recorder: Gradients) -> int:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import psutil
 import scipy  # scipy.stats is loaded by its first use
 import torch
 from torch import Tensor
 
+from experiments import memory
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson
 from experiments.caches import load_cache, save_cache
@@ -26,7 +26,6 @@ from experiments.caches.files import CacheError, RunError, require_held
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.store import require_one_model
 from experiments.caches.view import Profiles, open_profiles
-from experiments.extraction import memory
 from experiments.extraction.cache_builders import (
     Run,
     atlas_cache,
@@ -274,10 +273,11 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
     with named(config.model):
         for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
             check_indices(name.removesuffix("s"), getattr(watcher, name), count)
-    needed, free = memory.bytes_of_sites(config, model, watcher, streams), psutil.virtual_memory().available
     if watcher.reduce is None and watcher.to == "cpu":
+        parts = {"activations": memory.bytes_of_sites(config, model, watcher, streams)}
+        need = memory.Need(f"capturing {', '.join(watcher.sites)}", "host", parts)
         remedy = "choose layers, blocks, steps or frames, a dtype, reduce=, or stream_to= a folder"
-        memory.require_room(f"capture of {', '.join(watcher.sites)}", needed, free, remedy)
+        memory.require_memory(config.model, [need], memory.free_memory(session.device), remedy)
 
 
 def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Activations]:

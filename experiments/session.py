@@ -29,7 +29,6 @@ from experiments.caches.files import replacing
 from experiments.caches.formats import READ_BY
 from experiments.caches.frames import one_thread
 from experiments.extraction.cache_builders import Run, videos
-from experiments.extraction.memory import Memory, check_memory, check_requests
 from experiments.extraction.project_files import find_config, policy_settings
 from experiments.extraction.provenance import (
     choose_device,
@@ -47,6 +46,7 @@ from experiments.extraction.provenance import (
     versions,
 )
 from experiments.extraction.rollout import Progress, out_of_memory, roll_out
+from experiments.memory import check_requests, free_memory, needs_of_run, require_memory
 from wan import checkpoint
 from wan.cache import CachePolicy, PromptSwitch
 from wan.capture import CaptureRequest
@@ -189,14 +189,14 @@ class Session:
         observer: Progress | None = None,
         *,
         replays: bool = False,
-        decodes: str = "",
+        decodes: bool = False,
         config: RunConfig | None = None,
     ) -> Self:
         """Load what rollouts of one prompt or several need, once. ConfigError for bad input.
 
         All checks come before anything large is loaded. replays: replay layers from CUDA graphs on a GPU,
-        since rollouts are many or long and no hooks are set. decodes: the flag that asks for a video, for
-        messages. config: the first rollout's, if it is not the session's.
+        since rollouts are many or long and no hooks are set. decodes: a video is made
+        afterwards. config: the first rollout's, if it is not the session's.
         """
         with self._loading:
             if self.pipeline is not None:
@@ -220,8 +220,18 @@ class Session:
                 Thread(target=start_triton, args=(self.device,), daemon=True).start()
             encodes = needs_encoder(config, prompts, sizes, self.dtype, self.device)
             check_requests(config, sizes, requests, config.base.num_steps if self.bidirectional else None)
-            how = (encodes, self.bidirectional, replays, decodes)
-            check_memory(Memory(config, sizes, requests, self.dtype, self.device, *how), quiet)
+            needs = needs_of_run(
+                config,
+                sizes,
+                requests,
+                self.dtype,
+                self.device,
+                encodes=encodes,
+                bidirectional=self.bidirectional,
+                replays=replays,
+                decodes=decodes,
+            )
+            require_memory(config.model, needs, free_memory(self.device), quiet=quiet)
             files_of(config, weights)
             self._loaded = deepcopy(config)
             self.require_files()

@@ -15,7 +15,7 @@ from helpers.forked import forked
 from helpers.walk import walk
 
 # An import goes to the same room or to a lower level. "" has the scripts.
-ROOMS = ["caches", "analysis extraction wings", "session", "figures", "captured", "attribution"]
+ROOMS = ["caches memory", "analysis extraction wings", "session", "figures", "captured", "attribution"]
 ROOMS += ["running", "base_session"]
 ROOMS += ["miniature", "studies", "", "benchmarks findings"]
 LEVELS = {

@@ -44,8 +44,9 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 from transformers import UMT5Config, UMT5EncoderModel
 
+from experiments import memory
 from experiments.caches.files import require_writable, save_report
-from experiments.extraction import memory, video
+from experiments.extraction import video
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser

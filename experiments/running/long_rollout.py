@@ -30,7 +30,6 @@ from experiments.caches.files import (
     require_space,
     require_writable,
 )
-from experiments.extraction.memory import amount
 from experiments.extraction.provenance import (
     check_outputs,
     choose_device,
@@ -55,6 +54,7 @@ from experiments.extraction.video import (
     tag_of,
     to_pixels,
 )
+from experiments.memory import amount
 from experiments.session import Session, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
@@ -287,7 +287,7 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
         latent_bytes = config.num_frames * model.in_dim * config.height * config.width * dtype.itemsize
         sizes = {str(place.latents): latent_bytes, str(place.attention): capture.bytes(config, model)}
         require_space(place.path.parent, sizes)
-        session = load(config).prepare(observer=watch, replays=True, decodes="this script")
+        session = load(config).prepare(observer=watch, replays=True, decodes=True)
         written = [f"{amount(size)} to {path}" for path, size in sizes.items() if size]
         watch.print(f"writes {', '.join(written)}")
         # 2. What an earlier run left

@@ -11,9 +11,9 @@ from typing import Any
 from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import peek, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
-from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.provenance import check_outputs
 from experiments.extraction.rollout import Progress, memory, observed
+from experiments.memory import estimate_bytes
 from experiments.running.cli import videos_of
 from experiments.session import Session
 from wan.capture import CaptureRequest
@@ -61,7 +61,7 @@ def make_caches(
         video_of(args, config, videos[0], watch) if has_video else nullcontext(),
     ):
         start = time.monotonic()
-        session.prepare(requests, observer=watch, decodes="" if args.save_video is None else SAVE_VIDEO)
+        session.prepare(requests, observer=watch, decodes=args.save_video is not None)
         made = session.generate(requests=requests, observer=watch)
         if several:
             torchrun.leave()

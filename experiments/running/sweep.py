@@ -23,7 +23,6 @@ from experiments.caches.files import (
     require_space,
 )
 from experiments.caches.formats import peek
-from experiments.extraction.memory import SAVE_VIDEO, estimate_bytes
 from experiments.extraction.provenance import (
     check_outputs,
     choose_device,
@@ -34,6 +33,7 @@ from experiments.extraction.provenance import (
 )
 from experiments.extraction.rollout import Progress, deterministic, observed
 from experiments.extraction.video import check_video
+from experiments.memory import estimate_bytes
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
@@ -105,8 +105,8 @@ class Sweep:
                 save(self.args, extract(run.config, watch), {run.path: self.build}, watch)
 
     def _load(self, config: RunConfig, watch: Progress) -> Any:
-        """Return a function that rolls out a config: with a model of this process, or of several."""
-        decodes = "" if self.args.save_video is None else SAVE_VIDEO
+        """Return a function that rolls out a config: with a model of this process."""
+        decodes = self.args.save_video is not None
         session = load(config)
         session.prepare(self.requests, self.prompts, watch, replays=True, decodes=decodes)
         return lambda config, watch: session.generate(config=config, requests=self.requests, observer=watch)

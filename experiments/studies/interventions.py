@@ -49,7 +49,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             require_ffmpeg("leave the video out by --no_video")
         for edit in edits:
             edit.check_source(config)
-        session = load(plain).prepare(observer=watch, decodes="this script")
+        session = load(plain).prepare(observer=watch, decodes=True)
         plan = session.pipeline.plan(config.num_frames)
         plan.check(edits)
         for edit in edits:

@@ -24,7 +24,6 @@ from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, mp4_tag, require_writable, save_report
-from experiments.extraction.memory import kv_cache
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.provenance import (
     check_outputs,
@@ -37,6 +36,7 @@ from experiments.extraction.provenance import (
 )
 from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
+from experiments.memory import kv_cache
 from experiments.miniature.moving_shapes import Scene, render
 from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds, workers_of
 from experiments.running.cli import unique_slugs
@@ -407,7 +407,7 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
 def prepared(planned: Comparison, batch: int | None, watch: Progress | None = None) -> Comparison:
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
-    prepare = partial(load(first).prepare, (), prompts, watch, decodes="the comparison")
+    prepare = partial(load(first).prepare, (), prompts, watch, decodes=True)
     return with_session(cached("model", fingerprint(identity(first)), prepare), planned, batch)
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from experiments import memory
 from experiments.analysis.axes import slot_mass, slots_of
 from experiments.analysis.video_maps import open_map, places_of, word_maps
 from experiments.caches import load_cache, save_cache
 from experiments.caches.store import layer_from_atlas
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders as builders
-from experiments.extraction import memory
-from experiments.extraction.memory import check_requests
+from experiments.memory import check_requests
 from wan.blocks import visible_frames
 from wan.errors import ConfigError
 from wan.interventions import Knockout, intervene

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 OUTPUT = "docs/benchmarks/gpu_tests.json"
 # Captures, edits, kernels, graphs, policies, sites, several GPUs: tests/wan. Then what runs beside a GPU.
 FILES = ["tests/wan/test_*.py", "tests/running/test_run.py"]  # with runs that are equal to the byte
-FILES += ["tests/extraction/test_memory.py", "tests/miniature/test_training.py"]
+FILES += ["tests/test_memory.py", "tests/miniature/test_training.py"]
 LONGEST = ("test_run", "test_on_gpus", "test_policies", "test_interventions", "test_parallel")  # begin first
 AT_ONCE = 6
 SECONDS = 290  # of all, after which those that still run are stopped and have failed

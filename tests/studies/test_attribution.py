@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments import Scores, Source, attribute, gradients, intervene, load, run_attribution
-from experiments.extraction import memory
+from experiments import Scores, Source, attribute, gradients, intervene, load, memory, run_attribution
 from experiments.extraction.project_files import policy_settings
 from experiments.findings.attribution.run import Pair
 from experiments.session import pipeline_of
@@ -156,7 +155,7 @@ def test_pattern_that_does_not_fit_is_refused(session, monkeypatch):
     with gradients(session, "z", layers=[7], **ONE):
         pass
     with (
-        pytest.raises(ConfigError, match=r"memory for gradients at pattern needs about .* recompute"),
+        pytest.raises(ConfigError, match=r"while holding graphs for gradients at pattern .* recompute"),
         gradients(session, "pattern", layers=[7], **ONE),
     ):
         pass
