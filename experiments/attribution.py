@@ -31,9 +31,10 @@ from experiments.extraction.rollout import observed as observing
 from experiments.session import Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, checked, did_you_mean, require_known, short_repr
+from wan.errors import ConfigError, as_numbers, did_you_mean, require_known, short_repr
 from wan.gradients import Attribution, Gradients, Metric
 from wan.interventions import Patch, Source, reusable
+from wan.policies import policy_of
 from wan.sites import OF_FORWARD, ActivationSite, check_site, observed, watched
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 STAY = ("full", "window")  # policies whose keys stand where they were made
 
 
-@checked
 @reusable
 def gradients(
     session: Session,
@@ -84,7 +84,7 @@ def numbers_of(session: Session, layers: Any, blocks: Any, steps: Any) -> dict[s
 def check_gradients(session: Session, recorder: Gradients, recompute: bool = False) -> None:
     """Raise ConfigError for a selection that a run lacks, cannot differentiate or cannot hold in memory."""
     config, model, sites = session.config, session.model_config, recorder.sites
-    policy, problem = config.policy, ""
+    policy, problem = policy_of(config), ""
     if not sites:
         problem = "name a site, such as z or resid_post"
     elif session.bidirectional or config.sampler == "rolling_forcing":
@@ -174,7 +174,6 @@ class SiteGradients(Mapping[str, Activations]):
 
 
 # --- Attribution patching
-@checked
 def attribute(
     session: Session,
     prompt: str | None = None,
@@ -205,7 +204,7 @@ def attribute(
         if check_site(site) in OF_FORWARD:
             raise ConfigError(f"{site} belongs to no layer: attribute a site of layers, such as z or mlp_out")
         Patch(site, source, passes="denoise").check_source(config)
-    if integrated < 1 or (integrated > 1 and config.policy.name not in STAY):
+    if integrated < 1 or (integrated > 1 and policy_of(config).name not in STAY):
         rest = f"several take cache_policy {' or '.join(STAY)}, whose passes can run again"
         raise ConfigError(f"integrated is {integrated}: it is a number of points, 1 or more; {rest}")
     known = "towards" if metric is None else getattr(metric, "__qualname__", type(metric).__name__)

@@ -22,8 +22,8 @@ from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CaptureRequest
 from wan.config import RunConfig, as_one_block, load_config
-from wan.errors import ConfigError, refuse, require_known
-from wan.interventions import intervene
+from wan.errors import ConfigError, require_known
+from wan.interventions import config_edits, intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
 from wan.sites import active_edits, require_no_data
@@ -43,7 +43,7 @@ class BaseSession(Session):
 
     def generate(self, *given: Any, config: RunConfig | None = None, **more: Any) -> Any:
         # Before anything is loaded: means and runs in step are made by causal rollouts alone.
-        require_no_data((config or self.config).edits, "runs of the base model")
+        require_no_data(config_edits(config or self.config), "runs of the base model")
         return super().generate(*given, config=config, **more)
 
     def prompts_of(self, config: RunConfig) -> list[str]:
@@ -59,7 +59,7 @@ class BaseSession(Session):
         return TextToVideoPipeline(model, base.shift, base.guidance_scale, base.num_steps)
 
     def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
-        return intervene(*config.edits) if config.edits else nullcontext()
+        return intervene(*config_edits(config)) if config_edits(config) else nullcontext()
 
     def _roll_out(
         self,
@@ -69,11 +69,10 @@ class BaseSession(Session):
         watching: AbstractContextManager[None],
         first_frames: Any = None,
     ) -> list[Run]:
-        given, count = first_frames is not None or configs[0].first_frames, len(configs)
-        refuse(
-            (given, "the base model makes all frames at once; leave first_frames out"),
-            (count > 1, f"the base model makes one video at a time, not {count} together"),
-        )
+        if first_frames is not None or configs[0].first_frames:
+            raise ConfigError("the base model makes all frames at once; leave first_frames out")
+        if len(configs) > 1:
+            raise ConfigError(f"the base model makes one video at a time, not {len(configs)} together")
         config, base = configs[0], configs[0].base
         (prompt, words), (negative, _) = (self.texts[text] for text in self.prompts_of(config))
         # The sampler works in float32, whatever the weights' dtype; released noise is the causal rollout's.
@@ -83,7 +82,7 @@ class BaseSession(Session):
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         with (
             threads_for(noise, self.model_config),
-            intervene(*config.edits) if config.edits else nullcontext(),
+            intervene(*config_edits(config)) if config_edits(config) else nullcontext(),
             watching,
         ):
             edits = active_edits()  # also those of one's own intervene() around this

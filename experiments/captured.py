@@ -48,9 +48,9 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import transformers_of, watching
-from wan.errors import ConfigError, as_numbers, checked, named, require_known, short_repr
+from wan.errors import ConfigError, as_numbers, in_context, require_known, short_repr
 from wan.identity import random_state, warn_of_turns
-from wan.interventions import Custom, Edits, reusable
+from wan.interventions import Custom, Edits, config_edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
@@ -102,7 +102,6 @@ def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] |
     return sorted({*lasts, *(steps or ())} - {-1})
 
 
-@checked
 @reusable
 def capture(
     session: Any, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
@@ -225,7 +224,6 @@ def check_chosen(chosen: dict[str, Any]) -> None:
         chosen["dtype"] = getattr(torch, dtype, dtype)
 
 
-@checked
 def attention_requests(
     config: RunConfig,
     granularity: str = "frame",
@@ -270,7 +268,7 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
     if watcher.layers is not None and sites <= {*OF_FORWARD}:
         raise ConfigError(f"{watcher.sites[0]} belongs to no layer: leave layers out")
     there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
-    with named(config.model):
+    with in_context(config.model):
         for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
             check_indices(name.removesuffix("s"), getattr(watcher, name), count)
     if watcher.reduce is None and watcher.to == "cpu":
@@ -361,7 +359,7 @@ class Captured:
     ) -> list[Run]:
         """Generate runs and write their activations to the folder, about a block at a time."""
         # 1. Which runs these are, and which of them the folder has. Equal ones of a batch are one.
-        facts = [session.common(each, [*active_edits(), *each.edits]) for each in configs]
+        facts = [session.common(each, [*active_edits(), *config_edits(each)]) for each in configs]
         request = self.request
         stored = [folder.begin(request, each, len(configs)) for each in facts]
         first = {run.path: item for item, run in reversed([*enumerate(stored)])}
@@ -435,7 +433,6 @@ class Captured:
         require_known(site, tables, "{} was not captured")
         return tables[site]
 
-    @checked
     def save(self, path: str | Path) -> Path:
         """Write the activations of the last run, which load_cache reads: a .safetensors."""
         common = self._last().common
@@ -502,7 +499,6 @@ class Atlas(dict[str, Any]):
         return type(self), (dict(self),)
 
     @classmethod
-    @checked
     def open(cls, path: str | Path) -> "Atlas":
         """Read an atlas from its file. Raises CacheError for any other file."""
         return cls(load_cache(path, expect=("atlas",)))
@@ -519,12 +515,10 @@ class Atlas(dict[str, Any]):
         lengths = {name: letters[name].partition("[")[2].partition("]")[0].split(", ") for name in self.units}
         return {name: tuple(AXES.get(letter, letter) for letter in found) for name, found in lengths.items()}
 
-    @checked
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
         """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
         return open_profiles(self, step, quantity)
 
-    @checked
     def plot(
         self,
         layer: int | None = None,
@@ -563,12 +557,10 @@ class Atlas(dict[str, Any]):
         """Return the mean over runs of one model, such as prompts and seeds, with its interval."""
         return MeanAtlas(atlases)
 
-    @checked
     def compare(self, other: "Atlas", quantity: str = "frame_logits") -> "AtlasComparison":
         """Correlate every head's frame matrix with another atlas's."""
         return AtlasComparison(self, other, quantity)
 
-    @checked
     def save(self, path: str | Path) -> Path:
         """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
         save_cache(path, self)
@@ -681,7 +673,6 @@ def policy_atlas(source: str | Path, settings: Mapping[str, Any], num_frames: in
 
 
 # --- Videos side by side
-@checked
 def compare(run_a: Run, run_b: Run) -> "Comparison":
     """Compare two runs of the same length: videos side by side, and their difference."""
     return Comparison(run_a, run_b)
@@ -721,7 +712,6 @@ class Comparison:
 
 
 # --- The x0 lens
-@checked
 def x0_lens(
     session: Session,
     prompt: str | None = None,

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from wan.policies import policy_of
+from wan.cache import read_switches
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.capture import ALL, CaptureRequest, queries_of
 from wan.checkpoint import VAE_FILE, CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, named
+from wan.errors import ConfigError, in_context
 from wan.files import read_json
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
@@ -47,7 +49,7 @@ REMEDY = (
 # --- Bytes of each part of a run
 def kv_cache(config: RunConfig, model: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values of every slot in every layer, and of the policy's own tensors."""
-    size = config.policy.capacity(config.num_frames, max(config.block_sizes))
+    size = policy_of(config).capacity(config.num_frames, max(config.block_sizes))
     per_value = (2 * cached_frames(config) + size.raw_slots) * dtype.itemsize + 2 * size.state_frames * FLOAT
     return model.num_layers * model.tokens_per_frame(config.height, config.width) * model.dim * per_value
 
@@ -57,7 +59,7 @@ def cached_frames(config: RunConfig) -> int:
     block = max(config.block_sizes)
     if config.sampler == "rolling_forcing":  # the anchor stays beside what a forward sees
         return block + rolling_attention_size(config.local_attn_size, len(config.denoising_step_list), block)
-    return config.policy.capacity(config.num_frames, block).slots
+    return policy_of(config).capacity(config.num_frames, block).slots
 
 
 def transformer(model: ModelConfig, dtype: torch.dtype, offload: bool) -> tuple[int, int]:
@@ -106,7 +108,7 @@ def captured(
 ) -> int:
     """Return the bytes that requests keep of a rollout, in memory and in a cache alike."""
     S, F, sizes = model.tokens_per_frame(config.height, config.width), config.num_frames, config.block_sizes
-    policy, rope, total = config.policy, RotaryTable(model.head_dim), 0
+    policy, rope, total = policy_of(config), RotaryTable(model.head_dim), 0
     passes = num_passes or config.num_passes
     slots = policy.num_frames or F
     if policy.keeps_whole_frames:
@@ -207,7 +209,7 @@ def bytes_of_graphs(
         if through == "pass":
             passes = [step for step in passes[:-1] if chosen.steps is None or step in chosen.steps]
         tokens, seen = config.block_sizes[block] * S, sum(config.block_sizes[: block + 1])
-        keys = min(seen, config.policy.num_frames or seen) * S
+        keys = min(seen, policy_of(config).num_frames or seen) * S
         of_layer = tokens * per_token + 2 * keys * model.dim * dtype.itemsize
         matrices = OF_SCORES * with_matrices * model.num_heads * tokens * keys * FLOAT
         total += len(passes) * ((model.num_layers - first) * of_layer + matrices)
@@ -285,8 +287,8 @@ def needs_of_run(
     frames = min(config.num_frames, largest)
     if config.sampler == "rolling_forcing":
         frames = min(config.num_frames, len(config.denoising_step_list) * largest)
-    again = [switch.frame for switch in config.switches if switch.how == "recache"]
-    again = [min(frame, config.policy.recomputed_frames or frame) for frame in again]
+    again = [switch.frame for switch in read_switches(config.prompt_schedule) if switch.how == "recache"]
+    again = [min(frame, policy_of(config).recomputed_frames or frame) for frame in again]
     frames = max(frames, min(config.recompute_context, config.num_frames), *again)
     # 4. A captured call, beside what is kept: keys in float32, and a chunk of rows (wan/reductions.py) of
     #    logits and softmax. A kernel that computes the mass forms no matrix
@@ -378,16 +380,16 @@ def check_requests(
     config: RunConfig, model: ModelConfig, requests: Sequence[CaptureRequest], num_passes: int | None = None
 ) -> None:
     """Raise ConfigError for a layer, block, pass, head or place that model or rollout do not have."""
-    if config.policy.by_heads and any(request.granularity != "frame" for request in requests):
+    if policy_of(config).by_heads and any(request.granularity != "frame" for request in requests):
         raise ConfigError(
-            f"under cache_policy {config.policy.name} heads see keys of their own, of which no maps, token "
-            "matrices or key curves are kept; use --granularity frame, or leave --key_curve out"
+            f"under cache_policy {policy_of(config).name} heads see keys of their own, of which no maps, "
+            "token matrices or key curves are kept; use --granularity frame, or leave --key_curve out"
         )
     blocks = len(config.block_sizes)
     for request in requests:
         of_frames = [query for query in request.queries if query.frame != ALL]
         tokens = [query.token for query in of_frames if query.token != ALL]
-        with named(config.model):
+        with in_context(config.model):
             request.check(model.num_layers, blocks, num_passes or config.num_passes)
             check_indices("head", request.heads, model.num_heads)
             check_indices("query frame", [query.frame for query in of_frames], config.num_frames)

@@ -48,16 +48,18 @@ from experiments.extraction.provenance import (
 from experiments.extraction.rollout import Progress, out_of_memory, roll_out
 from experiments.memory import check_requests, free_memory, needs_of_run, require_memory
 from wan import checkpoint
-from wan.cache import CachePolicy, PromptSwitch
+from wan.cache import CachePolicy, PromptSwitch, read_switches
 from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import MODELS, ModelConfig, RunConfig, latent_sides
-from wan.errors import ConfigError, checked, require_known, require_text, short_repr
+from wan.errors import ConfigError, require_known, require_text, short_repr
 from wan.identity import random_state, warn_of_turns
+from wan.interventions import config_edits
 from wan.kernels import start_triton
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
+from wan.policies import policy_of
 from wan.sites import PIPELINES, active_edits, require_no_data, watchers
 from wan.text_encoder import TextEncoder
 
@@ -97,7 +99,6 @@ def require_no_run() -> None:
         )
 
 
-@checked
 def load(
     source: str | Path | RunConfig = "wan_mini",
     *,
@@ -148,6 +149,7 @@ class Session:
     bidirectional = False  # all frames at once, by the base model
 
     def __init__(self, config: RunConfig):
+        policy_of(config)  # raises ConfigError where policy, blocks and prompts do not fit together
         self.config, self.model_config = config, checkpoint.read_model_config(config.ckpt_dir)
         self.device = choose_device(config.device, config.offload)
         self.dtype = choose_dtype(config.dtype, self.device)
@@ -205,7 +207,7 @@ class Session:
             # 1. Check: numbers, files, requests and memory.
             check_numerics()
             quiet, sizes = observer is None or observer.quiet, self.model_config
-            later = [str(switch.prompt) for switch in config.switches]
+            later = [str(switch.prompt) for switch in read_switches(config.prompt_schedule)]
             prompts = list(dict.fromkeys([*(prompts or self.prompts_of(config)), *later]))
             for name in ("num_layers", "num_heads", "dim", "ffn_dim") if config.model in MODELS else ():
                 # A directory of another model than the config, and so the cache, names
@@ -260,7 +262,6 @@ class Session:
         return [config.prompt]
 
     # --- Videos
-    @checked
     def generate(
         self,
         prompt: str | Sequence[str] | None = None,
@@ -360,7 +361,7 @@ class Session:
         first, start = None, 0
         if given is not None:
             first = videos().first_latents(given, config, sizes.in_dim, lambda: self.vae)
-            require_no_data((*config.edits, *active_edits()), "videos of first_frames")
+            require_no_data((*config_edits(config), *active_edits()), "videos of first_frames")
             first, start = first.to(noise).expand(len(noise), -1, -1, -1, -1), first.shape[1]
         if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
             observer.video.ready()
@@ -397,7 +398,7 @@ class Session:
 
     def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
         """Apply a config's edits while the context lasts, and give a user's intervene() the data it lacks."""
-        edits = config.edits
+        edits = config_edits(config)
         if not (edits or active_edits()):
             return nullcontext()
         from experiments.extraction.edits import edited  # a run without edits needs no wan.interventions
@@ -419,8 +420,11 @@ class Session:
 
     def switches(self, config: RunConfig, batch: int = 1) -> list[PromptSwitch]:
         """Return the later prompts of a schedule, with embeddings [batch, text_len, text_dim]."""
-        texts = {str(s.prompt): self.texts[str(s.prompt)][0].expand(batch, -1, -1) for s in config.switches}
-        return [replace(s, prompt_embeds=texts[str(s.prompt)]) for s in config.switches]
+        texts = {
+            str(s.prompt): self.texts[str(s.prompt)][0].expand(batch, -1, -1)
+            for s in read_switches(config.prompt_schedule)
+        }
+        return [replace(s, prompt_embeds=texts[str(s.prompt)]) for s in read_switches(config.prompt_schedule)]
 
     # --- What its numbers depend on
     def require_loaded(self, config: RunConfig) -> None:
@@ -752,7 +756,7 @@ def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipe
         config.warp_denoising_step,
         config.timestep_shift,
         config.context_noise,
-        cache_policy=config.policy,
+        cache_policy=policy_of(config),
         first_block_steps=config.first_block_steps,
         recompute_context=config.recompute_context,
     )

@@ -417,7 +417,7 @@ def settle() -> None:
 def report(name: str, before: Values, now: Values, numbers: bool) -> bool:
     """Print what differs in a case, and say whether something does. What is new does not count."""
     if numbers:
-        before = {path: value for path, value in before.items() if not LAYOUT.search(f"/{path}")}
+        before = {path: value for path, value in before.items() if not LAYOUT.search(path)}
     lines = [f"{path}: missing" for path in before if path not in now]
     both = [(path, before[path], now[path]) for path in before if path in now]
     lines += [f"{path}: {was[:90]} -> {is_now[:90]}" for path, was, is_now in both if was != is_now]

@@ -16,6 +16,7 @@ from wan.checkpoint import VAE_FILE
 from wan.config import MODELS, ModelConfig, RunConfig, load_config
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
+from wan.policies import policy_of
 
 MEASURED = json.loads((ROOT / "docs/benchmarks/memory_h200.json").read_text())
 MODELS_MEASURED = json.loads((ROOT / "docs/benchmarks/models_h200.json").read_text())["rows"]
@@ -145,7 +146,7 @@ def test_the_estimate_holds_what_a_cache_holds_however_long_the_rollout(policy):
     for num_frames in (30, 2400):
         size = {"num_frames": num_frames, "height": 4, "width": 8}
         config = RunConfig(**size, cache_policy=policy, layer_indices=[0])
-        cache = CausalWanModel(**vars(MODEL)).new_kv_cache(1, num_frames, 4, 8, config.policy)
+        cache = CausalWanModel(**vars(MODEL)).new_kv_cache(1, num_frames, 4, 8, policy_of(config))
         found.append((cache.nbytes, memory.kv_cache(config, MODEL, torch.float32)))
     assert found[0] == found[1]
     held, estimate = found[0]

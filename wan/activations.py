@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan.errors import ConfigError, refuse, short_repr
+from wan.errors import ConfigError, short_repr
 from wan.keys import to_host, wait_for_host
 from wan.sites import (
     BESIDE_GRAPHS,
@@ -80,15 +80,11 @@ class SiteCapture(Watcher):
     def __post_init__(self) -> None:
         self.sees = frozenset(self.sites)
         # Other types would keep other numbers than those that were there
-        dtype, reduce = short_repr(self.dtype), short_repr(self.reduce)
-        is_kept = self.dtype is None or self.dtype in FLOATS
-        refuse(
-            (not is_kept, f"dtype {dtype} is none of floating point, such as float32 or bfloat16"),
-            (
-                not (self.reduce is None or callable(self.reduce)),
-                f"reduce {reduce} is no function of x and where",
-            ),
-        )
+        if self.dtype is not None and self.dtype not in FLOATS:
+            shown = short_repr(self.dtype)
+            raise ConfigError(f"dtype {shown} is none of floating point, such as float32 or bfloat16")
+        if self.reduce is not None and not callable(self.reduce):
+            raise ConfigError(f"reduce {short_repr(self.reduce)} is no function of x and where")
         check_device(self.to)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan import backends
-from wan.errors import ConfigError, refuse
+from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
 from wan.sites import Pass, Site, current_pass, hook_point, is_changed, observer, wanted, watchers
@@ -90,7 +90,8 @@ def attention(
     if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k, v)):
         raise ConfigError("attention takes tensors q, k, v [B, L, H, D]")
     if mask is not None:
-        refuse((is_seen, "a training step with a mask takes no edits and no captures"))
+        if is_seen:
+            raise ConfigError("a training step with a mask takes no edits and no captures")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, L, D]
         if isinstance(mask, Tensor):
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from wan.errors import ConfigError, check_fields, from_values, short_repr
@@ -470,7 +471,7 @@ class PromptSwitch:
     """
 
     frame: int
-    prompt: Annotated[str, 1, MAX_TEXT] | None = None
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)] | None = None
     how: How = "keep"
     prompt_embeds: Tensor | None = None
 
@@ -484,6 +485,11 @@ def read_switch(settings: Mapping[str, Any]) -> PromptSwitch:
     if switch.prompt is None:
         raise ConfigError(f"prompt_schedule: frame {switch.frame} has no prompt")
     return switch
+
+
+def read_switches(schedule: Sequence[Mapping[str, Any]] | None) -> list[PromptSwitch]:
+    """Return the prompts that follow the first one, from a config's prompt_schedule."""
+    return [read_switch(settings) for settings in schedule or []]
 
 
 def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, int]:

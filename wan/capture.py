@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wan import reductions
 from wan.attention import Call
-from wan.errors import ConfigError, refuse
+from wan.errors import ConfigError
 from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
 from wan.sites import (
     Pass,
@@ -189,20 +189,24 @@ class CaptureRequest:
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
         of_frames = self.granularity == "frame" and "self" in self.kinds
         kind, known = self.granularity, ("token", "key", "frame", "map")
-        refuse(
-            (kind not in known, f"granularity {kind!r} is not one of {', '.join(known)}"),
-            (
-                not {*self.kinds} <= {*get_args(Kind)},
-                f"kinds {self.kinds} may hold {', '.join(get_args(Kind))}",
-            ),
-            (kind == "key" and not self.is_logits, "probabilities need granularity 'token', not 'key'"),
-            # a field that the granularity does not read would be ignored in silence
-            (self.rope_bands and not of_frames, "rope_bands needs granularity 'frame' of self-attention"),
-            (self.query_key_means and not of_frames, "query_key_means needs 'frame' of self-attention"),
-            (self.heads is not None and kind != "map", f"heads need granularity 'map', not {kind!r}"),
-            (not queries or len({*queries}) < len(queries), "granularity 'map' needs queries, each once"),
-            (wrong, f"queries {[*map(tuple, wrong)]} are not (frame, token), (frame, -1) or (-1, -1)"),
-        )
+        if kind not in known:
+            raise ConfigError(f"granularity {kind!r} is not one of {', '.join(known)}")
+        if not {*self.kinds} <= {*get_args(Kind)}:
+            raise ConfigError(f"kinds {self.kinds} may hold {', '.join(get_args(Kind))}")
+        if kind == "key" and not self.is_logits:
+            raise ConfigError("probabilities need granularity 'token', not 'key'")
+        # A field that the granularity does not read would be ignored in silence
+        if self.rope_bands and not of_frames:
+            raise ConfigError("rope_bands needs granularity 'frame' of self-attention")
+        if self.query_key_means and not of_frames:
+            raise ConfigError("query_key_means needs 'frame' of self-attention")
+        if self.heads is not None and kind != "map":
+            raise ConfigError(f"heads need granularity 'map', not {kind!r}")
+        if not queries or len({*queries}) < len(queries):
+            raise ConfigError("granularity 'map' needs queries, each once")
+        if wrong:
+            shown = [*map(tuple, wrong)]
+            raise ConfigError(f"queries {shown} are not (frame, token), (frame, -1) or (-1, -1)")
 
     def wants(self, site: Site, at: Pass | None) -> bool:
         """Return whether the call of a site in a pass is asked for; at None: where nobody announced it."""
@@ -218,8 +222,9 @@ class CaptureRequest:
     def check(self, num_layers: int, num_blocks: int | None = None, num_passes: int | None = None) -> None:
         """Raise ConfigError for a layer, block or step that this model and rollout do not have."""
         count = 2 * num_layers
-        said = f"num_layers={self.num_calls}: this model has {count} attention calls; pass num_layers={count}"
-        refuse((self.num_calls not in (None, count), said))
+        if self.num_calls not in (None, count):
+            remedy = f"this model has {count} attention calls; pass num_layers={count}"
+            raise ConfigError(f"num_layers={self.num_calls}: {remedy}")
         check_indices("call index", self.call_indices, count)
         check_indices("layer", self.layers, num_layers)
         check_indices("block", self.blocks, num_blocks)
@@ -289,10 +294,10 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     Means are over the pairs that are seen; logits are NaN where none is. "token" keeps all tokens of a call,
     the others those of frames; "frame" adds condition_mass [B, H, Fq, tokens], on each token of no frame.
     """
-    refuse(
-        (request.rope_bands, "rope_bands are of calls without a mask and without text among the frames"),
-        (request.query_key_means, "query_key_means are of calls without a mask and text among the frames"),
-    )
+    if request.rope_bands:
+        raise ConfigError("rope_bands are of calls without a mask and without text among the frames")
+    if request.query_key_means:
+        raise ConfigError("query_key_means are of calls without a mask and text among the frames")
     # 1. What was added to the logits of all keys, and the rows of queries that are of frames.
     (before, behind), mask, k, bias = call.around, call.mask, call.k, None
     if call.bias is not None:

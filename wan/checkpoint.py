@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, from_values, library_reads, named, one_line
+from wan.errors import ConfigError, from_values, in_context, library_reads, one_line
 from wan.files import load_tensors, read_json
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
     path = Path(ckpt_dir) / ("config.json" if native else "transformer/config.json")
     config = read_json(require_file(path), CheckpointError)
     kind = "WanModel of Wan2.1" if native else "WanTransformer3DModel of diffusers"
-    with named(f"{path} is not the config of a {kind}", CheckpointError):
+    with in_context(f"{path} is not the config of a {kind}", CheckpointError):
         if not native:
             table = {"num_heads": "num_attention_heads", "in_dim": "in_channels", "out_dim": "out_channels"}
             config |= {ours: config[theirs] for ours, theirs in table.items() if theirs in config}

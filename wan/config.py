@@ -1,41 +1,70 @@
-"""Sizes of the models, and the settings of a run."""
+"""Sizes of the models, and the settings of a run: of the model, and of a rollout."""
 
+import re
 import warnings
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
-from wan.blocks import block_ranges, block_sizes, latent_frames, rolling_attention_size, steps_of_blocks
-from wan.errors import ConfigError, check_fields, from_values, named, short_repr
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from wan.blocks import block_sizes, latent_frames, rolling_attention_size, steps_of_blocks
+from wan.errors import ConfigError, as_list, check_fields, from_values, in_context, require_text, short_repr
 from wan.files import MAX_FRAMES, MAX_LAYERS, MAX_SIZE, MAX_TEXT, Count, Frames, read_yaml
 
-if TYPE_CHECKING:
-    from wan.cache import CachePolicy, PromptSwitch
-    from wan.interventions import Edit
-
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-SAMPLERS = ("blocks", "rolling_forcing")
 CARDS = {  # GPU -> multiprocessors, and threads of each: they decide which value torch.randn draws where
     "A100": (108, 2048),
     "H100": (132, 2048),  # and H200
     "L40": (142, 1536),
     "RTX 4090": (128, 1536),
 }
-NOISES = ("seeded", "released", *CARDS)
 NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 MAX_SCALE = 1000.0  # shift of noise levels, guidance
 TINY = 1e-9  # below any shift or LoRA alpha
-
-Device = Annotated[str, ("auto", "cpu", "cuda", "cuda:N")]  # others lack operations
-Layer = Annotated[int, 0, MAX_LAYERS - 1]
-Place = Annotated[str, 1, 4096]  # of a file or folder
-Prompt = Annotated[str, 0, MAX_TEXT]
 PIXELS = 8  # of a video along a side of a latent
-Scale = Annotated[float, TINY, MAX_SCALE]
-Side = Annotated[int, 1, 1024]
-Size = Annotated[int, 1, MAX_SIZE]  # of a layer
+
+
+# --- Types of settings, which errors.check_fields checks
+def plain_text(value: str) -> str:
+    """Return a text that a file can hold: without NUL and halves of characters."""
+    try:
+        return require_text(value, "should be text: it")
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+def place_name(value: str) -> str:
+    """Return the name of a file or folder, which is more than spaces."""
+    if not value.strip():
+        raise ValueError("should name a file or folder")
+    return value
+
+
+def device_name(value: str) -> str:
+    """Return auto, cpu, cuda or cuda:N; other devices lack operations."""
+    if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d{0,4}))?", value):
+        raise ValueError("should be one of auto, cpu, cuda, cuda:N")
+    return value
+
+
+Text = Annotated[str, AfterValidator(plain_text)]
+Device = Annotated[str, AfterValidator(device_name)]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+Noise = Literal["seeded", "released", "A100", "H100", "L40", "RTX 4090"]  # released, or as one of CARDS
+Place = Annotated[Text, AfterValidator(place_name), Field(max_length=4096)]  # of a file or folder
+Prompt = Annotated[Text, Field(max_length=MAX_TEXT)]
+Scale = Annotated[float, Field(ge=TINY, le=MAX_SCALE)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Side = Annotated[int, Field(ge=1, le=1024)]
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]  # of a layer
+Rank = Size  # of a LoRA
+Alpha = Annotated[float, Field(ge=TINY, le=MAX_SIZE)]  # of a LoRA
+Steps = Annotated[list[int], BeforeValidator(as_list)]  # timesteps
+Layers = Annotated[list[Layer], BeforeValidator(as_list), Field(min_length=1, max_length=MAX_LAYERS)]
 
 # The default reference set of mean ablation: subjects, cameras and styles that lie apart.
 REFERENCE_PROMPTS = (
@@ -57,16 +86,17 @@ class ModelConfig:
     dim: Size
     ffn_dim: Size
     num_heads: Size
-    num_layers: Annotated[int, 1, MAX_LAYERS]
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
     freq_dim: Size = 256
     text_dim: Size = 4096
     text_len: Size = 512
     in_dim: Size = 16
     out_dim: Size = 16
-    patch_size: tuple[Annotated[int, 1, 1], Side, Side] = (1, 2, 2)  # latents that become one token
-    eps: Annotated[float, 0, 1] = 1e-6
+    patch_size: tuple[Literal[1], Side, Side] = (1, 2, 2)  # latents that become one token
+    eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patch_size", tuple(self.patch_size))  # JSON has a list
         check_fields(self)
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
             raise ConfigError(f"dim {self.dim} does not split into {self.num_heads} heads of even size")
@@ -101,10 +131,10 @@ class BaseSampling:
     """Bidirectional sampling of the base weights with classifier-free guidance (wan/text2video.py)."""
 
     shift: Scale = 8.0  # these two are Wan's own for 1.3B; 5 and 5 for 14B
-    guidance_scale: Annotated[float, -MAX_SCALE, MAX_SCALE] = 6.0
-    num_steps: Annotated[int, 1, 10_000] = 50
+    guidance_scale: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 6.0
+    num_steps: Annotated[int, Field(ge=1, le=10_000)] = 50
     negative_prompt: Prompt = WAN_NEGATIVE_PROMPT
-    num_video_frames: Annotated[int, 1, 4 * MAX_FRAMES - 3] = 21  # 4n + 1
+    num_video_frames: Annotated[int, Field(ge=1, le=4 * MAX_FRAMES - 3)] = 21  # 4n + 1
     layer_index: Layer = 20  # the last one where the model has fewer
 
     def __post_init__(self) -> None:
@@ -117,80 +147,156 @@ class LoRAFile:
     """A LoRA that is merged into the weights: strength times its changes."""
 
     path: Place
-    strength: Annotated[float, -MAX_SCALE, MAX_SCALE] = 1.0
-    rank: Annotated[int, 1, MAX_SIZE] | None = None  # what the file must have
-    alpha: Annotated[float, TINY, MAX_SIZE] | None = None  # where the file has none
+    strength: Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)] = 1.0
+    rank: Rank | None = None  # what the file must have
+    alpha: Alpha | None = None  # where the file has none
 
     def __post_init__(self) -> None:
         check_fields(self, "lora: ")
 
     def __str__(self) -> str:
         """Return its name, with the strength where it is not 1: a.safetensors:0.8, as --lora takes it."""
-        return Path(self.path).name + f":{self.strength:g}" * (self.strength != 1)
+        name = Path(self.path).name
+        return name if self.strength == 1 else f"{name}:{self.strength:g}"
+
+
+def setting(default: Any, *, flag: str = "", changes_numbers: bool = True) -> Any:
+    """Return the field of a setting.
+
+    flag: what the scripts' --help says of it. changes_numbers: False for what changes no number of a rollout,
+    and for what stands for something else that is compared: a file for its content, a device for its dtype.
+    """
+    about = {"flag": flag, "changes_numbers": changes_numbers}
+    if isinstance(default, list):
+        return field(default_factory=lambda: copy(default), metadata=about)
+    return field(default=default, metadata=about)
+
+
+def made_of_mapping(kind: type, where: str) -> Callable[[Any], Any]:
+    """Return a function that makes a dataclass of a mapping; what is made already stays."""
+
+    def made(value: Any) -> Any:
+        return value if isinstance(value, kind) else from_values(kind, value, where)
+
+    return made
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """All settings of a run. A YAML file fills it, flags override it, an unknown key is an error."""
+class ModelSettings:
+    """Settings of a model and its sampler: another value loads the model again."""
 
     # --- Weights
-    model: Annotated[str, 0, 200] = "Wan2.1-T2V-1.3B"  # the name caches and figures carry
-    ckpt_dir: Place = "wan_models/Wan2.1-T2V-1.3B"
-    checkpoint_path: Place | None = None  # .pt or .safetensors (docs/models.md); None runs the base weights
-    use_ema: bool = True
-    lora_path: Place | None = None  # merged into the weights on loading
-    lora_rank: Annotated[int, 1, MAX_SIZE] | None = None  # what the file must have; alpha is rarely in it
-    lora_alpha: Annotated[float, TINY, MAX_SIZE] | None = None
-    lora: list[LoRAFile] | None = None  # further ones, merged in this order
-    release: dict[str, Any] | None = None  # who published the weights, and how (docs/models.md)
-
-    # --- The video
-    prompt: Prompt = "A majestic eagle soaring through a cloudy sky, cinematic lighting"
-    num_frames: Count = 21  # latent frames
-    height: Side = 60  # of a latent frame, 1/8 of the video's
-    width: Side = 104
-    seed: Annotated[int, -(2**63), 2**63 - 1] = 42
-    first_frames: Place | None = None  # latents, an mp4 or a picture that the video begins with, whole blocks
-    noise: Annotated[str, NOISES] = "seeded"  # released: as public scripts draw it, here or on one of CARDS
-
-    # --- What a block sees
-    num_frame_per_block: Count = 3
-    independent_first_frame: bool = False
-    local_attn_size: Annotated[int, -1, MAX_FRAMES] = -1  # frames; -1: attend to the whole past
-    sink_size: Frames = 0  # frames
-    cache_policy: dict[str, Any] | None = None  # name and fields (wan/policies/)
-    prompt_schedule: list[dict[str, Any]] | None = None  # later prompts: frame, prompt, how
-
-    # --- Its steps, from t = 1000 down
-    denoising_step_list: list[int] = field(default_factory=lambda: [1000, 750, 500, 250])
-    first_block_steps: list[int] | None = None  # of block 0, where they differ
-    warp_denoising_step: bool = True
-    timestep_shift: Scale = 5.0
-    context_noise: Annotated[int, 0, NUM_TRAIN_TIMESTEPS] = 0  # timestep of the clean pass
-    recompute_context: Frames = 0  # whose keys are computed again before each block (Krea)
-    sampler: Annotated[str, SAMPLERS] = (
-        "blocks"  # or rolling_forcing: a window of blocks at rising noise levels
+    model: Annotated[str, Field(max_length=200)] = setting("Wan2.1-T2V-1.3B")  # as caches and figures name it
+    ckpt_dir: Place = setting(
+        "wan_models/Wan2.1-T2V-1.3B",
+        flag="directory of the base model in diffusers layout",
+        changes_numbers=False,
+    )
+    # .pt or .safetensors (docs/models.md); None runs the base weights
+    checkpoint_path: Place | None = setting(
+        None, flag="Self-Forcing style .pt with the causal weights", changes_numbers=False
+    )
+    use_ema: bool = setting(True, flag="the checkpoint's generator_ema rather than its generator")
+    lora_path: Place | None = setting(None, changes_numbers=False)  # merged into the weights on loading
+    lora_rank: Rank | None = setting(None)  # what the file must have; alpha is rarely in it
+    lora_alpha: Alpha | None = setting(None)
+    # Further LoRAs, merged in this order
+    lora: list[Annotated[LoRAFile, BeforeValidator(made_of_mapping(LoRAFile, "lora: "))]] | None = setting(
+        None, changes_numbers=False
+    )
+    prompt_embeds: Place | None = setting(
+        None, flag="a .pt of prompt embeddings, in place of umT5", changes_numbers=False
     )
 
-    # --- What is captured and edited
-    layer_indices: Annotated[list[Layer], 1, MAX_LAYERS] = field(default_factory=lambda: [1, 5])
-    layer_index: Layer = 3
-    step: Frames = 0  # which pass is extracted; 0 is t = 1000
+    # --- What a block sees
+    num_frame_per_block: Count = setting(3)
+    independent_first_frame: bool = setting(False, flag="the first block is one frame")
+    # frames; -1: attend to the whole past
+    local_attn_size: Annotated[int, Field(ge=-1, le=MAX_FRAMES)] = setting(-1)
+    sink_size: Frames = setting(0)
+    cache_policy: dict[str, Any] | None = setting(None)  # name and fields (wan/policies/)
 
-    interventions: list[Any] = field(default_factory=list)  # docs/interventions.md; none
-    # of mean ablation
-    reference_prompts: list[Prompt] = field(default_factory=lambda: list(REFERENCE_PROMPTS))
-
-    base: BaseSampling = field(default_factory=BaseSampling)
+    # --- Its steps, from t = 1000 down
+    denoising_step_list: Steps = setting([1000, 750, 500, 250])
+    first_block_steps: Steps | None = setting(None)  # of block 0, where they differ
+    warp_denoising_step: bool = setting(True)
+    timestep_shift: Scale = setting(5.0)
+    context_noise: Annotated[int, Field(ge=0, le=NUM_TRAIN_TIMESTEPS)] = setting(0)  # of the clean pass
+    recompute_context: Frames = setting(0)  # whose keys are computed again before each block (Krea)
+    # blocks, or a window of blocks at rising noise levels
+    sampler: Literal["blocks", "rolling_forcing"] = setting("blocks")
 
     # --- Where it runs
-    device: Device = "auto"
-    dtype: Annotated[str, DTYPES] = "auto"  # bfloat16 on a GPU, float32 on a CPU
-    gpus: Annotated[int, 1, 4096] = 1  # how many make one rollout together, by heads (wan/wings/parallel.py)
-    offload: bool = False  # the layers' weights stay on the host and are streamed
-    t5_cpu: bool = False  # umT5 runs on the CPU, where it rounds otherwise
-    prompt_embeds: Place | None = None  # a file of prompt embeddings, in place of umT5
-    embeds_dir: Place | None = "cache/prompt_embeds"  # where prompt embeddings are remembered; None: nowhere
+    device: Device = setting("auto", flag="auto, cpu, cuda or cuda:N", changes_numbers=False)
+    dtype: DType = setting(
+        "auto",
+        flag="of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU",
+        changes_numbers=False,
+    )
+    # By heads (wan/wings/parallel.py)
+    gpus: Annotated[int, Field(ge=1, le=4096)] = setting(
+        1, flag="make one rollout on so many GPUs of this host; it starts torchrun itself"
+    )
+    offload: bool = setting(
+        False,
+        flag="keep the layers' weights on the host and stream them to the GPU: the same bits, less GPU "
+        "memory; umT5 stays where it is",
+        changes_numbers=False,
+    )
+    t5_cpu: bool = setting(False, flag="run umT5 on the CPU; other bits than on a GPU", changes_numbers=False)
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """Settings of one rollout: a loaded model takes another value."""
+
+    prompt: Prompt = setting(
+        "A majestic eagle soaring through a cloudy sky, cinematic lighting", flag="text to generate from"
+    )
+    num_frames: Count = setting(21, flag="latent frames; 21 are 81 video frames")
+    height: Side = setting(60)  # of a latent frame, 1/8 of the video's
+    width: Side = setting(104)
+    seed: Seed = setting(42, flag="of all noise")
+    noise: Noise = setting(
+        "seeded",
+        flag="seeded: the same on every device; released, or a card: as the public scripts draw it there",
+    )
+    first_frames: Place | None = setting(
+        None,
+        flag="latents, an mp4 or a picture that the video begins with; num_frames counts them",
+        changes_numbers=False,
+    )
+    prompt_schedule: list[dict[str, Any]] | None = setting(None)  # later prompts: frame, prompt, how
+
+    # --- What is captured and edited
+    layer_indices: Layers = setting([1, 5], flag="layers, counted from 0", changes_numbers=False)
+    layer_index: Layer = setting(
+        3, flag="layer, counted from 0; the cache goes to cache/layerN.pt", changes_numbers=False
+    )
+    step: Frames = setting(
+        0, flag="which pass: 0 is t = 1000, the last is the clean pass", changes_numbers=False
+    )
+    interventions: list[Any] = setting([], changes_numbers=False)  # docs/interventions.md
+    reference_prompts: list[Prompt] = setting(list(REFERENCE_PROMPTS))  # of mean ablation
+    base: Annotated[BaseSampling, BeforeValidator(made_of_mapping(BaseSampling, "base: "))] = field(
+        default_factory=BaseSampling, metadata={"flag": "", "changes_numbers": False}
+    )
+
+    # --- Files
+    release: dict[str, Any] | None = setting(None, changes_numbers=False)  # who published the weights, how
+    # Where prompt embeddings are remembered; None: nowhere
+    embeds_dir: Place | None = setting("cache/prompt_embeds", changes_numbers=False)
+
+
+NOT_OF_ROLLING_FORCING = (
+    *("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame"),
+    *("recompute_context", "interventions", "first_frames"),
+)
+
+
+@dataclass(frozen=True)
+class RunConfig(ModelSettings, RolloutSettings):
+    """All settings of a run. A YAML file fills it, flags override it, an unknown key is an error."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -204,68 +310,27 @@ class RunConfig:
         if self.step >= self.num_passes:
             last = self.num_passes - 1
             raise ConfigError(f"step {self.step} is not in 0..{last}; {last} is the clean pass")
-        sizes = self.block_sizes
+        self.block_sizes  # noqa: B018 - refuses frames that are no whole blocks
         if self.sampler == "rolling_forcing":
             steps, size = len(self.denoising_step_list), self.num_frame_per_block
             rolling_attention_size(self.local_attn_size, steps, size)
-            names = "cache_policy prompt_schedule first_block_steps independent_first_frame recompute_context"
-            unknown = [
-                name for name in (*names.split(), "interventions", "first_frames") if getattr(self, name)
-            ]
-            unknown += ["gpus above 1"] * (self.gpus > 1)
-            if unknown:
-                raise ConfigError(f"sampler rolling_forcing knows no {unknown[0]}; leave it out")
+            for name in NOT_OF_ROLLING_FORCING:
+                if getattr(self, name):
+                    raise ConfigError(f"sampler rolling_forcing knows no {name}; leave it out")
+            if self.gpus > 1:
+                raise ConfigError("sampler rolling_forcing knows no gpus above 1; leave it out")
         # A window has two spellings, of which only one may be used.
         has_window = self.local_attn_size != -1 or self.sink_size > 0
         if self.cache_policy is not None and has_window:
             said = f"{{name: window, window: {self.local_attn_size}, sink: {self.sink_size}}}"
             remedy = "leave them out where cache_policy is given"
             raise ConfigError(f"local_attn_size and sink_size mean cache_policy {said}; {remedy}")
-        if self.cache_policy is not None or has_window or self.prompt_schedule or self.recompute_context:
-            policy = self.policy
-            policy.check(sizes)
-            policy.check_schedule(self.switches, block_ranges(sizes))
-            if self.recompute_context:
-                policy.check_recompute(self.recompute_context, self.num_frame_per_block)
 
     @property
     def loras(self) -> list[LoRAFile]:
         """The LoRAs of the run in the order of merging: lora_path's, then those of lora."""
         first = [LoRAFile(self.lora_path, 1.0, self.lora_rank, self.lora_alpha)] if self.lora_path else []
         return [*first, *(self.lora or [])]
-
-    @property
-    def policy(self) -> "CachePolicy":
-        """The cache policy: cache_policy, or the window that local_attn_size and sink_size describe."""
-        # Most runs keep the whole past, and need none of wan/policies/
-        if self.cache_policy is None and self.local_attn_size == -1:
-            return _cache().Full()
-        if self.cache_policy is None:
-            return _policies().of_window(self.local_attn_size, self.sink_size)
-        return _policies().read_policy(self.cache_policy)
-
-    @property
-    def policy_classes(self) -> "list[type[CachePolicy]]":
-        """The classes of cache_policy, and of its policies for classes of heads; no file of it is read."""
-        found, settings = list[Any](), [self.cache_policy] if self.cache_policy else []
-        for each in settings:
-            settings += (each.get("policies") or {}).values()
-            found.append(_policies().POLICIES[each["name"]])
-        return found
-
-    @property
-    def edits(self) -> "list[Edit]":
-        """The edits that interventions describe."""
-        if not self.interventions:
-            return []
-        from wan.interventions import edits_of
-
-        return edits_of(self.interventions, "config")
-
-    @property
-    def switches(self) -> "list[PromptSwitch]":
-        """The prompts that follow the first one."""
-        return [_cache().read_switch(settings) for settings in self.prompt_schedule or []]
 
     @property
     def block_sizes(self) -> list[int]:
@@ -280,20 +345,6 @@ class RunConfig:
         """Return the passes of a block as captures number them (wan/pipeline.py); the last one is clean."""
         _, first, later = steps_of_blocks(self.denoising_step_list, self.first_block_steps)
         return [*(later if block else first), self.num_passes - 1]
-
-
-def _policies() -> ModuleType:
-    """Import wan.policies, which most runs do not need."""
-    from wan import policies
-
-    return policies
-
-
-def _cache() -> ModuleType:
-    """Import wan.cache and torch here, so that --help need not wait for them."""
-    from wan import cache
-
-    return cache
 
 
 def as_one_block(config: RunConfig) -> RunConfig:
@@ -335,7 +386,7 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     # 1. Flags win over the file; a policy and later prompts are replaced as a whole.
     settings = read_yaml(path)
     overrides = {k: v for k, v in (overrides or {}).items() if v is not None}
-    with named(path):
+    with in_context(path):
         for given in (settings, overrides):  # size is of the video, height and width of its latents
             if "size" in given:
                 given |= latent_sides(given.pop("size"))
@@ -347,5 +398,5 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
         settings["num_frames"] = fits = 1 + (asked - 1) // n * n
         if fits != asked:
             warnings.warn(f"with an independent first frame {asked} frames become {fits}", stacklevel=2)
-    with named(path):
+    with in_context(path):
         return from_values(RunConfig, settings)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
-from wan.errors import ConfigError, refuse, require_known, short_repr
+from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import reusable
 from wan.keys import KeyLayout, send
 from wan.sites import (
@@ -290,11 +290,10 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     is_compiled = hasattr(transformer, "_orig_mod") or any(
         getattr(part, "_compiled_call_impl", None) for part in transformer.modules()
     )
-    refuse(
-        (is_compiled, f"{title} is compiled, which hides its layers: watch it before torch.compile"),
-        (family is None, f"{title} is not one of {', '.join(FAMILIES)}; {SAY_WHERE}"),
-    )
-    assert family is not None
+    if is_compiled:
+        raise ConfigError(f"{title} is compiled, which hides its layers: watch it before torch.compile")
+    if family is None:
+        raise ConfigError(f"{title} is not one of {', '.join(FAMILIES)}; {SAY_WHERE}")
     layers = [layer for part in family.layers for layer in getattr(transformer, part)]
     callers = _attention_of(family, layers) if layers else _attention_by_names(transformer)
     # 2. Everything is undone in reverse order, also where a module is refused half-way.

@@ -1,21 +1,17 @@
-"""Errors that a user can fix: the message is one printable line that names the value and the remedy."""
+"""Errors that a user can fix, and the check of settings: one printable line that names value and remedy."""
 
 import functools
-import inspect
 import operator
-import re
 import reprlib
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_type_hints
 
-Made = TypeVar("Made")
-Called = TypeVar("Called", bound=Callable[..., Any])
-NUMBER = r":(0|[1-9]\d{0,4})"  # of a frame, behind a word: own:3, and not own:03
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+Settings = TypeVar("Settings")
 
 
 class UserError(Exception):
@@ -32,13 +28,7 @@ class ConfigError(UserError, ValueError):
     """A setting that cannot be run."""
 
 
-def refuse(*problems: tuple[Any, str], error: type[UserError] = ConfigError) -> None:
-    """Raise an error with the first message whose condition holds."""
-    for holds, message in problems:
-        if holds:
-            raise error(message)
-
-
+# --- Messages
 def one_line(message: object, limit: int = 1000) -> str:
     """Return a message in printable characters; cut a long one in the middle, as the remedy is at the end."""
     text = str(message)
@@ -59,19 +49,11 @@ def short_repr(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of a message about a wrong name: the nearest of the known ones, or all of them."""
-    names = sorted(known)
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    """Return the end of a message about a wrong name: the nearest of the allowed ones, or all of them."""
+    names = sorted(allowed)
     nearest = get_close_matches(str(name), names, 1)
     return f"; did you mean {nearest[0]}?" if nearest else f"; known ones: {', '.join(names)}"
-
-
-def require_known(
-    name: object, known: Collection[str], problem: str, error: type[UserError] = ConfigError
-) -> None:
-    """Raise error where a name is none of the known ones: the problem with it in place of {}, the nearest."""
-    if not isinstance(name, str) or name not in known:
-        raise error(problem.replace("{}", short_repr(name), 1) + did_you_mean(name, known))
 
 
 def reason_of(error: BaseException) -> str:
@@ -89,169 +71,136 @@ def reason_of(error: BaseException) -> str:
             name = (text.partition("GLOBAL ")[2].split() or ["an unnamed object"])[0]
             text = f"it holds a {name[:80]}, which is neither tensor nor plain value, and is not opened"
     line = (text.splitlines() or [""])[0]
-    damaged = not line or isinstance(error, KeyError)
-    return f"damaged ({type(error).__name__})" if damaged else one_line(line, 350)
+    if not line or isinstance(error, KeyError):
+        return f"damaged ({type(error).__name__})"
+    return one_line(line, 350)
+
+
+# --- Checks of names, texts and numbers
+def require_known(
+    name: object, allowed: Collection[str], problem: str, error: type[UserError] = ConfigError
+) -> None:
+    """Raise error for a name that is not allowed: the problem with it in place of {}, and the nearest."""
+    if not isinstance(name, str) or name not in allowed:
+        raise error(problem.replace("{}", short_repr(name), 1) + did_you_mean(name, allowed))
 
 
 def require_text(value: str, name: str, limit: int | None = None) -> str:
     """Return a text. Raise ConfigError for NUL, for halves of characters, and beyond limit characters."""
-    problem = ""
-    if halves := [c for c in value if "\ud800" <= c <= "\udfff"]:
-        problem = f"is not text in UTF-8: {short_repr(halves[0])}"
-    elif "\0" in value:
-        problem = f"has a NUL character at {value.index(chr(0))}; leave it out"
-    elif limit is not None and len(value) > limit:
-        problem = f"has {len(value)} characters, at most {limit} are read"
-    if problem:
-        raise ConfigError(f"{name} {problem}")
+    surrogates = [c for c in value if "\ud800" <= c <= "\udfff"]
+    if surrogates:
+        raise ConfigError(f"{name} is not text in UTF-8: {short_repr(surrogates[0])}")
+    if "\0" in value:
+        raise ConfigError(f"{name} has a NUL character at {value.index(chr(0))}; leave it out")
+    if limit is not None and len(value) > limit:
+        raise ConfigError(f"{name} has {len(value)} characters, at most {limit} are read")
     return value
 
 
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return several values, or one alone, as a tuple; numbers of numpy and torch become Python's."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        value = [value]
+    return tuple(item.item() if hasattr(item, "item") else item for item in value)
+
+
+def as_list(value: Any) -> Any:
+    """Return a range, a tuple or an array as a list of Python's numbers; anything else stays."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        return value
+    return list(as_tuple(value))
+
+
 def as_numbers(name: str, value: Any) -> list[int] | None:
-    """Return a whole number, or several, once each and in order; None stays. ConfigError for what is none."""
+    """Return one whole number or several as a sorted list without repetitions; None stays.
+
+    ConfigError for anything else: nothing would be chosen in silence.
+    """
     if value is None:
         return None
-    try:  # of numpy and torch too, an array without axes as the one that it holds
-        chosen = [*value] if getattr(value, "ndim", 1) and isinstance(value, Iterable) else [value]
-        if chosen and not any(isinstance(one, (bool, str)) for one in chosen):
-            return sorted({operator.index(one) for one in chosen})
+    items = as_tuple(value)
+    try:
+        numbers = {operator.index(item) for item in items if not isinstance(item, bool)}
     except TypeError:
-        pass
-    # nothing would be chosen in silence
-    raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
+        numbers = set()
+    if not numbers or any(isinstance(item, bool) for item in items):
+        raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
+    return sorted(numbers)
+
+
+# --- Checks of settings, by pydantic
+@functools.cache
+def field_checks(kind: type) -> dict[str, TypeAdapter[Any]]:
+    """Return the check of every field of a dataclass, by its annotation; types are strict."""
+    hints = get_type_hints(kind, include_extras=True)
+    strict = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    checks = {}
+    for item in fields(kind):
+        hint = hints[item.name]
+        try:
+            checks[item.name] = TypeAdapter(hint, config=strict)
+        except Exception:  # a type with a config of its own
+            checks[item.name] = TypeAdapter(hint)
+    return checks
 
 
 def check_fields(settings: Any, where: str = "") -> None:
-    """Give the fields of a dataclass the form that their annotations name; ConfigError for what has none.
+    """Check the fields of a dataclass by their annotations: Annotated[int, Field(ge=1, le=30)].
 
-    Annotated[int, low, high] names a range, of texts and lists that of their length; Annotated[str, words]
-    and Literal name all that is known, N standing for a number. tuple[X, ...] takes one X alone, too, a
-    dataclass its fields as a mapping. Strict: "3" is no number and True no text, but 3 becomes the float 3.0.
+    Strict: "3" is no number and True no 1, but 3 becomes the float 3.0. ConfigError names the first field
+    that does not fit; where is put before its name.
     """
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        fitting, known = fitted(value, each.type, where + each.name)
-        if known:
-            raise ConfigError(f"{where}{each.name} {short_repr(value)} is not {known}")
+    for name, check in field_checks(type(settings)).items():
+        value = getattr(settings, name)
+        try:
+            fitting = check.validate_python(value, strict=True)
+        except ValidationError as error:
+            cause = error.errors()[0].get("ctx", {}).get("error")
+            if isinstance(cause, ConfigError):  # of a dataclass in this one, which says where it is
+                raise ConfigError(f"{where}{cause}") from None
+            raise ConfigError(f"{where}{name} {short_repr(value)} {problem_of(error)}") from None
         if fitting is not value:
-            object.__setattr__(settings, each.name, fitting)  # frozen ones, too: they are being made
+            object.__setattr__(settings, name, fitting)  # also of a frozen one, which is being made
 
 
-def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
-    """Return a value in the form of an annotation, and ""; where none fits, the value and what would."""
-    # 1. One of several kinds; a kind and its limits.
-    if get_origin(kind) in (Union, UnionType):
-        tried = [fitted(value, one, name) for one in get_args(kind)]
-        words = " or ".join(known for _, known in tried)
-        return next((one for one in tried if not one[1]), (value, words))
-    limits: tuple[Any, ...] = ()
-    if get_origin(kind) is Annotated:
-        kind, *limits = get_args(kind)  # type: ignore[assignment]
-    if get_origin(kind) is Literal:
-        kind, limits = str, (get_args(kind),)
-    # 2. Several values of one kind, or values of these kinds in this order.
-    origin, items = get_origin(kind) or kind, get_args(kind)
-    if origin in (list, tuple) and items:
-        given = [value]
-        if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)):
-            given = [*value]
-        kinds = items if origin is tuple and items[-1] is not Ellipsis else items[:1] * len(given)
-        parts = [fitted(x, one, name) for x, one in zip(given, kinds, strict=False)]
-        low, high = limits or (0, sys.maxsize) if kinds is not items else [len(items)] * 2
-        fits = low <= len(given) <= high and (origin is tuple or given != [value])
-        fits = fits and not any(known for _, known in parts)
-        many = f"{low}..{high} of " if limits else "a list of "
-        words = many + (fitted(object(), items[0], name)[1] or "anything")
-        return (origin(x for x, _ in parts), "") if fits else (value, words)
-    if origin in (Sequence, Collection) and items:  # of an argument, which stays as it is
-        words = "a list of " + (fitted(object(), items[0], name)[1] or "anything")
-        several = isinstance(value, origin) and not isinstance(value, (str, bytes, Mapping))
-        return value, "" if several and not any(fitted(x, items[0], name)[1] for x in value) else words
-    # 3. A dataclass by its fields; other classes are not looked into.
-    if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
-        return from_values(origin, value, f"{name}: "), ""
-    if origin not in (bool, int, float, str, NoneType):
-        fits = origin is Any or not isinstance(origin, type) or isinstance(value, origin)
-        return value, "" if fits else f"a {origin.__name__}"
-    # 4. Numbers and texts: the type itself, for True is no 1, and the known ones or the range.
-    fits = type(value) is kind or (kind is float and type(value) is int)
-    words = {NoneType: "null", str: "text"}.get(kind, kind.__name__)
-    if type(value) is str:
-        require_text(value, name)
-    if len(limits) == 1:
-        words = f"one of {', '.join(limits[0])}"
-        fits = fits and any(re.fullmatch(one.replace(":N", NUMBER), value) for one in limits[0])
-    elif limits:
-        low, high = limits
-        words = f"{words} in {low}..{high}" + " characters" * (kind is str)
-        fits = fits and low <= (len(value.strip()) if kind is str else value) <= high
-    return float(value) if fits and type(value) is int and kind is float else value, "" if fits else words
+def problem_of(error: ValidationError) -> str:
+    """Return what pydantic says of a value, as the end of a sentence that begins with the value."""
+    problems = []
+    for entry in error.errors(include_url=False):
+        message = entry["msg"]
+        if entry["type"] == "none_required":  # None is allowed besides what the other entries say
+            continue
+        if entry["type"] == "value_error":  # of a validator of ours
+            message = str(entry["ctx"]["error"])
+        if "should" in message:
+            message = "should" + message.partition("should")[2]
+        indices = [str(step) for step in entry["loc"] if isinstance(step, int)]
+        if indices:
+            message = f"(item {indices[-1]}) {message}"
+        problems.append(message)
+    return " or ".join(dict.fromkeys(problems))
 
 
-def from_values(kind: type[Made], values: Any, where: str = "") -> Made:
+def from_values(kind: type[Settings], values: Any, where: str = "") -> Settings:
     """Make a dataclass of a mapping, as YAML and JSON have it.
 
     ConfigError for an unknown or a missing field, and by check_fields() of the dataclass for a wrong value.
     """
-    known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
-    needed = [name for name, one in known.items() if one.default is one.default_factory is MISSING]
-    given = values if isinstance(values, Mapping) else {}
-    unknown = [key for key in given if key not in known]
-    missing = [name for name in needed if name not in given]
-    if unknown or missing or not isinstance(values, Mapping):
-        problem = f"has no {missing[0]}; its fields: {', '.join(known)}" if missing else short_repr(values)
-        if unknown:
-            problem = f"unknown key {short_repr(unknown[0])}{did_you_mean(unknown[0], known)}"
-        raise ConfigError(where + problem)
-    return kind(**given)
+    allowed = {item.name: item for item in fields(kind) if item.init}  # type: ignore[arg-type]
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}{short_repr(values)} is no mapping; its fields: {', '.join(allowed)}")
+    for key in values:
+        if key not in allowed:
+            raise ConfigError(f"{where}unknown key {short_repr(key)}{did_you_mean(key, allowed)}")
+    for name, item in allowed.items():
+        if item.default is MISSING and item.default_factory is MISSING and name not in values:
+            raise ConfigError(f"{where}has no {name}; its fields: {', '.join(allowed)}")
+    return kind(**values)
 
 
-def checked(call: Called) -> Called:
-    """Check what a public function is called with, by its annotations and as check_fields() does.
-
-    ConfigError for an argument that it does not know, that is missing, or whose value does not fit. Of a
-    dataclass the names alone are checked: its values are fields.
-    """
-    function: Any = vars(call)["__init__"] if isinstance(call, type) else call
-    signature, kinds = inspect.signature(function), dict[str, Any]()
-
-    @functools.wraps(function)
-    def checking(*args: Any, **given: Any) -> Any:
-        name, known = call.__name__, signature.parameters
-        try:
-            bound = signature.bind(*args, **given)
-        except TypeError as error:  # say it as a setting's
-            problem = f"{name}: {error}"
-            names = [one for one in known if one != "self"]
-            takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
-            missing = str(error).rpartition("'")[0].rpartition("'")[2]
-            if unknown := [one for one in given if one not in known and not takes_any]:
-                problem = f"{name} knows no {unknown[0]}{did_you_mean(unknown[0], names)}"
-            elif str(error).startswith("missing") and missing in known:
-                words = fitted(object(), known[missing].annotation, missing)[1]
-                problem = f"{name} needs {missing}{f', {words}' * bool(words)}"
-            raise ConfigError(problem) from None
-        for key, value in bound.arguments.items() if function is call else ():
-            one = known[key]
-            if key not in kinds:  # names in quotes are of classes that come later
-                kinds[key] = one.annotation
-                if isinstance(one.annotation, str):
-                    kinds[key] = vars(sys.modules[call.__module__]).get(one.annotation, Any)
-            if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) or kinds[key] is one.empty:
-                continue
-            bound.arguments[key], words = fitted(value, kinds[key], key)
-            if words:
-                raise ConfigError(f"{name}: {key} {short_repr(value)} is not {words}")
-        return function(*bound.args, **bound.kwargs)
-
-    if function is call:
-        return checking  # type: ignore[return-value]
-    setattr(call, "__init__", checking)  # noqa: B010 - of a class
-    return call
-
-
+# --- Errors of other code, with the place that they are of
 @contextmanager
-def named(where: object, error: type[UserError] = ConfigError) -> Iterator[None]:
+def in_context(where: object, error: type[UserError] = ConfigError) -> Iterator[None]:
     """Prefix the message of a ConfigError with the file or row of the setting."""
     try:
         yield

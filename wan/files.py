@@ -16,8 +16,9 @@ from typing import Annotated, Any
 from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import yaml
+from pydantic import Field
 
-from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of, refuse
+from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of
 from wan.seals import unsealed
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
@@ -27,9 +28,9 @@ MAX_FRAMES = 1 << 14  # latent frames of one rollout: 68 minutes of video
 MAX_TEXT = 100_000  # characters of a prompt; the encoder reads 512 tokens
 MAX_PROMPTS = 100_000  # of a sweep
 
-Frames = Annotated[int, 0, MAX_FRAMES]  # of settings, whose fields errors.check_fields checks
-Count = Annotated[int, 1, MAX_FRAMES]
-Share = Annotated[float, 0, 1]
+Frames = Annotated[int, Field(ge=0, le=MAX_FRAMES)]  # of settings, whose fields errors.check_fields checks
+Count = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 CONFIG_BYTES = 1 << 18  # of a YAML file
 TEXT_BYTES = 1 << 26  # of any other text: prompts, curves, JSON (a large tokenizer has 20 MB)
@@ -64,15 +65,7 @@ def read_json(path: str | Path, error: type[UserError] = ConfigError, form: str 
     """Read a JSON file that holds a table of settings. Raise error for any other, which says form."""
     text = read_text(path, error=error, form=form)
     with library_reads(path, error, form):
-        twice = f"{path} cannot be read: a name stands in it twice"
-        return dict(
-            json.loads(
-                text,
-                object_pairs_hook=lambda pairs: (
-                    dict(pairs) if len(dict(pairs)) == len(pairs) else refuse((True, twice), error=error)
-                ),
-            )
-        )
+        return dict(json.loads(text))
 
 
 def read_yaml(

@@ -16,6 +16,7 @@ frame, F frames, H heads, D head dim.
 
 import inspect
 import math
+import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,16 +26,17 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from threading import Semaphore, Thread
-from typing import Annotated, Any, ClassVar, ParamSpec, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import AfterValidator, BeforeValidator, Field
 from torch import Tensor
 
 from wan.attention import Call
 from wan.config import RunConfig
-from wan.errors import ConfigError, check_fields, checked, from_values, named, require_known, short_repr
+from wan.errors import ConfigError, as_tuple, check_fields, from_values, in_context, require_known, short_repr
 from wan.files import MAX_SIZE, read_yaml
 from wan.identity import code_of, code_of_class, is_library
 from wan.keys import (
@@ -67,15 +69,25 @@ from wan.sites import (
 )
 
 MAX_BIAS = 65504.0  # the largest number of float16
-Number = Annotated[float, -1e30, 1e30]  # no NaN
+Number = Annotated[float, Field(ge=-1e30, le=1e30)]  # no NaN
 MAX_BYTES = 1 << 20  # of a file of edits
 
-Passes = Annotated[str, ("denoise", "clean", "all")]
-Index = Annotated[int, 0, MAX_SIZE]  # how many there are, a rollout knows
-Indices = Annotated[tuple[Index, ...], 1, MAX_SIZE]
-Frame = Index | Annotated[str, ("first", "sink", "past", "own", "own:N")]
-Frames = Annotated[tuple[Frame, ...], 1, MAX_SIZE]
-Direction = tuple[Number, ...]
+
+def frame_name(value: str) -> str:
+    """Return a name of frames: first, sink, past, own, or own:N for the frame N of the block itself."""
+    if value not in ("first", "sink", "past", "own") and not re.fullmatch(r"own:(0|[1-9]\d{0,4})", value):
+        raise ValueError("should be one of first, sink, past, own, own:N")
+    return value
+
+
+Attention = Literal["self", "cross"]
+Passes = Literal["denoise", "clean", "all"]
+Index = Annotated[int, Field(ge=0, le=MAX_SIZE)]  # how many there are, a rollout knows
+Several = (BeforeValidator(as_tuple), Field(min_length=1, max_length=MAX_SIZE))
+Indices = Annotated[tuple[Index, ...], *Several]
+Frame = Index | Annotated[str, AfterValidator(frame_name)]
+Frames = Annotated[tuple[Frame, ...], *Several]
+Direction = Annotated[tuple[Number, ...], BeforeValidator(as_tuple)]
 Tokens = slice | Tensor  # an index
 EVERY: Tokens = slice(None)
 InterventionError = ConfigError  # the name that older code catches
@@ -100,6 +112,15 @@ class Source:
         return f"Source({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
 
 
+def as_source(value: Any) -> Any:
+    """Return a mapping, as YAML has it, as a Source; anything else stays."""
+    return from_values(Source, value, "source: ") if isinstance(value, Mapping) else value
+
+
+SourceOfRun = Annotated[Source, BeforeValidator(as_source)]
+SourceOrFile = Annotated[Source | str, BeforeValidator(as_source)]
+
+
 # --- What every edit has: which calls it selects, and how it is written down
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Edit(ABC):
@@ -114,7 +135,7 @@ class Edit(ABC):
     blocks: Indices | None = None
     steps: Indices | None = None
     passes: Passes
-    branch: Annotated[str, ("cond", "uncond")] | None = None  # of classifier-free guidance
+    branch: Literal["cond", "uncond"] | None = None  # of classifier-free guidance
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
         if cls.__abstractmethods__:
@@ -408,7 +429,6 @@ class KeySelection(Edit):
         return call  # attention() raises ConfigError for a head that loses all its keys
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Knockout(KeySelection):
     """Remove keys before the softmax; the weights of the rest are renormalised."""
@@ -416,15 +436,13 @@ class Knockout(KeySelection):
     b: ClassVar[float] = -math.inf
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Bias(KeySelection):
     """Add b to the logits of keys: their weight times e^b before the softmax is renormalised."""
 
-    b: Annotated[float, -MAX_BIAS, MAX_BIAS]  # type: ignore[misc]  # of all Knockouts, of each Bias
+    b: Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]  # type: ignore[misc]  # of all Knockouts, of each Bias
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Ablate(Edit):
     """Replace a head's output z [B, Lq, D], before the projection o.
@@ -434,9 +452,9 @@ class Ablate(Edit):
     the run source. source of mean is a file of means, of resample a Source.
     """
 
-    how: Annotated[str, ("zero", "mean", "frame_mean", "resample")]
-    source: Source | str | None = None
-    attention: Annotated[str, ("self", "cross")] = "self"
+    how: Literal["zero", "mean", "frame_mean", "resample"]
+    source: SourceOrFile | None = None
+    attention: Attention = "self"
     site: str = "z"
 
     def conflict(self) -> str:
@@ -467,15 +485,14 @@ class Ablate(Edit):
         return with_heads(x, where, self.heads, means.repeat_interleave(x.shape[1] // means.shape[1], 1))
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Patch(Edit):
     """Take from the run source a site (z of heads, resid_post), q and k (qk), or k and v of frames (kv)."""
 
     what: str
-    source: Source
+    source: SourceOfRun
     frames: Frames | None = None  # of kv; None is past
-    attention: Annotated[str, ("self", "cross")] = "self"
+    attention: Attention = "self"
 
     def conflict(self) -> str:
         if self.what not in ("qk", "kv"):
@@ -526,7 +543,6 @@ class Patch(Edit):
         return x
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Move(Edit):
     """Move keys to another temporal RoPE position: by offset frames, or all to position."""
@@ -569,7 +585,6 @@ class Move(Edit):
         return call
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Jitter(Edit):
     """A RoPE base per head, 10000 (1 + scale e), e uniform in [-1, 1], in the temporal share of q and k.
@@ -578,8 +593,8 @@ class Jitter(Edit):
     and heads are chosen.
     """
 
-    scale: Annotated[float, 0, 0.99] = 0.8  # a base stays above 0
-    seed: Annotated[int, 0, 2**63 - 1] = 0
+    scale: Annotated[float, Field(ge=0, le=0.99)] = 0.8  # a base stays above 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     passes: Passes = field(default="all", kw_only=True)
 
     def selects_pass(self, step: int | None, is_clean_pass: bool, is_recache: bool = False) -> bool:
@@ -610,7 +625,6 @@ class Jitter(Edit):
         return call
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Band(Edit):
     """Temporal RoPE bands of a head's logits, turned by phase (radians) and multiplied by scale.
@@ -636,7 +650,6 @@ class Band(Edit):
         return call
 
 
-@checked
 @dataclass(frozen=True, repr=False)
 class Steer(Edit):
     """Add scale times a direction, a vector of the last axis of a site, to every token."""
@@ -670,7 +683,6 @@ class Steer(Edit):
         return super().__repr__().replace(repr(list(self.direction)), f"[{len(self.direction)} numbers]")
 
 
-@checked
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Custom(Edit):
     """A user's function at sites: fn(x, where) or fn(x) returns the replacement of x.
@@ -679,7 +691,7 @@ class Custom(Edit):
     has site, layer and pass (wan.sites.ActivationSite). The result must have x's shape and dtype and no NaN.
     """
 
-    names: Annotated[tuple[str, ...], 1, len(SITES)]
+    names: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=len(SITES))]
     function: Any = None
     passes: Passes = "all"
     identity: dict[str, str] = field(default_factory=dict, compare=False)  # of the function, once it is fixed
@@ -786,8 +798,13 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     name: Any = values.get("edit") if isinstance(values, Mapping) else None
     shown = short_repr(values if name is None else name)
     require_known(name, KINDS, f"edit {shown} is none; {remedy}")
-    with named(name):
+    with in_context(name):
         return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
+
+
+def config_edits(config: RunConfig) -> list[Edit]:
+    """Return the edits that a run's interventions describe."""
+    return edits_of(config.interventions, "config")
 
 
 # --- Edits in YAML files
@@ -800,7 +817,7 @@ def edits_of(values: Any, where: str) -> list[Edit]:
         raise ConfigError(f"{where} holds no list of interventions; {FORM}")
     edits = []
     for number, each in enumerate(values, 1):
-        with named(f"{where}: intervention {number}"):
+        with in_context(f"{where}: intervention {number}"):
             edits.append(edit_from_dict(each))
     return edits
 

@@ -15,7 +15,7 @@ import numpy as np
 from experiments.analysis.first_frame import NO_CONTEXT, NO_LOGITS, NO_MASS, context_sign_rate
 from experiments.analysis.panels import ALL_QUERIES, LabelMap
 from experiments.caches.view import Profiles
-from wan.errors import ConfigError, check_fields, from_values, named
+from wan.errors import ConfigError, check_fields, from_values, in_context
 from wan.files import Count, Frames, Share, read_yaml
 
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
@@ -42,7 +42,7 @@ class Thresholds:
 
 def load_thresholds(path: str | Path) -> Thresholds:
     """Read thresholds from a YAML file. ConfigError for a missing file, unknown key or wrong value."""
-    with named(path):
+    with in_context(path):
         return from_values(Thresholds, read_yaml(path))
 
 

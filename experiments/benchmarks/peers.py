@@ -50,6 +50,7 @@ from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError, reason_of
 from wan.pipeline import add_noise, flow_to_x0
+from wan.policies import policy_of
 from wan.wings import parallel
 
 URL, TRANSFORMER = "https://github.com/guandeh17/Self-Forcing", "wan/modules/causal_model.py"
@@ -82,7 +83,7 @@ def absent(error: Exception) -> dict[str, Any]:
 # --- Rollouts
 def rollouts(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     """Yield the public rollout, FlashDreams's and ours, with latents' differences to ours in float32."""
-    if config.policy.name != "full" or config.sampler != "blocks" or config.independent_first_frame:
+    if policy_of(config).name != "full" or config.sampler != "blocks" or config.independent_first_frame:
         raise ConfigError("the public code has equal blocks that see the whole past: leave the rest out")
     rollout = Rollout(config, args.random_weights)
     latents, timed, about = dict[str, Tensor](), Timed(), Rows()

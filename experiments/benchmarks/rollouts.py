@@ -54,6 +54,7 @@ from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends
 from wan.activations import SiteCapture
+from wan.cache import read_switches
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.checkpoint import (
     TOKENIZER_DIR,
@@ -68,7 +69,7 @@ from wan.errors import ConfigError, require_known
 from wan.gradients import Gradients
 from wan.interventions import Ablate, Knockout, Move, intervene
 from wan.model import CausalWanModel
-from wan.policies import read_policy
+from wan.policies import policy_of, read_policy
 from wan.sites import SITES, ActivationSite, Watcher, watched
 from wan.vae import VAE, StreamedDecoder
 from wan.wings import parallel
@@ -663,7 +664,10 @@ class Rollout:
         steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
         self.renoise = self.randn((steps - 1, *shape), config.seed + 1)
         self.text = self.randn((1, self.sizes.text_len, self.sizes.text_dim), config.seed + 2)
-        self.switches = [replace(switch, prompt_embeds=self.text.flip(1)) for switch in config.switches]
+        self.switches = [
+            replace(switch, prompt_embeds=self.text.flip(1))
+            for switch in read_switches(config.prompt_schedule)
+        ]
 
     def randn(self, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
@@ -687,7 +691,7 @@ class Rollout:
 
     def seconds(self, active: Active = nullcontext, policy: Any = None) -> float:
         """Generate one video and return the seconds until the device and the host have everything."""
-        self.pipeline.cache_policy = policy or self.config.policy
+        self.pipeline.cache_policy = policy or policy_of(self.config)
 
         def rolled() -> None:
             with active() as self.captured:

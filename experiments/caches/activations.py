@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby, pairwise, product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from experiments.caches.files import CacheError, replacing, require_held, require_suffix
 from wan.errors import (
     as_numbers,
-    checked,
     library_reads,
     library_writes,
     require_known,
@@ -500,7 +499,6 @@ class ActivationStore(ActivationFolder):
             raise CacheError(f"run {short_repr(run)} is not in 0..{count - 1}, and no run of runs")
         return self.runs[run]
 
-    @checked
     def tensor(self, site: str, layer: int | None, *, run: Any = 0, step: int | None = None) -> Tensor:
         """Return a site of a layer in one run (its index in runs, or itself), [blocks, steps, L, dim].
 
@@ -516,15 +514,14 @@ class ActivationStore(ActivationFolder):
         alone = {"layer", "B"} | ({"step"} if step is not None else set())
         return x.squeeze([n for n, axis in enumerate(axes) if axis in alone])
 
-    @checked
     def batches(
         self,
         site: str,
         layer: int | None,
         *,
-        size: Annotated[int, 1, 1 << 31] = 4096,
+        size: int = 4096,
         shuffle: bool = True,
-        seed: Annotated[int, 0, 1 << 63] = 0,
+        seed: int = 0,
         frames: Any = None,
         steps: Any = None,
         runs: Iterable[int | StoredRun] | None = None,

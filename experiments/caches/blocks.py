@@ -20,6 +20,7 @@ from wan.capture import CapturedCall, CaptureRequest
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, short_repr
 from wan.files import MAX_COUNT, UnreadableError, load_tensors
+from wan.policies import policy_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class BlockCapture:
 
     def bytes(self, config: RunConfig, model: ModelConfig) -> int:
         """Return what the files take, but for a few kB each."""
-        sizes, window, total = config.block_sizes, config.policy.num_frames or config.num_frames, 0
+        sizes, window, total = config.block_sizes, policy_of(config).num_frames or config.num_frames, 0
         for block in self.blocks(len(sizes)):
             keys = min(sum(sizes[: block + 1]), window, self.band or window)
             total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys

@@ -31,13 +31,12 @@ from experiments.caches.formats import (
     declared_fields,
 )
 from experiments.caches.view import open_profiles
-from wan.errors import checked, short_repr
+from wan.errors import short_repr
 from wan.files import load_tensors
 
 ROOT = Path(__file__).parents[2]
 
 
-@checked
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
     """Read a cache of any format and age as a dict with today's fields; with mmap, tensors stay on disk.
 

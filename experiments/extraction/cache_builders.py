@@ -27,8 +27,9 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError, checked, library_reads
+from wan.errors import ConfigError, library_reads
 from wan.keys import RotaryTable, key_frames, key_tokens
+from wan.policies import policy_of
 from wan.sites import check_indices
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class Run:
         """The edits that were made, in words; "" for none."""
         return self.common.get("interventions", {}).get("words", "")
 
-    @checked
     def save(self, path: str | Path) -> None:
         """Write an mp4 of 16 frames a second. CacheError for a name that does not end in .mp4."""
         require_suffix(path, ".mp4")
@@ -429,7 +429,7 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
     Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
     """
     # Slots are the cache's places for a frame of keys; policies fill them with frames, averages or nothing
-    policy, num_frames = run.config.policy, run.config.num_frames
+    policy, num_frames = policy_of(run.config), run.config.num_frames
     if policy.name in ("full", "window") and not policy.source:
         return {}
     every = [call for layer in layers for step in steps for call in run.captured("frame_logits", layer, step)]

@@ -27,7 +27,7 @@ from wan.activations import Activation, SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import count_layers, transformers_of, watching
-from wan.errors import ConfigError, checked
+from wan.errors import ConfigError
 from wan.sites import ActivationSite, active_edits, check_indices, watched
 
 
@@ -300,7 +300,6 @@ def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
     return run.common | atlas
 
 
-@checked
 def pipeline_requests(
     granularity: Any = "frame",
     layers: list[int] | None = None,

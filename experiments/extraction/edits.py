@@ -1,6 +1,6 @@
 """What edits need of a session: means over a reference set, unedited outputs, and runs in step.
 
-    with edited(session, config, config.edits):
+    with edited(session, config, config_edits(config)):
         session.rollout(config)
 
 Only a run with edits imports this.
@@ -21,6 +21,7 @@ from torch import Tensor
 from experiments.caches.files import replacing, require_same
 from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import Progress
+from wan.cache import read_switches
 from wan.config import ModelConfig, RunConfig
 from wan.errors import library_reads
 from wan.files import load_tensors
@@ -58,7 +59,9 @@ def edited(
     if batch > 1:
         require_no_data((*edits, *lacking), "videos that are made together")
     if edits:
-        session.pipeline.plan(config.num_frames, prompt_schedule=config.switches).check(edits)
+        session.pipeline.plan(config.num_frames, prompt_schedule=read_switches(config.prompt_schedule)).check(
+            edits
+        )
     with ExitStack() as stack:
         # What they need: runs by source and unedited outputs by sites, which several edits share
         data, made = dict[Edit, object](), dict[Any, Any]()

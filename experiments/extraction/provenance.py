@@ -19,7 +19,7 @@ from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -30,9 +30,12 @@ from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE, encoder_files
-from wan.config import DTYPES, Device, ModelConfig, RunConfig
-from wan.errors import ConfigError, fitted, short_repr
+from wan.config import DType, ModelConfig, RunConfig
+from wan.config import device_name as device_setting
+from wan.errors import ConfigError, short_repr
 from wan.identity import UNHASHABLE, code_of_class
+from wan.interventions import config_edits
+from wan.policies import policy_classes
 
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
@@ -68,9 +71,10 @@ NOT_OF_NUMBERS = (
 # --- Where a run computes
 def choose_device(name: str, offload: bool = False) -> torch.device:
     """auto, cpu, cuda or cuda:N (which becomes the current GPU) -> a device that is there."""
-    _, known = fitted(name, Device, "device")  # of a flag: that of a config is checked already
-    if known:
-        raise ConfigError(f"device {short_repr(name)} is not {known}")
+    try:
+        device_setting(name)  # of a flag: that of a config is checked already
+    except ValueError as error:
+        raise ConfigError(f"device {short_repr(name)} {error}") from None
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -166,9 +170,9 @@ def identity(
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-    edits = config.edits if edits is None else edits
+    edits = config_edits(config) if edits is None else edits
     # code_version is of wan alone: policies of one's own count by their code
-    kinds = config.policy_classes if config.cache_policy else []
+    kinds = policy_classes(config) if config.cache_policy else []
     own = {kind.name: code for kind in kinds if (code := code_of_class(kind))}
     found = {
         **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
@@ -205,7 +209,7 @@ def video_tag(
 
     decoder is a dtype of the VAE, or a Preview's identity; files are the VAE's as they were when it was read.
     """
-    is_dtype = decoder in DTYPES
+    is_dtype = decoder in get_args(DType)
     made_by = str(choose_dtype(decoder, choose_device(config.device))) if is_dtype else decoder
     files = (vae_files(config) if files is None else files) if is_dtype else []
     return f"{run} {fingerprint({'vae': files, 'by': made_by})}"
@@ -238,7 +242,7 @@ def files_of(
 
     of_model are the model's as they were when it was loaded; edits read theirs anew for every rollout.
     """
-    edits = config.edits if edits is None else edits
+    edits = config_edits(config) if edits is None else edits
     for edit in edits:
         edit.check_source(config)
     found = [*(model_files(config, weights_file) if of_model is None else of_model)]
@@ -271,7 +275,7 @@ def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable
     read += [
         *(each.path for each in config.loras),
         (config.cache_policy or {}).get("file"),
-        *edit_files(config, config.edits),
+        *edit_files(config, config_edits(config)),
     ]
     flags = [getattr(args, name, None) for name in ("save_base", "log_file")]
     require_distinct([*written, *(path for path in flags if path)], [*args.inputs, *read])

@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from os.path import isfile
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from experiments.caches.files import (
     RunError,
@@ -26,7 +26,7 @@ from experiments.caches.files import (
     require_suffix,
 )
 from experiments.extraction.project_files import policy_settings
-from wan.config import DTYPES, NOISES, LoRAFile, RunConfig, load_config
+from wan.config import DType, LoRAFile, RunConfig, load_config
 from wan.errors import (
     ConfigError,
     UserError,
@@ -188,47 +188,30 @@ class Parser(argparse.ArgumentParser):
 
 
 # --- Flags of a run; those named as a field of RunConfig override it
-CONFIG_FLAGS = {
-    "checkpoint_path": "Self-Forcing style .pt with the causal weights",
-    "ckpt_dir": "directory of the base model in diffusers layout",
-    "prompt": "text to generate from",
-    "num_frames": "latent frames; 21 are 81 video frames",
-    "independent_first_frame": "the first block is one frame",
-    "seed": "of all noise",
-    "noise": "seeded: the same on every device; released, or a card: as the public scripts draw it there",
-    "device": "auto, cpu, cuda or cuda:N",
-    "use_ema": "the checkpoint's generator_ema rather than its generator",
-    "step": "which pass: 0 is t = 1000, the last is the clean pass",
-    "prompt_embeds": "a .pt of prompt embeddings, in place of umT5",
-    "first_frames": "latents, an mp4 or a picture that the video begins with; num_frames counts them",
-    "layer_indices": "layers, counted from 0",
-    "layer_index": "layer, counted from 0; the cache goes to cache/layerN.pt",
-    "gpus": "make one rollout on so many GPUs of this host; it starts torchrun itself",
-    "dtype": "of weights and generation; auto: bfloat16 on a GPU, float32 on a CPU",
-    "offload": "keep the layers' weights on the host and stream them to the GPU: the same bits, less GPU "
-    "memory; umT5 stays where it is",
-    "t5_cpu": "run umT5 on the CPU; other bits than on a GPU",
-}
 BASE = "base"  # of --checkpoints: the weights of ckpt_dir
 FILE_FIELDS = ("cache_policy", "prompt_schedule", "interventions")  # their flags name files
-OPTIONS: dict[Any, dict[str, Any]] = {
-    int: {"type": int},
-    bool: {"action": argparse.BooleanOptionalAction},
-    list[int]: {"type": int, "nargs": "+"},
-    "gpus": {"type": count},
-    "dtype": {"choices": DTYPES},
-    "noise": {"choices": NOISES},
-    "prompt_embeds": {"metavar": "FILE"},
-    "first_frames": {"metavar": "FILE"},
-}
+FILES = ("prompt_embeds", "first_frames")
 
 
 def add_config_flags(parser: argparse._ActionsContainer, *names: str) -> None:
-    """Add a flag for each named field of RunConfig."""
-    kinds = get_type_hints(RunConfig)
+    """Add a flag for each named setting, whose help and type stand with it in wan/config.py."""
+    settings, kinds = {item.name: item for item in fields(RunConfig)}, get_type_hints(RunConfig)
     for name in names:
-        options = OPTIONS.get(name) or OPTIONS.get(kinds[name], {})
-        parser.add_argument(f"--{name}", help=CONFIG_FLAGS[name], **options)
+        kind = kinds[name]
+        options: dict[str, Any] = {"help": settings[name].metadata["flag"]}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif kind is int:
+            options["type"] = int
+        elif kind == list[int]:
+            options |= {"type": int, "nargs": "+"}
+        elif get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
+        if name == "gpus":
+            options["type"] = count
+        if name in FILES:
+            options["metavar"] = "FILE"
+        parser.add_argument(f"--{name}", **options)
 
 
 def run_parser(
@@ -259,7 +242,12 @@ def run_parser(
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
     flag("--preview", metavar="FILE", help="decode the video by TAEHV's small decoder, for a first look")
-    flag("--vae_dtype", choices=DTYPES, default="auto", help="of the video's decoder: bfloat16 on a GPU")
+    flag(
+        "--vae_dtype",
+        choices=get_args(DType),
+        default="auto",
+        help="of the video's decoder: bfloat16 on a GPU",
+    )
     flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")
     flag(
         "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"

@@ -60,6 +60,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.policies import policy_of
 from wan.seals import checksum
 from wan.vae import VAE, Preview
 from wan.wings.seeded_noise import seeded_noise
@@ -210,7 +211,9 @@ def make_long_video(
     # Clean passes alone bring back the cache, but where noisy queries choose keys, a release has its quirks,
     # an edit counts, or a window of blocks is denoised together:
     plain = config.sampler == "blocks" and not config.interventions
-    given = ends[first] if plain and not (config.policy.chooses_by_layer or config.policy.source) else 0
+    given = (
+        ends[first] if plain and not (policy_of(config).chooses_by_layer or policy_of(config).source) else 0
+    )
     # 2. Roll out; finished blocks are given, or made again and compared
     noise = seeded_noise([config], session.model_config, session.dtype, session.device)
     requests = capture.requests([block for block in capture.blocks(len(blocks)) if block >= first])

@@ -6,14 +6,18 @@
 papermill only warns of a name that a notebook does not have, and draws the default.
 """
 
-from collections.abc import Collection, Mapping, MutableMapping
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import PurePath
-from types import ModuleType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from experiments.caches.files import in_words
-from wan.errors import ConfigError, did_you_mean, fitted, short_repr
+from wan.errors import ConfigError, did_you_mean, from_values, require_text, short_repr
 
+NUMBER = r":(0|[1-9]\d{0,4})"
 Width = Literal["column", "page"] | Annotated[float, 1, 40] | None  # a journal's, or inches
 Count = Annotated[int, 1, 100_000]
 KINDS: dict[str, Any] = {
@@ -175,3 +179,54 @@ def check_given(notebook: str, given: Mapping[str, Any], own: Collection[str]) -
             raise ConfigError(f"{name} follows from the cache and the layers; leave it out of --parameter")
         if name not in known:
             raise ConfigError(f"{notebook}.ipynb has no parameter {name}{did_you_mean(name.upper(), known)}")
+
+
+def fitted(value: Any, kind: Any, name: str) -> tuple[Any, str]:
+    """Return a value in the form of an annotation, and ""; where none fits, the value and what would."""
+    # 1. One of several kinds; a kind and its limits.
+    if get_origin(kind) in (Union, UnionType):
+        tried = [fitted(value, one, name) for one in get_args(kind)]
+        words = " or ".join(known for _, known in tried)
+        return next((one for one in tried if not one[1]), (value, words))
+    limits: tuple[Any, ...] = ()
+    if get_origin(kind) is Annotated:
+        kind, *limits = get_args(kind)  # type: ignore[assignment]
+    if get_origin(kind) is Literal:
+        kind, limits = str, (get_args(kind),)
+    # 2. Several values of one kind, or values of these kinds in this order.
+    origin, items = get_origin(kind) or kind, get_args(kind)
+    if origin in (list, tuple) and items:
+        given = [value]
+        if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)):
+            given = [*value]
+        kinds = items if origin is tuple and items[-1] is not Ellipsis else items[:1] * len(given)
+        parts = [fitted(x, one, name) for x, one in zip(given, kinds, strict=False)]
+        low, high = limits or (0, sys.maxsize) if kinds is not items else [len(items)] * 2
+        fits = low <= len(given) <= high and (origin is tuple or given != [value])
+        fits = fits and not any(known for _, known in parts)
+        many = f"{low}..{high} of " if limits else "a list of "
+        words = many + (fitted(object(), items[0], name)[1] or "anything")
+        return (origin(x for x, _ in parts), "") if fits else (value, words)
+    if origin in (Sequence, Collection) and items:  # of an argument, which stays as it is
+        words = "a list of " + (fitted(object(), items[0], name)[1] or "anything")
+        several = isinstance(value, origin) and not isinstance(value, (str, bytes, Mapping))
+        return value, "" if several and not any(fitted(x, items[0], name)[1] for x in value) else words
+    # 3. A dataclass by its fields; other classes are not looked into.
+    if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
+        return from_values(origin, value, f"{name}: "), ""
+    if origin not in (bool, int, float, str, NoneType):
+        fits = origin is Any or not isinstance(origin, type) or isinstance(value, origin)
+        return value, "" if fits else f"a {origin.__name__}"
+    # 4. Numbers and texts: the type itself, for True is no 1, and the known ones or the range.
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    words = {NoneType: "null", str: "text"}.get(kind, kind.__name__)
+    if type(value) is str:
+        require_text(value, name)
+    if len(limits) == 1:
+        words = f"one of {', '.join(limits[0])}"
+        fits = fits and any(re.fullmatch(one.replace(":N", NUMBER), value) for one in limits[0])
+    elif limits:
+        low, high = limits
+        words = f"{words} in {low}..{high}" + " characters" * (kind is str)
+        fits = fits and low <= (len(value.strip()) if kind is str else value) <= high
+    return float(value) if fits and type(value) is int and kind is float else value, "" if fits else words

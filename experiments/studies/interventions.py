@@ -32,6 +32,7 @@ from wan.interventions import (
     Bias,
     Edit,
     Jitter,
+    config_edits,
 )
 from wan.vae import VAE
 
@@ -43,7 +44,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     videos = videos_of(args, [args.output_path])
     written = [args.output_path, *videos]
     check_outputs(args, config, written)
-    edits, plain = config.edits, replace(config, interventions=[])
+    edits, plain = config_edits(config), replace(config, interventions=[])
     with claimed(dict.fromkeys(written, 0), args.overwrite is not False), observed(args, unit=None) as watch:
         if videos and not args.dry_run:
             require_ffmpeg("leave the video out by --no_video")

@@ -46,7 +46,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.policies import read_policy
+from wan.policies import policy_of, read_policy
 from wan.vae import VAE
 from wan.wings.seeded_noise import seeded_noise
 
@@ -325,7 +325,7 @@ class Comparison:
             cost["peak_bytes"] = torch.cuda.max_memory_allocated(session.device)
         # What the cache holds for one video, not what the allocator does.
         held = kv_cache(config, session.model_config, session.dtype)
-        if config.policy.by_heads:  # how many heads are of which class shows in the rollout alone
+        if policy_of(config).by_heads:  # how many heads are of which class shows in the rollout alone
             held = pipeline.cache_bytes // len(items)
         return list(pixels), cost | {"batch": len(items), "cache_bytes": held}
 

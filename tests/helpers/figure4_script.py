@@ -13,6 +13,7 @@ from wan.config import load_config
 from wan.model import CausalWanModel
 from wan.modules.attention import ATTENTION_WEIGHT_CAPTURE
 from wan.pipeline import CausalInferencePipeline
+from wan.policies import policy_of
 from wan.text_encoder import TextEncoder
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -45,7 +46,7 @@ pipe = CausalInferencePipeline(
     c.timestep_shift,
     c.context_noise,
     encoder,
-    cache_policy=c.policy,
+    cache_policy=policy_of(c),
 )
 
 generator = torch.Generator().manual_seed(c.seed)

@@ -34,7 +34,7 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.errors import ConfigError
 from wan.files import read_yaml
 from wan.interventions import Ablate, Edit, Patch, Source
-from wan.policies import POLICIES
+from wan.policies import POLICIES, policy_of
 from wan.sites import SITES
 
 BLOCK = re.compile(r"```python\n(.*?)```", re.S)
@@ -183,7 +183,7 @@ def test_models_and_policies_are_given_by_name_file_or_settings(elsewhere):
     assert all(pipe.config == by_name.config for pipe in others)
     windowed = load("wan_mini_lora", cache_policy={"name": "full"}).config  # that config has a window
     assert windowed == load("wan_mini_lora", cache_policy="full").config
-    assert windowed.policy.name == "full"
+    assert policy_of(windowed).name == "full"
     with pytest.raises(ConfigError, match="leave them out where cache_policy is given"):
         load("wan_mini", cache_policy="full", local_attn_size=9)
 

@@ -57,12 +57,16 @@ def test_edits_survive_python_and_json_and_are_told_apart():
 
 A_SOURCE = {"seed": 1}
 REFUSED = {  # what is named -> the fields as a YAML has them
-    "passes 'both'.*denoise, clean, all": {"edit": "knockout", "frames": 0, "passes": "both"},
+    "passes 'both' should be 'denoise', 'clean'": {
+        "edit": "knockout",
+        "frames": 0,
+        "passes": "both",
+    },
     "frames .*or tokens": {"edit": "knockout", "passes": "all"},
     "frames 'last'": {"edit": "knockout", "frames": "last", "passes": "all"},
     r"heads \[-1\]": {"edit": "ablate", "how": "zero", "heads": [-1], "passes": "all"},
     "'residpost'.*resid_post": {"edit": "patch", "what": "residpost", "source": A_SOURCE, "passes": "all"},
-    "source 'x' is not a Source": {"edit": "patch", "what": "z", "source": "x", "passes": "all"},
+    "source 'x' should be": {"edit": "patch", "what": "z", "source": "x", "passes": "all"},
     "what='kv'": {"edit": "patch", "what": "z", "source": A_SOURCE, "frames": [0], "passes": "all"},
     "source: unknown key 'sed'; did you mean seed": {
         "edit": "patch",
@@ -72,7 +76,7 @@ REFUSED = {  # what is named -> the fields as a YAML has them
     },
     "offset= or position=": {"edit": "move", "frames": "first", "passes": "all"},
     "edit .'frames': 0.*knockout": {"frames": 0, "passes": "all"},
-    "bias: b 'x' is not float in": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
+    "bias: b 'x' should be a valid number": {"edit": "bias", "b": "x", "frames": 0, "passes": "all"},
     "frame'.*frames": {"edit": "knockout", "frame": 0, "passes": "all"},
 }
 
@@ -102,7 +106,7 @@ def test_yaml_and_back(tmp_path):
 HOSTILE = {
     "holds no list of interventions; write": "interventions: knockout\n",
     "intervention 2: edit 'cut' is none": "- {edit: bias, b: 1, frames: 0, passes: all}\n- {edit: cut}\n",
-    "passes 'no' is not one of|passes False is not": "- {edit: knockout, frames: 0, passes: no}\n",
+    "passes ('no'|False) should be 'denoise'": "- {edit: knockout, frames: 0, passes: no}\n",
     "the YAML of interventions cannot be read: .* in line": "- {edit: [",
     "YAML of interventions cannot be read: could not determine": "- !!python/object/apply:os.system [echo]\n",
     "duplicate key layers in line 1": "- {edit: ablate, how: zero, layers: 5, layers: 3}\n",

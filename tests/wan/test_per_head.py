@@ -12,7 +12,7 @@ from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.pipeline import CausalInferencePipeline
-from wan.policies import make_policy
+from wan.policies import make_policy, policy_of
 
 HEADS, LAYERS, S = 12, 5, 3
 LABELS = [["far" if (layer + head) % 3 else "near" for head in range(HEADS)] for layer in range(LAYERS)]
@@ -124,7 +124,7 @@ def test_classes_of_one_sink_go_on_behind_a_flush_and_others_are_refused(per_hea
         settings = per_head(RELATIVE, memories | {"sink": 3}).describe()
         switch = {"frame": 12, "prompt": "a", "how": how}
         with pytest.raises(ConfigError, match=f"frame 12 cannot {how} under .*; it can keep"):
-            RunConfig(cache_policy=settings, prompt_schedule=[switch])
+            policy_of(RunConfig(cache_policy=settings, prompt_schedule=[switch]))
 
 
 def test_a_budget_of_every_head_is_its_window(per_head, tmp_path):

@@ -10,7 +10,9 @@ of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
 from collections.abc import Mapping
 from typing import Any
 
-from wan.cache import CachePolicy, Full
+from wan.blocks import block_ranges
+from wan.cache import CachePolicy, Full, read_switches
+from wan.config import RunConfig
 from wan.errors import ConfigError, from_values, library_reads, require_known
 from wan.policies.frames import (
     DeepSink,
@@ -82,6 +84,39 @@ def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
         with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
             given["policies"] = {str(label): read_policy(one) for label, one in given["policies"].items()}
     return from_values(POLICIES[name], given, f"cache_policy {name}: ")
+
+
+def policy_of(config: RunConfig) -> CachePolicy:
+    """Return the policy of a run: cache_policy, or what local_attn_size and sink_size mean.
+
+    Raises ConfigError where it does not fit the run's blocks and prompts.
+    """
+    # 1. A window has two spellings, of which only one may be used.
+    has_window = config.local_attn_size != -1 or config.sink_size > 0
+    if config.cache_policy is not None and has_window:
+        spelling = f"{{name: window, window: {config.local_attn_size}, sink: {config.sink_size}}}"
+        remedy = "leave them out where cache_policy is given"
+        raise ConfigError(f"local_attn_size and sink_size mean cache_policy {spelling}; {remedy}")
+    if config.cache_policy is not None:
+        policy = read_policy(config.cache_policy)
+    else:
+        policy = of_window(config.local_attn_size, config.sink_size)
+    # 2. It fits the blocks, the prompts that follow, and keys that are computed again.
+    policy.check(config.block_sizes)
+    policy.check_schedule(read_switches(config.prompt_schedule), block_ranges(config.block_sizes))
+    if config.recompute_context:
+        policy.check_recompute(config.recompute_context, config.num_frame_per_block)
+    return policy
+
+
+def policy_classes(config: RunConfig) -> list[type[CachePolicy]]:
+    """Return the classes of cache_policy, and of its policies for classes of heads; no file is read."""
+    classes = list[type[CachePolicy]]()
+    remaining = [config.cache_policy] if config.cache_policy else []
+    for settings in remaining:
+        remaining += (settings.get("policies") or {}).values()
+        classes.append(POLICIES[settings["name"]])
+    return classes
 
 
 def make_policy(name: str, **chosen: Any) -> CachePolicy:

@@ -6,7 +6,7 @@ in wan/cache.py. Letters: B batch, S tokens per frame, H heads, D head dim, W wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ class RollingSink(WindowedPolicy):
     turned to p.
     """
 
-    sink: Annotated[int, 0, 0] = 0
+    sink: Literal[0] = 0
 
     name = "rolling_sink"
     releases = block_bound = ("rolling_sink",)

@@ -11,10 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from wan.cache import AnyCache, CachePolicy, CacheSizes, Capacity, How, KVCache, Text
@@ -751,17 +752,17 @@ class TriAttention(HeadwisePolicy):
 
     window: Count = 12
     sink: Frames = 3
-    budget_tokens: Annotated[int, 1, 1 << 24] = 9360
+    budget_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 9360
     compress_every_n_frames: Count = 3
     keep_last_frames: Frames = 3
-    pruning_mode: Annotated[str, ("layer_perhead", "perhead")] = "layer_perhead"
-    score_aggregation: Annotated[str, ("mean", "max")] = "mean"
-    perhead_layer_aggregation: Annotated[str, ("mean_of_layer_max", "mean", "max")] = "mean_of_layer_max"
+    pruning_mode: Literal["layer_perhead", "perhead"] = "layer_perhead"
+    score_aggregation: Literal["mean", "max"] = "mean"
+    perhead_layer_aggregation: Literal["mean_of_layer_max", "mean", "max"] = "mean_of_layer_max"
     offset_max_frames: Frames = 128
     normalize_scores: bool = True
     tie_break_noise: bool = True
     tie_break_noise_scale: Share = 1e-6
-    random_seed: Annotated[int, 0, 2**63 - 1] = 0
+    random_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     protect_sink: bool = True
     statistics: Any = ""
 
