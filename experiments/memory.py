@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from wan.policies import policy_of
-from wan.cache import read_switches
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
+from wan.cache import read_switches
 from wan.capture import ALL, CaptureRequest, queries_of
 from wan.checkpoint import VAE_FILE, CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
@@ -25,6 +24,7 @@ from wan.errors import ConfigError, in_context
 from wan.files import read_json
 from wan.keys import RotaryTable
 from wan.model import CausalWanModel
+from wan.policies import policy_of
 from wan.reductions import CHUNK_ELEMENTS
 from wan.sites import OF_FORWARD, SITES, check_indices
 
