@@ -19,7 +19,7 @@ from torch import Tensor
 
 from experiments import memory
 from experiments.analysis.measures import head_statistics
-from experiments.analysis.stats import pearson
+from experiments.analysis.stats import pearson, psnr
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
 from experiments.caches.files import CacheError, RunError, require_held
@@ -692,8 +692,8 @@ class Comparison:
     @cached_property
     def psnr(self) -> Tensor:
         """Peak signal-to-noise ratio of every frame in dB, float32 [frames]; infinite for equal ones."""
-        one, other = (run.video.float() for run in self.runs)
-        return 10 * (255**2 / (one - other).square().mean((1, 2, 3))).log10()
+        one, other = (run.video.numpy() for run in self.runs)
+        return torch.from_numpy(psnr(one, other, peak=255)).float()
 
     @property
     def video(self) -> Tensor:

@@ -225,19 +225,23 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 # --- Differences of videos
 
 
-def _of_one_shape(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return both videos as float64. ConfigError for two shapes, of which NumPy would repeat one."""
+def _require_one_shape(one: np.ndarray, other: np.ndarray) -> None:
+    """Raise ConfigError for videos of two shapes, of which NumPy would repeat one."""
     if np.shape(one) != np.shape(other):
         raise ConfigError(f"videos of {list(np.shape(one))} and {list(np.shape(other))} are not compared")
-    return np.asarray(one, np.float64), np.asarray(other, np.float64)
 
 
-def psnr(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the peak signal-to-noise ratio per frame in dB of videos [F, C, H, W] in 0..1."""
-    x, y = _of_one_shape(one, other)
-    squared = ((x - y) ** 2).mean((-3, -2, -1))
+def psnr(one: np.ndarray, other: np.ndarray, peak: float = 1.0) -> np.ndarray:
+    """Return the peak signal-to-noise ratio in dB of each frame of videos [F, ...] of values in 0..peak.
+
+    Infinite for equal frames.
+    """
+    _require_one_shape(one, other)
+    # Frame by frame: whole videos in float64 would take gigabytes.
+    pairs = zip(one, other, strict=True)
+    squared = [np.mean((np.asarray(x, np.float64) - np.asarray(y, np.float64)) ** 2) for x, y in pairs]
     with np.errstate(divide="ignore"):
-        return -10 * np.log10(squared)
+        return -10 * np.log10(np.array(squared) / peak**2)
 
 
 def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
@@ -250,7 +254,8 @@ def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
         corners = right[..., window:, :] + left[..., :-window, :]
         return (corners - left[..., window:, :] - right[..., :-window, :]) / window**2
 
-    x, y = _of_one_shape(one, other)
+    _require_one_shape(one, other)
+    x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
     mean_x, mean_y, c1, c2 = mean(x), mean(y), 0.01**2, 0.03**2
     variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
     index = (2 * mean_x * mean_y + c1) * (2 * (mean(x * y) - mean_x * mean_y) + c2)

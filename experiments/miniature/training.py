@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from experiments.analysis.stats import psnr
 from experiments.caches.files import replacing, require_writable, save_report
 from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.miniature import SHIPPED
@@ -414,19 +416,20 @@ def encode_scenes(vae: AutoencoderKLWan, scenes: Sequence[Scene], device: torch.
 @torch.no_grad()
 def vae_quality(vae: AutoencoderKLWan, device: torch.device, clips: int) -> dict[str, float]:
     """Return the mean PSNR in dB of held-out clips of 81 frames: all frames, first second, last second."""
-    scenes, errors = list(itertools.islice(sample_scenes(HELD_OUT_SEED, held_out=True), clips)), []
+    scenes = list(itertools.islice(sample_scenes(HELD_OUT_SEED, held_out=True), clips))
+    frames = {
+        "psnr": slice(None),
+        "psnr_first_second": slice(FPS),
+        "psnr_last_second": slice(-FPS, None),
+    }
+    decibels = defaultdict[str, list[float]](list)
     for i in range(0, clips, 8):
-        video = render_batch(scenes[i : i + 8], FRAMES, SIDE, device)
-        error = decode(vae, encode(vae, video.to(vae.dtype))[0]).float().clamp(-1, 1) - video
-        errors.append(error.square().mean((1, 3, 4)).cpu() / 4)  # of values in 0..1
-    squared = torch.cat(errors)  # [clips, frames]
-    parts = {"psnr": squared, "psnr_first_second": squared[:, :FPS], "psnr_last_second": squared[:, -FPS:]}
-    return {name: round(psnr(part), 2) for name, part in parts.items()}
-
-
-def psnr(squared: Tensor) -> float:
-    """Return the mean dB of clips from their squared errors [clips, frames]."""
-    return (-10 * squared.mean(1).log10()).mean().item()
+        video = render_batch(scenes[i : i + 8], FRAMES, SIDE, device)  # [N, 3, T, H, W] in -1..1
+        decoded = decode(vae, encode(vae, video.to(vae.dtype))[0]).float().clamp(-1, 1)
+        for name, chosen in frames.items():
+            pair = video[:, :, chosen].cpu().numpy(), decoded[:, :, chosen].cpu().numpy()
+            decibels[name] += psnr(*pair, peak=2).tolist()  # a clip counts as one frame
+    return {name: round(fmean(values), 2) for name, values in decibels.items()}
 
 
 # --- Data of the transformers: latents of rendered clips, tokens of their captions, noise

@@ -152,6 +152,9 @@ def test_p_values_and_pictures_by_the_textbook():
     assert np.isnan([stats.sign_flip_p(missing), *stats.bootstrap(missing)]).all()
     video = np.clip(0.5 + 0.2 * draw(3, 3, 16, 16), 0, 1)
     assert np.allclose(stats.psnr(video, video + 0.1), 20) and np.isinf(stats.psnr(video, video)).all()
+    assert np.allclose(stats.psnr(255 * video, 255 * video + 25.5, peak=255), 20)
+    pixels = np.array([[[0, 255]], [[10, 10]]], np.uint8)  # [frames, H, W]: no difference wraps around
+    assert np.allclose(stats.psnr(pixels, pixels[:, :, ::-1], peak=255), [0, np.inf])
     p, q = (np.lib.stride_tricks.sliding_window_view(x, (8, 8), (-2, -1)) for x in (video, 1 - video))
     (a, b), (v, w) = ((x.mean((-2, -1)) for x in (p, q)), (x.var((-2, -1)) for x in (p, q)))
     top = (2 * a * b + 1e-4) * (2 * ((p * q).mean((-2, -1)) - a * b) + 9e-4)
