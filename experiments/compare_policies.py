@@ -1,10 +1,11 @@
 """Cache policies side by side on long videos: drift per second, one row a video. It goes on where it stopped.
 
     python experiments/compare_policies.py --policies full window,window=9,sink=3 deep_sink --num_frames 240
-    python experiments/compare_policies.py --policies findings --held_out 18 --seeds 0 1 2 --output_dir OUT
+    python experiments/compare_policies.py --policies family --held_out 18 --seeds 0 1 2 --output_dir OUT
 
 Without --prompts the prompts are held-out scenes of the miniature, whose tracker then answers, and three
-controls stand beside the policies. docs/long_rollouts.md says what the numbers are.
+controls stand beside the policies. A table of means over prompts is printed, with each policy's difference to
+the first one. docs/long_rollouts.md says what the numbers are.
 """
 
 from dataclasses import replace
@@ -22,7 +23,7 @@ WITHOUT_USE = ("output_path", "save_video", "overwrite", "cache_policy")
 def run(argv=None):
     parser = run_parser(__doc__, without=WITHOUT_USE)
     flag = parser.add_argument
-    named = "NAME,FIELD=VALUE,..., YAMLs, family, findings or heads"
+    named = "NAME,FIELD=VALUE,..., YAMLs, or family: published settings"
     flag("--policies", nargs="+", default=["family"], help=named)
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")

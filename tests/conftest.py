@@ -33,13 +33,13 @@ torch.set_num_threads(1)  # the tensors are small: threads that wait for each ot
 # What takes most of the time: real scripts, notebooks, figures of every size, kills and mutants.
 SLOW_FOLDERS = ("notebooks", "robustness")
 SLOW = "memory figures own_code tracking training evaluation long_rollout parallel "
-SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison head_memory "
+SLOW += "causal_atlas intervention_runs policy_rollouts policy_comparison "
 SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
 # Files of ten seconds and more on one core, the longest first. tests/run.sh tells xdist to keep this order:
 # its own begins with files of many tests, and ends with a few that are long.
 LONGEST = "readme_commands notebooks golden_policies own_code engine run cli figures sweep rollouts "
-LONGEST += "stopping remedies findings scripts head_memory long_rollout parallel training layout kernels"
+LONGEST += "stopping remedies findings scripts long_rollout parallel training layout kernels"
 LONGEST_FIRST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 
 SIZES = ("dim", "ffn_dim", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")

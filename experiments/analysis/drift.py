@@ -2,10 +2,16 @@
 
 Videos are uint8 [T, H, W, 3]. A frozen first frame is perfect by every measure of stability: it is the
 control, and motion stands beside them.
+
+    policy_rows(json["videos"])        # of the comparison.json of compare_policies.py
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from experiments.analysis.stats import bootstrap, sign_flip_p
 from wan.errors import ConfigError
 
 # --- Optical flow of two frames by polynomial expansion (Farnebäck, SCIA 2003)
@@ -243,3 +249,51 @@ def luma(frames: np.ndarray) -> np.ndarray:
 
 def _rms(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.sqrt(((one - other) ** 2).mean((-3, -2, -1)))
+
+
+# --- Policies side by side
+FROM = 5  # seconds: before, every policy sees nearly all there is; a shorter video counts as a whole
+
+
+def policy_rows(videos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row a policy: means over prompts with intervals, and the difference to the first one with p.
+
+    videos are those of a comparison.json. The difference is in the share of seconds that a tracker finds
+    right, or else in the hues kept. Seeds of a prompt are averaged first: the unit is the prompt. Of many
+    policies adjust p by stats.holm().
+    """
+    prompts = list(dict.fromkeys(video["prompt"] for video in videos))
+    first_label, first = "", np.empty(0)
+    rows: list[dict[str, Any]] = []
+    for label in dict.fromkeys(video["label"] for video in videos):
+        by_prompt: dict[str, list[dict[str, float]]] = {prompt: [] for prompt in prompts}
+        for video in videos:
+            if video["label"] == label:
+                by_prompt[video["prompt"]].append(_video_means(video))
+        measures = list(by_prompt[prompts[0]][0])
+        values = {
+            name: np.array([np.mean([seed[name] for seed in seeds]) for seeds in by_prompt.values()])
+            for name in measures
+        }
+        row: dict[str, Any] = {"policy": label}
+        row |= {name: str(bootstrap(of_prompts)) for name, of_prompts in values.items()}
+        primary = values[measures[0]]
+        if not rows:
+            first_label, first = label, primary
+        else:
+            row[f"less {first_label}"] = str(bootstrap(primary - first))
+            row["p"] = sign_flip_p(primary - first)
+        rows.append(row)
+    return rows
+
+
+def _video_means(video: Mapping[str, Any]) -> dict[str, float]:
+    """Return the means over seconds of a video's measures, the primary one first."""
+    seconds = {name: video["seconds"][name] for name in ("hue_kept", "motion", "distance")}
+    if "tracker" in video:
+        seconds = {"right": video["tracker"]["right"]} | seconds
+    means = {}
+    for name, values in seconds.items():
+        late = np.array(values[FROM:] or values, float)
+        means[name] = float(late.mean()) if late.size else float("nan")
+    return means

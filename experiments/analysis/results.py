@@ -19,7 +19,7 @@ from wan.files import read_json
 def read_report(path: str | Path, finding: str) -> dict[str, Any]:
     """Read the results of a finding in experiments/findings. CacheError where there are none."""
     ours = f"experiments/findings/{finding}/results.json"
-    form = f"those of the repository are in {ours}, made by run.py beside it"
+    form = f"those of the repository are in {ours}"
     return read_json(path, CacheError, form)
 
 
@@ -179,7 +179,6 @@ def _interval(values: Sequence[float | None]) -> Interval:
 
 # --- Memory of heads: how much of something is left when more and more heads lose their past
 
-BACK = "same"  # the tracker's answer: hidden, and back in colour and shape
 ALL, EACH = "all", "each"  # miniatures together, with an interval over them and captions, and their means
 CEILINGS = "rendered", "VAE"
 HEADS = {  # sets of presence_and_identity.json -> in words

@@ -16,14 +16,13 @@ import numpy as np
 
 from experiments.analysis.first_frame import context_cells
 from experiments.analysis.panels import BlockPanel, HeadMap, HeadPanel, PartsPanel
-from experiments.analysis.stats import RESOLUTION, mean_without_nan, varying
+from experiments.analysis.stats import RESOLUTION, varying
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
 
 # Of Wan2.1 1.3B and 14B; 22 of its 64 complex pairs turn with time.
 WAN_HEAD_DIM = 128
 NUM_BANDS = 6  # of 22: the elbow of R² and of |E q| / E|q| in the real model
-JITTER = 0.35  # null frequencies are ω e^u, u uniform in ± this
 
 
 def temporal_frequencies(head_dim: int, base: float = 10000.0) -> np.ndarray:
@@ -88,21 +87,16 @@ def wave_columns(distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
     return np.concatenate([np.cos(angles), np.sin(angles)], 1)
 
 
-def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray, ridge=0.0) -> Waves:
-    """Fit a constant and waves to curves [..., n] at distances [n] by least squares.
-
-    ridge penalises the squared waves, not the constant: beyond the fitted frames slow waves need it.
-    """
+def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> Waves:
+    """Fit a constant and waves to curves [..., n] at distances [n] by least squares."""
     B = len(frequencies)
-    columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
-    penalty = np.sqrt(ridge) * np.eye(2 * B + 1)[1:]  # rows that ask the waves to be 0
     if not len(distances):  # of nothing no wave is known
         nothing = np.full((*np.shape(curves)[:-1], 2 * B + 1), np.nan)
         return Waves(np.asarray(frequencies), nothing[..., 0], nothing[..., :B], nothing[..., :B])
+    columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
     flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
-    inverse = np.linalg.pinv(np.concatenate([columns, penalty]))[:, : len(distances)]
-    found = (flat @ inverse.T).reshape(*np.shape(curves)[:-1], -1)
-    return Waves(np.asarray(frequencies), found[..., 0], found[..., 1 : B + 1], found[..., B + 1 :])
+    fitted = (flat @ np.linalg.pinv(columns).T).reshape(*np.shape(curves)[:-1], -1)
+    return Waves(np.asarray(frequencies), fitted[..., 0], fitted[..., 1 : B + 1], fitted[..., B + 1 :])
 
 
 def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
@@ -111,51 +105,11 @@ def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
     return 1 - rest / varying(curves - curves.mean(-1, keepdims=True), curves, RESOLUTION)
 
 
-def held_out_r_squared(
-    curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray, size: int = 3, ridge=0.0
-) -> np.ndarray:
-    """Return R² of frames that were held out, pooled over three folds [...].
-
-    A fold holds out every third run of `size` neighbouring frames. With 1 a line through the neighbours does
-    well, and with a third of all frames the waves are continued beyond what they were fitted to.
-    """
-    curves, predicted = np.asarray(curves, np.float64), np.empty_like(curves, dtype=np.float64)
-    folds = np.arange(len(distances)) // size % 3
-    for fold in range(3):
-        out = folds == fold
-        found = fit_waves(curves[..., ~out], distances[~out], frequencies, ridge)
-        predicted[..., out] = found.at(distances[out])
-    return r_squared(curves, predicted)
-
-
-def jittered(frequencies: np.ndarray, draws: int = 20, seed: int = 0) -> np.ndarray:
-    """Return null frequencies [draws, B]: each ω times e^u, u uniform in ±JITTER."""
-    u = np.random.default_rng(seed).uniform(-JITTER, JITTER, (draws, len(frequencies)))
-    return np.asarray(frequencies) * np.exp(u)
-
-
 def last_block_context(curves: np.ndarray, block_sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the context [..., n] of last-block curves [..., F] and distances [n] to the block's middle."""
     last = block_ranges(list(block_sizes))[-1]
     distances = (last.start + last.stop - 1) / 2 - np.arange(last.start)
     return np.asarray(curves, np.float64)[..., : last.start], distances
-
-
-def first_by_block(
-    matrix: np.ndarray, block_sizes: Sequence[int]
-) -> tuple[list[range], np.ndarray, np.ndarray]:
-    """Return queries, frame 0's excess over and rank among the context frames [..., blocks], block by block.
-
-    Of frame matrices [..., F, F] and every block but the first; rank 1: no context frame has a larger mean
-    logit. One block says little: from a block of three frames to the next RoPE's fastest wave turns by 3
-    radians.
-    """
-    queries = block_ranges(list(block_sizes))[1:]
-    rows = [matrix[..., b.start : b.stop, : b.start].mean(-2) for b in queries]
-    excess = [row[..., 0] - mean_without_nan(row[..., 1:]) for row in rows]
-    # Where a window has left frame 0 behind it has no rank
-    rank = [np.where(np.isnan(row[..., 0]), np.nan, 1 + (row > row[..., :1]).sum(-1)) for row in rows]
-    return queries, np.stack(excess, -1), np.stack(rank, -1)
 
 
 class MatrixFit(NamedTuple):

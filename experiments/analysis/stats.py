@@ -142,35 +142,6 @@ def resampled(samples: Sequence[np.ndarray], statistic: Callable[..., Any], draw
     return statistic(*drawn, axis=-1)  # [draws]; NaN may be in it
 
 
-def crossed_bootstrap(values: np.ndarray) -> Interval:
-    """Return the mean of values [groups, n] and its interval, from resampling groups and columns alike.
-
-    They are crossed with the columns: trainings judged on the same prompts. NaN as in bootstrap().
-    """
-    values = floats(values)
-    if not is_known(values):
-        return Interval(np.nan, np.nan, np.nan)
-    if len(values) == 1:
-        return bootstrap(values[0])
-    generator, (groups, columns) = np.random.default_rng(0), values.shape
-    # [DRAWS, groups, columns]: every drawn group has the same drawn columns
-    chosen = generator.integers(groups, size=(DRAWS, groups, 1))
-    drawn = values[chosen, generator.integers(columns, size=(DRAWS, 1, columns))]
-    return percentiles(float(values.mean()), drawn.mean((1, 2)))
-
-
-def t_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """Return the mean of a few independent values and Student's 95 % interval; NaN as in bootstrap()."""
-    values = floats(values)
-    if not is_known(values):
-        return Interval(np.nan, np.nan, np.nan)
-    if len(values) < 2:  # no spread is known of one
-        return Interval(float(values[0]), np.nan, np.nan)
-    mean = float(np.mean(values))
-    half = float(scipy.stats.t.ppf(0.975, len(values) - 1) * scipy.stats.sem(values))
-    return Interval(mean, mean - half, mean + half)
-
-
 def head_correlation(
     effects: np.ndarray, predictor: np.ndarray, given: Sequence[np.ndarray] = (), draws=DRAWS
 ) -> Interval:

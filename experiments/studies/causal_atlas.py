@@ -21,11 +21,11 @@ from torch import Tensor
 from experiments.caches.files import claimed
 from experiments.caches.formats import save_cache
 from experiments.extraction.edits import MeanRuns, reference_means
-from experiments.extraction.provenance import check_outputs, fingerprint, identity, record_of
+from experiments.extraction.provenance import check_outputs, fingerprint, identity, record_of, threads_for
 from experiments.extraction.rollout import Progress, memory, observed
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, load
-from experiments.studies.batches import FLOOR_BIAS, FLOOR_NOISE, Runs, distance
+from experiments.studies.interventions import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -33,11 +33,14 @@ from wan.interventions import (
     Ablate,
     Bias,
     Edit,
+    HeadOutputs,
     KeySelection,
     Move,
     intervene,
     read_edits,
+    record_head_outputs,
 )
+from wan.noise import draw_noise
 
 ADDED = ("attn_out", "cross_out", "mlp_out")  # the units of --each site: what is added to the residual stream
 ATLAS = "causal_atlas.pt"
@@ -47,6 +50,47 @@ Denoise = Callable[..., Tensor]
 
 
 # --- Direct effects in a batch of runs
+@dataclass
+class Runs:
+    """Unedited rollouts, made together: latents, outputs of heads, and the distance to another seed."""
+
+    session: Session
+    configs: Sequence[RunConfig]  # they differ in prompt and seed
+    sites: Sequence[str] = ()  # whose outputs are recorded, beside those of heads
+
+    def __post_init__(self) -> None:
+        texts = self.session.texts
+        self.text = torch.cat([texts[config.prompt][0] for config in self.configs])  # [B, text_len, text_dim]
+        self.ranges = block_ranges(self.configs[0].block_sizes)
+        self.noise, self.renoise = self._noise(self.configs)
+        with record_head_outputs(*dict.fromkeys((*HeadOutputs.sites, *self.sites))) as self.outputs:
+            self.latents = self.rollout()
+        # The unit of effects: the same prompts from other noise.
+        others = [replace(config, seed=config.seed + ANOTHER_SEED) for config in self.configs]
+        noise, renoise = self._noise(others)
+        other_latents = self.rollout(noise=noise, renoise=renoise)
+        self.between_seeds = distance(self.latents, other_latents)  # [B, F]
+        self.means: dict[object, object] = {}  # of reference sets, read once
+
+    def rollout(
+        self, noise: Tensor | None = None, renoise: Tensor | None = None, probe: Any = None
+    ) -> Tensor:
+        """Return latents [B, F, C, h, w], from the configs' own noise where no other is given."""
+        noise = self.noise if noise is None else noise
+        renoise = self.renoise if renoise is None else renoise
+        with threads_for(noise[:1], self.session.model_config):
+            return self.session.pipeline.inference(
+                noise, prompt_embeds=self.text, renoise=renoise, probe=probe
+            )[1]
+
+    def _noise(self, configs: Sequence[RunConfig]) -> tuple[Tensor, Tensor]:
+        """Return noise [B, F, C, h, w] and the noise of later steps [steps - 1, B, F, C, h, w]."""
+        s = self.session
+        drawn = [draw_noise(config, s.model_config, s.dtype, s.device) for config in configs]
+        noise, renoise = zip(*drawn, strict=True)
+        return torch.cat(noise), torch.cat(renoise, 1)
+
+
 def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
     """Return every edit's direct effect by name, float64 [B, F]; NaN where a block has nothing to edit."""
 

@@ -1,6 +1,7 @@
 """Measure what edits change in one run: the effects cache, and both videos side by side.
 
-Effects are in units of the distance between two seeds (experiments/studies/batches.py).
+Effects are root mean squares of x0 per latent frame, in units of the distance between two seeds: a rollout
+feeds on itself, so that any edit ends as far away as another seed would.
 """
 
 import argparse
@@ -23,18 +24,21 @@ from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
 from experiments.running.cli import videos_of
 from experiments.session import Session, load
-from experiments.studies.batches import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
 from wan.config import RunConfig
 from wan.errors import library_reads
 from wan.files import load_tensors
-from wan.interventions import (
-    Bias,
-    Edit,
-    Jitter,
-    config_edits,
-)
+from wan.interventions import Bias, Edit, Jitter, config_edits
 from wan.vae import VAE
+
+ANOTHER_SEED = 1_000_003  # added to a seed: the distance between two seeds is the unit of effects
+FLOOR_NOISE = 1e-6  # added to the noise, in float32
+FLOOR_BIAS = 1e-6  # in other dtypes: too small for a logit, but attention then runs by groups
+
+
+def distance(one: Tensor, other: Tensor) -> Tensor:
+    """Return the root mean square difference per frame, float64 [B, F] of [B, F, C, h, w], on the CPU."""
+    return (one.double() - other.double()).square().mean((2, 3, 4)).sqrt().cpu()
 
 
 # --- One run without and with its interventions

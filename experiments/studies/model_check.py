@@ -46,7 +46,7 @@ MEANING = {
 
 
 # --- Heads beside their published selves
-class Comparison(NamedTuple):
+class HeadAgreement(NamedTuple):
     """How heads [layers, H] agree with their published selves."""
 
     r: np.ndarray  # of last-block curves over context frames
@@ -81,7 +81,7 @@ class Comparison(NamedTuple):
         return [(int(i // self.r.shape[1]), int(i % self.r.shape[1])) for i in order]
 
 
-def verdict(comparisons: Sequence[Comparison]) -> str:
+def verdict(comparisons: Sequence[HeadAgreement]) -> str:
     """Return the worst verdict of several videos."""
     return max((one.verdict for one in comparisons), key=VERDICTS.index)
 
@@ -92,7 +92,7 @@ def compare(
     matrix: np.ndarray | None,
     block_sizes: Sequence[int],
     frequencies: np.ndarray,
-) -> Comparison:
+) -> HeadAgreement:
     """Compare our matrices with published curves and, where there is one, the published matrix."""
     cells = context_cells(block_sizes)
     # [layers, H, F]: the mean over the last block's queries
@@ -124,7 +124,7 @@ def compare(
         "heads of the same kind": agreement(*(kinds(rate, Thresholds()) for rate in rates)),
         "ρ of wave amplitudes": float(np.mean(rho)) if rho else None,
     }
-    return Comparison(r, is_best, of_heads)
+    return HeadAgreement(r, is_best, of_heads)
 
 
 # --- The check
@@ -156,11 +156,11 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)
 
     # 2. Generate the same videos, under one noise after another until the heads agree.
-    def closest(found: list[Comparison]) -> float:
+    def closest(found: list[HeadAgreement]) -> float:
         """Return how near the farther video is."""
         return min(one.median_r for one in found)
 
-    best: list[Comparison] = []
+    best: list[HeadAgreement] = []
     best_logits, best_noise = [], ""
     with observed(args) as watch:
         session = load(largest).prepare(requests, [one.prompt for one in configs], watch)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
+from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, mp4_tag, require_writable, save_report
@@ -57,18 +58,17 @@ TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
 NO_WINDOW: dict[str, Any] = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
 
-# --- Lists of policies that --policies names
+# --- The list of policies that --policies names: published settings, and the plain window they came from
 FULL = "full"
-DEEP_SINK = "deep_sink,window=21,sink=10"  # Deep Forcing's, and the same with compression
-PARTICIPATIVE = "participative,window=21,sink=10,budget=16,recent=4"
-FAMILY = (  # compared with full: published settings, and the plain window they came from
+FAMILY = (
+    FULL,
     "window,window=9",
     "window,window=9,sink=3",
     "window,window=12,sink=3",
     "relative,window=6,sink=1",
     "relative,window=12,sink=3",
-    DEEP_SINK,
-    PARTICIPATIVE,
+    "deep_sink,window=21,sink=10",
+    "participative,window=21,sink=10,budget=16,recent=4",
     "ema_sink,window=9,sink=3",
     "two_memories,window=12,sink=3",
     "rolling_sink,window=21",
@@ -76,41 +76,17 @@ FAMILY = (  # compared with full: published settings, and the plain window they 
 )
 
 
-def spec(policy: str, window: int, sink: int) -> str:
-    """Write a policy of a window and a sink as --policies does."""
-    return f"{policy},window={window}" + (f",sink={sink}" if sink else "")
-
-
-GRID = list(product((6, 9, 12, 21), (0, 3, 6, 9, 12, 15)))  # windows and sinks in frames; a block has three
-SINK_MAP = [  # every window and sink that leave room for a block
-    spec(policy, window, sink)
-    for policy in ("window", "deep_sink")
-    for window, sink in GRID
-    if sink + 3 <= window and (sink or policy == "window")
-]
-HEADS = (
-    *("dummy_forcing", "dummy_forcing_far", "forcing_kv", "forcing_kv_wide"),
-    *("triattention", "triattention_small", "mass_heads", "pyramid_heads"),
-)
-EQUAL = (spec("window", 6, 3), spec("window", 9, 3))  # beside head-wise policies of as many bytes
-NAMED = {
-    "family": (FULL, *FAMILY),
-    "findings": tuple(dict.fromkeys((FULL, *FAMILY, *SINK_MAP))),
-    "heads": (FULL, *EQUAL, spec("window", 6, 1), *(f"mini_{name}" for name in HEADS)),
-}
-
-
 def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return label -> settings of every policy named: NAME,FIELD=VALUE,..., a file, or one of NAMED.
+    """Return label -> settings of every policy named: NAME,FIELD=VALUE,..., a file, or family.
 
     Raises ConfigError for what is no policy.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for word in (each for name in words for each in NAMED.get(name, (name,))):
-        settings = policy_settings(word)
-        read_policy(settings)
-        found[word] = settings
-    return found
+    policies: dict[str, dict[str, Any]] = {}
+    for word in words:
+        for label in FAMILY if word == "family" else (word,):
+            policies[label] = policy_settings(label)
+            read_policy(policies[label])
+    return policies
 
 
 def held_out(count: int) -> dict[str, Scene]:
@@ -170,7 +146,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PolicyRuns:
     """Policies, runs and the folder of the items; makes them (the engine's Work)."""
 
     folder: Path
@@ -366,10 +342,11 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
         made = {"made": called(client, environment, comparison.session.device), "made_seconds": seconds}
         table = {"measures": MEASURES | SUMMARIES} | merged(comparison) | made
         save_report(table, path)
+        print(table_of(drift.policy_rows(table["videos"])))
         watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {memory()}")
 
 
-def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> Comparison:
+def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> PolicyRuns:
     """Return what the flags ask for, before a model is there.
 
     Raises ConfigError or CacheError for what cannot be compared or written.
@@ -381,7 +358,7 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     for settings in policies.values():
         read_policy(settings).check(first.block_sizes)
         check_outputs(args, replace(first, cache_policy=dict(settings), **NO_WINDOW), [folders[0] / TABLE])
-    planned = Comparison(
+    planned = PolicyRuns(
         folders[0],
         policies,
         runs,
@@ -404,14 +381,14 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
     return planned
 
 
-def prepared(planned: Comparison, batch: int | None, watch: Progress | None = None) -> Comparison:
+def prepared(planned: PolicyRuns, batch: int | None, watch: Progress | None = None) -> PolicyRuns:
     """Return what was planned, with a model that is loaded here; it leaves a worker without that."""
     first, prompts = planned.runs[0], list(dict.fromkeys(run.prompt for run in planned.runs))
     prepare = partial(load(first).prepare, (), prompts, watch, decodes=True)
     return with_session(cached("model", fingerprint(identity(first)), prepare), planned, batch)
 
 
-def with_session(session: Session, planned: Comparison, batch: int | None) -> Comparison:
+def with_session(session: Session, planned: PolicyRuns, batch: int | None) -> PolicyRuns:
     """Return the plan with the weights and files that a session has read."""
     plain = replace(planned.runs[0], prompt="", seed=0)
     return replace(
@@ -422,7 +399,7 @@ def with_session(session: Session, planned: Comparison, batch: int | None) -> Co
     )
 
 
-def merged(comparison: Comparison) -> dict[str, Any]:
+def merged(comparison: PolicyRuns) -> dict[str, Any]:
     """Return all items of a comparison as one table: policies, prompts, seeds, and a row for each video."""
     read = [comparison.store.read(item.name) for item in comparison.items]
     rows = [row for row in read if row is not None and "seconds" in row]

@@ -16,7 +16,7 @@ from experiments.extraction import edits, provenance
 from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs
-from experiments.studies.policy_comparison import Comparison, with_session
+from experiments.studies.policy_comparison import PolicyRuns, with_session
 from wan import checkpoint
 from wan.config import RunConfig, load_config
 from wan.errors import ConfigError
@@ -149,7 +149,7 @@ def of_atlas(session, config, tmp_path):
 
 
 def of_comparison(session, config, tmp_path):
-    planned = Comparison(tmp_path, {"a": {"name": "full"}}, [config], {})
+    planned = PolicyRuns(tmp_path, {"a": {"name": "full"}}, [config], {})
     return with_session(session, planned, 1).items[0].name
 
 

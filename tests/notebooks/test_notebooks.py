@@ -20,7 +20,7 @@ import papermill
 import pytest
 import torch
 from conftest import GOLDEN, ROOT
-from helpers import long_findings, synthetic_caches
+from helpers import synthetic_caches
 from helpers.forked import stopping_after
 from helpers.synthetic_caches import OLDER_LAYER_FIELDS, same
 from IPython.core.interactiveshell import InteractiveShell
@@ -44,7 +44,6 @@ from experiments.caches.store import layer_from_atlas
 from experiments.captured import policy_atlas
 from experiments.figures import style
 from experiments.figures.folder import FigureFolder, save_contact_sheet
-from experiments.findings.long_rollouts import run as policy_findings
 from experiments.running import cli
 from experiments.running.notebooks import NotebookRuns
 from experiments.running.parameters import PARAMETERS, check_parameters
@@ -328,14 +327,7 @@ def test_policies_are_drawn(tmp_path):
     assert "layer 2" in drawn["self_forcing_window_attention.svg"]
 
 
-@pytest.fixture(scope="module")
-def findings():
-    gains = dict.fromkeys(("full", *policy_findings.FAMILY, "frozen", "vae"), 0.1)
-    gains |= {"window,window=9,sink=3": 0.4, "deep_sink,window=9,sink=3": 0.2}
-    return policy_findings.findings(long_findings.comparison(gains, prompts=6))
-
-
-def test_long_rollouts(tmp_path, findings):
+def test_long_rollouts(tmp_path):
     content = io.BytesIO()
     Image.fromarray(np.zeros((8, 16, 3), np.uint8)).save(content, "PNG")
     row = {"right": 0.25, "png": base64.b64encode(content.getvalue()).decode()}
@@ -344,21 +336,22 @@ def test_long_rollouts(tmp_path, findings):
     row = {"policy": "full", "effect": [0.6, 0.5, 0.7], "largest_placebo": 0.2}
     by_length = {"prompts": 4, "weights_sha256": "0123456789ab"}
     by_length["rows"] = [row | {"num_frames": length} for length in (21, 240)]
-    files = {"FINDINGS": findings, "STRIPS": strips, "EFFECTS": by_length}
+    files = {"STRIPS": strips, "EFFECTS": by_length}
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     paths = {name: str(tmp_path / name) for name in files}
     printed, drawn = run("long_rollouts", tmp_path, KINDS=["wall", "crossing"], **paths)
-    assert "wan-mini, 240 latent frames, 6 held-out prompts × 3 seeds" in printed
-    assert row_of(printed, "window", "9/3")[2].startswith("0.8")
+    assert "wan-mini, 240 latent frames, 18 held-out prompts × 3 seeds" in printed
+    assert row_of(printed, "window", "9/3")[2] == "0.76"
     names = ("strips", "right", "heads", "over_time", "motion", "sink_maps", "cost", "effect_by_length")
     assert drawn.keys() == {"rope.svg", *(f"{name}.svg" for name in names)}
     assert "weights 012345678, 4 prompts" in drawn["effect_by_length.svg"]
     shown = ("5 s", "here 25%", "a circle moving down behind a wall, seed 3")
     assert all(text in drawn["strips.svg"] for text in shown)
-    windows, sinks, values = results.LongRollouts(findings).sink_map("window")
-    assert windows == [9, 12] and sinks == [0, 3]
-    assert np.isnan(values[1, 0]) and values[0, 1] > values[0, 0]
+    findings = results.LongRollouts.open(ROOT / "experiments/findings/long_rollouts/results.json")
+    windows, sinks, values = findings.sink_map("window")
+    assert windows == [6, 9, 12, 21] and sinks == [0, 3, 6, 9, 12, 15]
+    assert np.isnan(values[0, 2]) and values[1, 1] > values[1, 0]
     with pytest.raises(CacheError, match="those of the repository are in experiments"):
         results.LongRollouts.open(tmp_path / "x.json")
 

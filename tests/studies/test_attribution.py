@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from experiments import Scores, Source, attribute, gradients, intervene, load, memory, run_attribution
 from experiments.extraction.project_files import policy_settings
-from experiments.findings.attribution.run import Pair
 from experiments.session import pipeline_of
 from wan.activations import SiteCapture
 from wan.errors import ConfigError
+from wan.files import read_json
 from wan.interventions import Patch, at
 from wan.sites import watched
 
@@ -49,15 +50,21 @@ def test_a_score_of_all_that_is_read_is_the_whole_effect(session):
     assert found.cache["metric_own"].item() == 0 and found.cache["metric_source"].item() == 1
 
 
-def test_scores_and_patches_of_every_head_are_those_of_the_finding(session, scores):
-    pair = Pair(session, PROMPT, OTHER)
-    found, exact = pair.scores(pair.record), pair.exact()
-    assert torch.equal(found[:, BLOCK * len(pair.steps) + STEP], scores["z"][:, 0])
-    assert scores["mlp_out"].shape == (8, 1, 1) and exact.shape == (8, 12)
-    edit = Patch("z", Source(prompt=OTHER), layers=[7], heads=[3], steps=[STEP], blocks=[BLOCK], **DENOISE)
-    own, theirs = x0_of(session, PROMPT), x0_of(session, OTHER)
-    moved = ((x0_of(session, PROMPT, edit) - own) * (theirs - own)).sum() / (theirs - own).square().sum()
-    assert exact[7, 3].item() == pytest.approx(moved.item(), rel=1e-4)
+def test_scores_and_patches_of_heads_are_those_of_the_finding(session):
+    """Of its first pair: all heads by one backward pass, the one of the largest effect patched."""
+    pair = read_json(ROOT / "experiments/findings/attribution/results.json")["pairs"][0]
+    source = Source(prompt=pair["source"])
+    scores = attribute(session, pair["prompt"], source=source, **ONE)
+    assert scores["mlp_out"].shape == (8, 1, 1)
+    torch.testing.assert_close(scores["z"][:, 0], torch.tensor(pair["attribution"]), atol=1e-4, rtol=0)
+    exact = torch.tensor(pair["exact"])
+    layer, head = divmod(int(exact.argmax()), 12)
+    edit = Patch("z", source, layers=[layer], heads=[head], steps=[STEP], blocks=[BLOCK], **DENOISE)
+    own, theirs = x0_of(session, pair["prompt"]), x0_of(session, pair["source"])
+    moved = ((x0_of(session, pair["prompt"], edit) - own) * (theirs - own)).sum() / (
+        theirs - own
+    ).square().sum()
+    assert exact[layer, head].item() == pytest.approx(moved.item(), abs=1e-4)
 
 
 def test_points_between_the_runs_leave_the_video_as_it_is(session, scores):

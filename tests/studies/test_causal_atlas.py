@@ -10,8 +10,8 @@ from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
 from experiments.extraction.rollout import Progress
 from experiments.studies import causal_atlas
-from experiments.studies.batches import ANOTHER_SEED, distance
 from experiments.studies.causal_atlas import Study, atlas_cache
+from experiments.studies.interventions import ANOTHER_SEED, distance
 from wan.errors import ConfigError
 from wan.interventions import Ablate, Knockout, intervene
 

@@ -3,11 +3,9 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from experiments import measure_head_effects as script
 from experiments import run_intervention
 from experiments.analysis import published
 from experiments.base_session import BaseSession
@@ -17,9 +15,9 @@ from experiments.caches.view import open_profiles
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
 from experiments.extraction.edits import edited
 from experiments.session import Session
-from experiments.studies import batches, interventions, paired_prompts
-from experiments.studies.batches import distance
-from experiments.studies.paired_prompts import budget_rows, read_pairs
+from experiments.studies import interventions
+from experiments.studies.interventions import distance
+from wan.blocks import block_ranges
 from wan.capture import CaptureRequest
 from wan.config import as_one_block
 from wan.errors import ConfigError
@@ -137,7 +135,7 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     assert (tmp_path / "effects.mp4").stat().st_size > 1000
     assert cache["questions"] == ["background", "shape", "direction", "color"]  # of the config's caption
     assert cache["answers_base"].shape == cache["answers_edited"].shape == (4,)
-    seed = tiny.config.seed + batches.ANOTHER_SEED
+    seed = tiny.config.seed + interventions.ANOTHER_SEED
     other = tiny.session.rollout(replace(tiny.config, num_frames=6, seed=seed))
     monkeypatch.setattr(Session, "rollout", lambda *_: pytest.fail("rolled out again"))
     kept = interventions.base_runs(f"{tmp_path}/base.pt", tiny.session, replace(tiny.config, num_frames=6))
@@ -163,42 +161,17 @@ def test_the_base_model_is_edited_by_its_config_too(tiny):
         sample([Ablate("mean", passes="denoise").to_dict()])
 
 
-def test_pairs_of_a_file_and_budget_rows_that_cost_what_they_say(tmp_path):
-    rows = np.array(budget_rows(np.arange(96.0).reshape(8, 12), 9, 6, 3, 21))
-    assert rows[:, 2].mean() <= 9 < rows[:, 2].mean() + 15 / 96 and set(rows[rows[:, 2] == 6, 3]) == {3}
-    assert {tuple(row[:2]) for row in rows if row[2] == 21} == {divmod(n, 12) for n in range(77, 96)}
-    pairs = read_pairs("configs/paired_prompts.yaml")
-    assert len(pairs) == 16 and all(len(set(pair.texts)) == 3 for pair in pairs)
-    assert [pair.seed for pair in pairs] == [*range(16)]
-    (tmp_path / "pairs.yaml").write_text("pairs: [{prompts: [a], then: b}]")
-    for text, said in (
-        ("[{prompts: [a], then: b}]", "prompts .* is not a list of text"),
-        ("[{prompts: ab, then: c}]", "prompts 'ab' is not"),
-        ("[{prompts: [a, b, c], then: d}]", "prompts .* is not"),
-        ("[{prompts: [yes, no], then: c}]", "prompts .* is not"),
-        ("[{prompts: [a, b], then: 5}]", "then 5 is not text"),
-        ("[{prompts: [a, b], then: c, seed: 1.7}]", "seed 1.7 is not int"),
-        ("[{prompts: [a, b], then: c, sede: 1}]", "unknown key 'sede'; did you mean seed"),
-        ("[{prompts: [a, a], then: c}]", "are one: nothing tells its runs apart"),
-        ("[]", r"write pairs: \[\{prompts: \[A, B\]"),
-    ):
-        (tmp_path / "pairs.yaml").write_text(f"pairs: {text}")
-        with pytest.raises(ConfigError, match=said):
-            read_pairs(tmp_path / "pairs.yaml")
-    with pytest.raises(ConfigError, match=r"No such file.*write pairs: \[\{prompts: \[A, B\]"):
-        read_pairs(tmp_path / "none.yaml")
-
-
-@pytest.mark.parametrize("how", ["knockout", "patch"])
-def test_a_command_from_pairs_to_a_video_with_the_budget(how, tiny, tmp_path, monkeypatch):
-    (tmp_path / "pairs.yaml").write_text("pairs: [{prompts: [a red fox, a blue fox], then: a fox}]")
-    flags = ["--config_path", tiny.path, "--pairs", f"{tmp_path}/pairs.yaml", "--measure", how, "--quiet"]
-    flags += ["--budget", "5", "--window", "4", "--sink", "1", "--folder", f"{tmp_path}/kept"]
-    script.run([*flags, "--output_path", f"{tmp_path}/heads.csv"])
-    report = json.loads((tmp_path / "heads.json").read_text())
-    effects, rows = np.array(report["effects"]), (tmp_path / "heads.csv").read_text().splitlines()
-    assert effects.shape == (2, 2) and (effects > 0).all() and (how == "knockout" or effects.max() < 3)
-    assert rows[0] == "layer,head,window,sink" and sum(row.endswith(",4,1") for row in rows) == 4
-    assert report["seconds with budget"] > 0 and 0 < report["distance / standard deviation"] < 2
-    monkeypatch.setattr(paired_prompts.HeadEffects, "make", lambda *_: pytest.fail("measured again"))
-    script.run([*flags, "--output_path", f"{tmp_path}/heads.csv"])
+@pytest.mark.parametrize(("window", "sink"), [(3, 0), (4, 1)])
+def test_knockouts_are_the_window_of_a_policy(window, sink, tiny):
+    """Each head of each block loses what the window would drop."""
+    seen = {"local_attn_size": window, "sink_size": sink}
+    expected = tiny.session.with_weights(replace(tiny.config, **seen)).rollout(replace(tiny.config, **seen))
+    edits = []
+    for number, block in enumerate(block_ranges(tiny.config.block_sizes)):
+        lost = tuple(range(sink, max(sink, block.stop - (window - sink))))
+        if lost:
+            edits.append(Knockout(frames=lost, blocks=(number,), passes="all"))
+    with intervene(*edits):
+        found = tiny.session.rollout(tiny.config)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    assert (found - tiny.session.rollout(tiny.config))[:, 3:].abs().max() > 1e-3

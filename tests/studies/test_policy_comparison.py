@@ -1,4 +1,4 @@
-"""Videos of policies, made in pieces and measured; findings from tables whose answers are known."""
+"""Videos of policies, made in pieces and measured."""
 
 import itertools
 import json
@@ -8,18 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.long_findings import KINDS, comparison
 
-from experiments.analysis.results import LongRollouts
 from experiments.caches.blocks import read_blocks
 from experiments.caches.files import CacheError
-from experiments.findings.long_rollouts.run import findings
 from experiments.studies import policy_comparison
-from experiments.studies.policy_comparison import Comparison, held_out
+from experiments.studies.policy_comparison import PolicyRuns, held_out
 from wan.errors import ConfigError
 
 POLICIES = ["full", "window,window=3"]
-SINK, PLAIN = "window,window=9,sink=3", "window,window=9"
 
 
 def compare(tiny, folder, **flags):
@@ -62,8 +58,8 @@ def test_every_policy_and_control_has_every_video(made):
 
 def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, tiny, monkeypatch):
     (folder, table), calls = made, []
-    rolled_out = Comparison._rolled_out
-    monkeypatch.setattr(Comparison, "_rolled_out", lambda *a, **k: calls.append(1) or rolled_out(*a, **k))
+    rolled_out = PolicyRuns._rolled_out
+    monkeypatch.setattr(PolicyRuns, "_rolled_out", lambda *a, **k: calls.append(1) or rolled_out(*a, **k))
     assert compare(tiny, folder)["videos"] == table["videos"] and not calls
     torn = folder / "items" / f"{table['videos'][0]['name']}.json"
     torn.write_text(torn.read_text()[:100])
@@ -75,7 +71,7 @@ def test_every_prompt_has_a_file_of_its_own_for_vbench(tiny):
     long = "a red ball " * 20
     prompts = ("short", "a/b", "a b", "红" * 120, long + "one", long + "two")
     runs = [replace(tiny.config, prompt=prompt, seed=seed) for prompt in prompts for seed in (7, 8)]
-    items = Comparison(Path("out"), {"full": {"name": "full"}}, runs, {}, vbench=Path("vbench")).items
+    items = PolicyRuns(Path("out"), {"full": {"name": "full"}}, runs, {}, vbench=Path("vbench")).items
     names = [path.name for item in items for path in item.mp4s]
     assert len(set(names)) == len(names) == 12 and max(len(name.encode()) for name in names) < 200
     assert {"short-0.mp4", "short-1.mp4", "a b-0.mp4"} < set(names)
@@ -90,7 +86,7 @@ def test_an_item_is_known_by_its_policys_classes_and_the_first_seed_has_the_vide
         heads.write_text(text)
         policy = {"name": "per_head", "file": str(heads)}
         policies = {"mine": policy, "full": {"name": "full"}, "window": {"name": "window", "window": 3}}
-        items = Comparison(tmp_path, policies, runs, {}, videos=1).items
+        items = PolicyRuns(tmp_path, policies, runs, {}, videos=1).items
         names += [item.name for item in items]
         assert [len(item.mp4s) for item in items] == [1, 0] * 3
     assert len(set(names)) == 8  # the heads of the first policy alone are other ones
@@ -108,60 +104,3 @@ def test_policies_that_share_a_file_or_have_none_are_refused(tiny, tmp_path, mon
         compare(tiny, tmp_path / "out", policies=[*map(str, paths[:2])], videos=1)
     with pytest.raises(CacheError, match="cannot be written: File name too long"):
         compare(tiny, tmp_path / "out", policies=[str(paths[2])], videos=1)
-
-
-# --- Findings
-def test_findings_find_what_was_put_in_and_ones_own_policies_stand_beside_the_family_outside_holm():
-    own, twin = "deep_sink", "window,window=9,sink=3,other=1"
-    gains = {"full": 0.0, SINK: 0.3, PLAIN: 0.0, "window,window=9,sink=6": 0.1}
-    plain = findings(comparison(gains | {"frozen": 0.6}))
-    found = findings(comparison(gains | {own: 0.2, twin: 0.3, "frozen": 0.6}))
-    gain, none, mine = (found["against_full"][label] for label in (SINK, PLAIN, own))
-    low, high = gain["difference"][1:]
-    assert 0.2 < low < high < 0.4 and gain["p_holm"] < 0.001
-    assert gain["p_holm"] == pytest.approx(2 * gain["p"], abs=1e-4)
-    assert none["difference"] == [0, 0, 0] and none["p_holm"] == 1
-    assert mine["p_holm"] is None and mine["p"] < 0.05
-    # what the map of sinks shows is no one's own, and a control is not compared
-    assert {label: found["against_full"][label] for label in (SINK, PLAIN)} == plain["against_full"]
-    assert list(found["against_full"]) == [PLAIN, SINK, own, twin]
-    [asked] = found["questions"].values()
-    assert asked["right"]["difference"] == gain["difference"]
-    assert asked["motion"]["difference"] == [0, 0, 0]
-    assert [(row["window"], row["sink"]) for row in found["sink_map"]["window"]] == [(9, 0), (9, 3), (9, 6)]
-    full = found["policies"]["full"]
-    assert full["cost"]["seconds"] == 1.0 and full["measures"]["non_repetition"] == [None, None, None]
-    assert 0.3 < full["measures"]["right"][0] < 0.5 and set(full["by_kind"]) == set(KINDS)
-    assert found["curves"]["frozen"]["motion"]["mean"] == [0.1] * 59
-    seen = LongRollouts(found)
-    assert [*seen.intervals()] == ["full", "window 9/0", SINK, own, twin, "frozen"]
-    rows = {row["policy"]: row for row in seen.rows()}  # two are window 9/3: said in full
-    assert rows[own]["right"].startswith("0.6") and rows[own]["adjusted"] == "no"
-
-
-def test_the_seconds_from_5_to_60_count_and_no_others():
-    """Before them every policy sees all there is; what is longer is compared up to there."""
-
-    def measures(*spoiled):
-        table = comparison({"full": 0.0}, prompts=3, seconds=70)
-        for video, second in itertools.product(table["videos"], spoiled):
-            video["tracker"]["right"][second] ^= 1
-            video["seconds"]["motion"][second] = 9.0
-        return findings(table)["policies"]["full"]["measures"]
-
-    before = measures()
-    assert measures(4, 60) == before
-    for second in (5, 59):
-        after = measures(second)
-        assert before["right"] != after["right"] and before["motion"] != after["motion"]
-
-
-def test_more_seeds_that_say_the_same_narrow_no_interval():
-    """Seeds of a prompt are averaged first, the unit is the prompt."""
-    table = comparison({"full": 0.0, SINK: 0.1, PLAIN: 0.05})
-    one = table | {"videos": [video for video in table["videos"] if video["seed"] == 0]}
-    thrice = table | {"videos": [video | {"seed": seed} for video in one["videos"] for seed in range(3)]}
-    one, thrice = findings(one), findings(thrice)
-    assert (one.pop("seeds"), thrice.pop("seeds")) == (1, 3) and thrice == one
-    low, high = one["against_full"][SINK]["difference"][1:]
-    assert low < high and one["against_full"][SINK]["p"] < 1

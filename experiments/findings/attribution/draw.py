@@ -1,0 +1,29 @@
+"""Draw attribution scores of heads beside patches of them, and print how both agree (docs/interventions.md).
+
+    python experiments/findings/attribution/draw.py
+
+results.json beside this file has, for every pair of captions, the scores of all heads and what patching them
+does.
+"""
+
+from pathlib import Path
+
+from experiments.analysis.panels import table
+from experiments.analysis.results import attribution_pairs, attribution_rows
+from experiments.figures import attribution_against, save_svg
+from experiments.running.cli import Parser, main
+from wan.files import read_json
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVG")
+    folder = parser.parse_args(argv).figures
+    report = read_json(Path(__file__).with_name("results.json"))
+    print(table(attribution_rows(report)))
+    figure = attribution_against(attribution_pairs(report))
+    print(save_svg(figure, folder / "attribution_against.svg"))
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,60 @@
+"""Draw what returns from behind a wall under edits of heads' past, and frame 0 removed (docs/head_memory.md).
+
+    python experiments/findings/head_memory/draw.py
+
+presence_and_identity.json beside this file has the answer of every video, contrasts and shares; results.json
+the effects of removing frame 0, and the budgets.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments.analysis.results import HEADS, presence_panels
+from experiments.analysis.stats import Interval
+from experiments.figures import effect_against, knockout_shares, save_svg
+from experiments.running.cli import Parser, main
+from wan.files import read_json
+
+PANELS = {  # title -> captions by their colour, edit, question
+    "No past: comes back": ("all captions", "knockout", "comes_back"),
+    "Another seed's past: comes back": ("all captions", "other seed", "comes_back"),
+    "Only these keep it: comes back": ("all captions", "rescue", "comes_back"),
+    "Other colour's past: its colour": ("not named", "other color", "donor"),
+}
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
+    folder = parser.parse_args(argv).figures
+    presence = read_json(Path(__file__).with_name("presence_and_identity.json"))
+    first_frame = read_json(Path(__file__).with_name("results.json"))["first_frame"]
+    edits = knockout_shares(
+        *presence_panels(presence, PANELS, [*HEADS]),
+        title="Presence and identity",
+        y="Heads",
+        note="last panel: shapes that come back, of captions that do not name the colour",
+    )
+    print(save_svg(edits, folder / "presence_and_identity.svg"))
+    print(save_svg(knockout_shares(*presence_panels(presence)), folder / "hidden_shapes.svg"))
+    print(save_svg(first_frame_removed(first_frame), folder / "first_frame_removed.svg"))
+
+
+def first_frame_removed(report: Mapping[str, Any]) -> Figure:
+    """Draw the effect of removing frame 0 against four measures of attention, a dot a head."""
+    measures, notes = {}, {}
+    for name, correlations in report["correlations"].items():
+        measures[name] = np.array(report["heads"][name])
+        rho, partial_rho = (Interval(*correlations[key][:3]) for key in ("rho", "partial_rho"))
+        notes[name] = f"ρ = {rho}\npartial ρ = {partial_rho}"
+    runs = f"{report['model']}, {report['prompts']} captions × {report['seeds']} seeds"
+    about = f"knock out the first frame: {runs}, first pass"
+    return effect_against(np.array(report["heads"]["effect"]), measures, notes, subtitle=about)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,27 @@
+"""Draw one caption with a wall under cache policies, 60 seconds long (docs/long_rollouts.md).
+
+    python experiments/findings/long_rollouts/draw.py
+
+strips.json beside this file has the frames, results.json and results_heads.json every policy's numbers, and
+effect_by_length.json those of the first frame.
+"""
+
+from pathlib import Path
+
+from experiments.analysis.results import read_strips
+from experiments.figures import long_strips, save_svg
+from experiments.running.cli import Parser, main
+
+
+def run(argv=None):
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVG")
+    folder = parser.parse_args(argv).figures
+    strips, seconds, about = read_strips(
+        Path(__file__).with_name("strips.json"), Path(__file__).with_name("results.json")
+    )
+    print(save_svg(long_strips(strips, seconds, about), folder / "long_rollouts.svg"))
+
+
+if __name__ == "__main__":
+    main(run)
