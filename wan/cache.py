@@ -1,9 +1,9 @@
-"""The KV caches of a rollout, and the interface of the policies that fill and empty them.
+"""The KV cache of a rollout, and the policies of Self-Forcing that fill and empty it: all frames, a window.
 
 A KVCache holds slots of one frame each; caches whose heads differ are in wan/policies/headwise.py. A
-CachePolicy (wan/policies/) decides what is kept. The model calls write() in every attention layer; the
-rollout calls advance() before a block, begin_pass() before a pass, and flush() or recache() where the prompt
-changes.
+CachePolicy decides what is kept; those of other publications are in wan/policies/. The model calls write() in
+every attention layer; the rollout calls advance() before a block, begin_pass() before a pass, and flush() or
+recache() where the prompt changes.
 Letters: B batch, L tokens of a block, S tokens per frame, H heads, D head dim.
 """
 
@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from wan.errors import ConfigError, check_fields, from_values, short_repr
-from wan.files import MAX_TEXT
+from wan.files import MAX_TEXT, Count, Frames
 from wan.kernels import fused_kernels
 from wan.keys import EMPTY, HeadGroup, HeadShard, KeyLayout, Slot, rotate, send
 
@@ -35,10 +35,13 @@ Keys = tuple[Tensor, Tensor] | list[HeadGroup]  # keys and values [B, Lk, H, D],
 def rotate_into(target: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Write rotate(x, cos, sin), [B, L, H, D], into target; one kernel where both have a cache's strides."""
     rows = (x.shape[2] * x.shape[3], x.shape[3], 1)
-    if x.numel() and x.stride()[1:] == target.stride()[1:] == rows and (kernels := fused_kernels(x)):
-        kernels.rotate_into(target, x, cos, sin)
-    else:
+    kernels = None
+    if x.numel() and x.stride()[1:] == target.stride()[1:] == rows:
+        kernels = fused_kernels(x)
+    if kernels is None:
         target.copy_(rotate(x, cos, sin))
+    else:
+        kernels.rotate_into(target, x, cos, sin)
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,11 @@ class AnyCache:
     def __init__(self, sizes: CacheSizes, policy: "CachePolicy"):
         """Raise ConfigError where the policy is of another model."""
         self.policy: Any = copy(policy)  # its state belongs to one video
-        num_heads = sizes.head_shard.total if sizes.head_shard else max(sizes.num_heads, default=0)
-        if problem := policy.misfit(len(sizes.num_heads), num_heads, sizes.tokens_per_frame):
-            raise ConfigError(f"cache_policy {policy.name}: {problem}")
         self.sizes, self.rope = sizes, sizes.rope
         self.num_layers, self.tokens_per_frame = len(sizes.num_heads), sizes.tokens_per_frame
+        problem = policy.misfit(self.num_layers, self.shard.total, sizes.tokens_per_frame)
+        if problem:
+            raise ConfigError(f"cache_policy {policy.name}: {problem}")
         self.newest = self.coming = range(0)  # frames of the newest block, and of the one that is admitted
         self.query_positions: Sequence[int] = ()
         self.key_positions: Sequence[int] = ()
@@ -106,11 +109,17 @@ class KVCache(AnyCache):
         self.text: Text = ()
         self.passes = 0  # over the newest block, the one that runs included
 
-        how: Any = {"dtype": sizes.dtype, "device": sizes.device}
-        tokens, raw = self.capacity * self.tokens_per_frame, self.raw_slots * self.tokens_per_frame
-        self.keys = [torch.empty(sizes.batch, tokens, n, sizes.head_dim, **how) for n in sizes.num_heads]
-        self.values = [torch.empty_like(keys) for keys in self.keys]
-        self.raw_keys = [keys.new_empty(len(keys), raw, *keys.shape[2:]) for keys in self.keys] if raw else []
+        def buffers(slots: int) -> list[Tensor]:  # per layer [B, slots·S, H, D]
+            tokens, dtype, device = slots * self.tokens_per_frame, sizes.dtype, sizes.device
+            return [
+                torch.empty(sizes.batch, tokens, n, sizes.head_dim, dtype=dtype, device=device)
+                for n in sizes.num_heads
+            ]
+
+        self.keys, self.values = buffers(self.capacity), buffers(self.capacity)
+        self.raw_keys: list[Tensor] = []
+        if self.raw_slots:
+            self.raw_keys = buffers(self.raw_slots)
         self.layouts = [KeyLayout((), self.tokens_per_frame)] * self.num_layers
         self.policy.start(self)
 
@@ -145,12 +154,13 @@ class KVCache(AnyCache):
         Where it lasts for one block alone, none of them becomes the sink.
         """
         self.text = text
-        self.sink = self.sink if lasts else self.policy.lasting_sink
+        if not lasts:
+            self.sink = self.policy.lasting_sink
         self._drop_empty()
         kept = min(self.policy.lasting_sink, len(self.slots))
         self.policy.start(self)
         del self.slots[kept:]
-        self.append(frames, own=len(frames) - kept)
+        self.append(frames, last=len(frames) - kept)
         self._publish(cut=False)
 
     def begin_pass(self, is_clean: bool) -> None:
@@ -163,15 +173,15 @@ class KVCache(AnyCache):
     def write(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        own, S = self.policy.own_slots(self), self.tokens_per_frame
+        slots, S = self.policy.own_slots(self), self.tokens_per_frame
         # 1. Keys and values go into the block's slots, without gradients: autograd takes no writes in place.
         #    Its first frames may have none.
-        first = k.shape[1] - len(own) * S
-        self.keys[layer][:, self.tokens(own)] = k[:, first:].detach()
-        self.values[layer][:, self.tokens(own)] = v[:, first:].detach()
+        first = k.shape[1] - len(slots) * S
+        self.keys[layer][:, self.tokens(slots)] = k[:, first:].detach()
+        self.values[layer][:, self.tokens(slots)] = v[:, first:].detach()
         # 2. Clean passes bring keys without RoPE too, for slots whose keys will move.
         if raw_k is not None:
-            rows = self._raw_rows(own)
+            rows = self._raw_rows(slots)
             rows = range(rows.start, min(rows.stop, self.raw_slots))
             self.raw_keys[layer][:, self.tokens(rows)] = raw_k[:, first : first + len(rows) * S].detach()
         # 3. The policy says what the call sees. Under autograd that is a copy: the past as a constant, the
@@ -200,12 +210,15 @@ class KVCache(AnyCache):
 
     def tokens(self, slots: range | int) -> slice:
         """Return the tokens of consecutive slots, or of one, in a buffer."""
-        start, stop = (slots, slots + 1) if isinstance(slots, int) else (slots.start, slots.stop)
-        return slice(start * self.tokens_per_frame, stop * self.tokens_per_frame)
+        if isinstance(slots, int):
+            slots = range(slots, slots + 1)
+        return slice(slots.start * self.tokens_per_frame, slots.stop * self.tokens_per_frame)
 
-    def append(self, block: range, own: int | None = None) -> None:
-        """Give the frames of the next block, or the last own of them, the slots after the present ones."""
-        frames = block if own is None else block[len(block) - own :]
+    def append(self, block: range, last: int | None = None) -> None:
+        """Give the frames of the next block, or its last ones, the slots after the present ones."""
+        frames = block
+        if last is not None:
+            frames = block[len(block) - last :]
         self.own = range(len(self.slots), len(self.slots) + len(frames))
         self.slots.extend(Slot(frame, frame) for frame in frames)
         self.newest = block
@@ -228,17 +241,18 @@ class KVCache(AnyCache):
         Raises ConfigError for a slot that is not there.
         """
         for slot in slots:
-            if type(slot) is not int or not 0 <= slot < len(
-                self.slots
-            ):  # a negative one would be of the buffer, not of the slots
+            # A negative one would be of the buffer, not of the slots
+            if type(slot) is not int or not 0 <= slot < len(self.slots):
                 raise self.misuse(f"slot {short_repr(slot)} is not in 0..{len(self.slots) - 1}")
         moved = [index for index, slot in enumerate(slots) if index != slot]
         kept = [self.slots[slot] for slot in slots]
         if moved:
             # 1. Values move, and keys: rotated ones, or those without RoPE if they will be rotated anew.
-            buffers = self.values + (self.raw_keys if self.raw_slots == self.capacity else [])
+            buffers = [*self.values]
+            if self.raw_slots == self.capacity:
+                buffers += self.raw_keys
             if not self.policy.positions_follow_slots:
-                buffers = buffers + self.keys
+                buffers += self.keys
             else:
                 for index in moved:
                     kept[index] = Slot(kept[index].frame, NEEDS_ROTATION)
@@ -250,8 +264,11 @@ class KVCache(AnyCache):
                 buffer[:, target] = frames[:, source].flatten(1, 2)
         self.slots = kept  # what lies behind them in the buffers is overwritten by the next block
 
-    def _raw_rows(self, own: range) -> range:
-        return self.newest if self.policy.raw_by_frame else own
+    def _raw_rows(self, slots: range) -> range:
+        """Return where the un-rotated keys of the block's slots lie."""
+        if self.policy.raw_by_frame:
+            return self.newest
+        return slots
 
     def _drop_empty(self) -> None:
         self.slots = [slot for slot in self.slots if slot.frame != EMPTY]
@@ -281,8 +298,13 @@ class KVCache(AnyCache):
         self.begin_pass(is_clean=True)
         self.passes = 0
         # 5. What captures and edits are told about the slots.
-        asks, sink = tuple(self.query_positions), range(min(self.sink, self.own.start))
-        shared = KeyLayout(tuple(self.slots), self.tokens_per_frame, self.own, asks, sink=sink)
+        shared = KeyLayout(
+            slots=tuple(self.slots),
+            tokens_per_slot=self.tokens_per_frame,
+            own=self.own,
+            query_positions=tuple(self.query_positions),
+            sink=range(min(self.sink, self.own.start)),
+        )
         self.layouts = [self.policy.layout(self, layer, shared) for layer in range(self.num_layers)]
 
 
@@ -299,16 +321,14 @@ class CachePolicy:
     """Decide what a block may attend to: which slots are kept, and at which temporal positions.
 
     A policy is a subclass with its settings as fields (CONTRIBUTING.md has an example). Every KV cache works
-    with a copy, so state set in start() lives as long as one video. `released` asks for the numbers of a
-    public release, quirks included: by its name, or True for the first of `releases`.
+    with a copy, so state set in start() lives as long as one video. A public release whose numbers differ,
+    quirks included, is a subclass of its policy that names it in `release` (wan/policies/).
     """
 
-    released: bool | str = False
-
     name: ClassVar[str]
+    release: ClassVar[str] = ""
+    blocks_of_three: ClassVar[bool] = False  # a release that knows blocks of 3 frames alone
     cache_type: ClassVar[type[AnyCache]] = KVCache
-    releases: ClassVar[tuple[str, ...]] = ()
-    block_bound: ClassVar[tuple[str, ...]] = ()  # releases that only know blocks of 3 frames
     positions_follow_slots: ClassVar[bool] = False  # keys stand at 0..n-1, whatever their frames
     keeps_whole_frames: ClassVar[bool] = False  # every slot is a frame of its own
     chooses_by_layer: ClassVar[bool] = False  # layers, and batch items, may keep different frames
@@ -324,11 +344,6 @@ class CachePolicy:
         self.check()
 
     @property
-    def source(self) -> str:
-        """The public release to reproduce, or ""."""
-        return self.releases[0] if self.released is True else str(self.released or "")
-
-    @property
     def num_frames(self) -> int | None:
         """Frames that a call sees at most; None without a limit."""
         return getattr(self, "window", None)
@@ -341,13 +356,20 @@ class CachePolicy:
     @property
     def lasting_sink(self) -> int:
         """Frames of the sink that outlive a recache."""
-        return self.sink if getattr(self, "global_sink", False) else 0
+        if getattr(self, "global_sink", False):
+            return self.sink
+        return 0
 
     def describe(self) -> dict[str, Any]:
-        """Return the policy as a config has it: its name and the fields that differ from their defaults."""
-        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        differ = {key: x for key, (x, plain) in values.items() if type(x) is not type(plain) or x != plain}
-        return {"name": self.name, **differ}
+        """Return the policy as a config has it: its name, release, and fields that differ from defaults."""
+        settings = {"name": self.name}
+        if self.release:
+            settings["released"] = self.release
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value) is not type(each.default) or value != each.default:
+                settings[each.name] = value
+        return settings
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:
         """Raise ConfigError where fields contradict each other, or blocks of these sizes do not fit."""
@@ -361,33 +383,35 @@ class CachePolicy:
 
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:
         """Say which fields contradict each other or, where given, the sizes of blocks; "" for none."""
-        if self.released not in (False, *self.releases, *[True] * bool(self.releases)):
-            known = ", ".join(self.releases) or "none"
-            return f"released {short_repr(self.released)} is not one of {known}; leave it out"
-        if self.source in self.block_bound and not set(block_sizes) <= {3}:
-            return f"released by {self.source} has blocks of 3 frames; leave released out"
+        if self.blocks_of_three and not set(block_sizes) <= {3}:
+            return f"released by {self.release} has blocks of 3 frames; leave released out"
         least = self.sink + self.reserved + self.least_blocks * max(block_sizes, default=1)
         window = getattr(self, "window", least)
-        return f"window {window} is too small; it must be at least {least}" if window < least else ""
+        if window < least:
+            return f"window {window} is too small; it must be at least {least}"
+        return ""
 
     def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
         """Say what does not fit a model of these sizes; "" for nothing."""
         # A file of head classes for another model would give every head a wrong class.
         model = num_layers, num_heads
-        named = getattr(self, "of_model", model)
-        return "" if named == model else f"its file has {named} layers and heads, the model {model}"
+        of_file = getattr(self, "of_model", model)
+        if of_file != model:
+            return f"its file has {of_file} layers and heads, the model {model}"
+        return ""
 
     def check_schedule(self, schedule: Sequence[Any], blocks: Sequence[range]) -> None:
         """Raise ConfigError where a PromptSwitch begins no later block, is a second one, or cannot be."""
         starts, frames = [block.start for block in blocks[1:]], [switch.frame for switch in schedule]
+        possible = {how: self.switch_from(how) for how in get_args(How)}
+        possible = {how: first for how, first in possible.items() if first is not None}
         for switch in schedule:
-            known = {how: self.switch_from(how) for how in get_args(How)}
-            can = ", ".join(f"{how} from frame {n} on" for how, n in known.items() if n is not None)
-            first, problem = known[switch.how], ""
+            first, problem = possible.get(switch.how), ""
             if switch.frame not in starts or frames.count(switch.frame) > 1:
-                there = ", ".join(map(str, starts)) or "no later frame"
-                problem = f"does not begin a later block, or has two prompts; blocks begin at {there}"
+                begins = ", ".join(map(str, starts)) or "no later frame"
+                problem = f"does not begin a later block, or has two prompts; blocks begin at {begins}"
             elif first is None or switch.frame < first:
+                can = ", ".join(f"{how} from frame {n} on" for how, n in possible.items())
                 problem = f"cannot {switch.how} under cache_policy {self.name}; it can {can}"
             if problem:
                 raise ConfigError(f"prompt_schedule: frame {switch.frame} {problem}")
@@ -403,13 +427,18 @@ class CachePolicy:
 
     def switch_from(self, how: How) -> int | None:
         """Return the first frame at which a change of prompts can change the cache in this way, or None."""
-        can = {"recache": self.can_recache, "cut": self.positions_follow_slots}
-        return 0 if can.get(how, True) else None
+        if how == "recache" and not self.can_recache:
+            return None
+        if how == "cut" and not self.positions_follow_slots:
+            return None
+        return 0
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory for a video of num_frames frames in blocks of at most block_size."""
         slots = min(num_frames, self.num_frames or num_frames)
-        return Capacity(slots, slots if self.positions_follow_slots else 0)
+        if self.positions_follow_slots:
+            return Capacity(slots, raw_slots=slots)
+        return Capacity(slots)
 
     # -- called by a KVCache: what a policy overrides --------------------------------------------------------
 
@@ -424,7 +453,9 @@ class CachePolicy:
         """Return the temporal positions of all slots up to the block's own, which come last."""
         if not self.positions_follow_slots:
             return [slot.position for slot in cache.slots[: cache.own.stop]]
-        first = CUT_POSITION if cut else cache.own.start
+        first = cache.own.start
+        if cut:
+            first = CUT_POSITION
         return [*range(cache.own.start), *range(first, first + len(cache.own))]
 
     def query_positions(self, cache: KVCache) -> Sequence[int]:
@@ -458,6 +489,64 @@ class Full(CachePolicy):
 
     name = "full"
     keeps_whole_frames = True
+
+
+@dataclass
+class WindowedPolicy(CachePolicy):
+    """Keep a window of W frames, the first S of them a sink; evict the oldest after the sink.
+
+    This is the base of most policies. Your own can override evict(), which drops frames:
+
+        @dataclass
+        class Earliest(WindowedPolicy):  # keeps the first frames instead of the newest
+            name = "earliest"
+
+            def evict(self, cache, count):
+                cache.drop(len(cache.slots) - count, count)
+    """
+
+    window: Count = 21
+    sink: Frames = 0
+
+    def admit(self, cache: KVCache, block: range) -> None:
+        excess = len(cache.slots) + len(block) - self.window
+        if excess > 0:
+            self.evict(cache, excess)
+        cache.append(block)
+
+    def evict(self, cache: KVCache, count: int) -> None:
+        """Drop as many frames as the next block needs room for."""
+        cache.drop(self.sink, count)
+
+
+@dataclass
+class Window(WindowedPolicy):
+    """Keep the first S and the newest W - S frames, at their own positions.
+
+    The rolling KV cache of Self-Forcing (arXiv 2506.08009), with S = 0, and the frame sink of LongLive (arXiv
+    2509.22622). With global_sink the sink outlives a recache. With a stride only every stride-th frame of the
+    past stays (wave heads in configs/policies/pyramid_heads.yaml).
+    """
+
+    global_sink: bool = False
+    stride: Count = 1
+
+    name = "window"
+    keeps_whole_frames = True
+
+    def admit(self, cache: KVCache, block: range) -> None:
+        if self.stride > 1:
+            for index in reversed(cache.own):  # of the block before; from behind, so that indices hold
+                if index >= self.sink and cache.slots[index].frame % self.stride:
+                    cache.drop(index, 1)
+        super().admit(cache, block)
+
+
+def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
+    """Return the policy of the older settings: the whole past (-1), or a window with a sink."""
+    if local_attn_size == -1:
+        return Full()
+    return Window(window=local_attn_size, sink=sink_size)
 
 
 # --- Prompts that change, and keys that are computed again
@@ -502,4 +591,6 @@ def apply_switch(cache: Any, how: How, past: int, context: int) -> tuple[int, in
     if how in ("flush", "cut"):
         cache.flush()
         past = min(past, cache.policy.lasting_sink + FLUSH_KEEPS)  # what is forgotten is not computed again
-    return past, past if how == "recache" else min(past, context)
+    if how == "recache":
+        return past, past
+    return past, min(past, context)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
-from wan.cache import CachePolicy, CacheSizes, Full, How, KVCache, PromptSwitch, apply_switch
+from wan.cache import CachePolicy, CacheSizes, Full, How, KVCache, PromptSwitch, apply_switch, of_window
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
@@ -100,8 +100,6 @@ class CausalInferencePipeline:
         self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
         if cache_policy is None and model.local_attn_size != -1:
-            from wan.policies import of_window  # the whole past needs no policy of wan/policies/
-
             cache_policy = of_window(model.local_attn_size, model.sink_size)
         self.cache_policy = cache_policy or Full()
         self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
@@ -191,7 +189,7 @@ class CausalInferencePipeline:
             self.cache_policy.check_schedule(prompt_schedule, blocks)
         if probe:  # a block can be denoised twice where its passes leave noise and past as they are
             policy = self.cache_policy
-            if not noise.is_repeatable or policy.chooses_by_layer or policy.source:
+            if not noise.is_repeatable or policy.chooses_by_layer or policy.release:
                 remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
                 raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
         counts = self.model.config.num_layers, len(blocks), len(self.pass_timesteps)

@@ -64,9 +64,9 @@ REFERENCE = {
     "policies": (
         "Cache policies",
         """wan.cache.CachePolicy: capacity start admit positions query_positions written layout flush
-        wan.policies.frames.WindowedPolicy: admit evict
+        wan.cache.WindowedPolicy: admit evict
         wan.cache.KVCache: append keep drop view tokens
-        wan.policies.frames.Window
+        wan.cache.Window
         wan.policies.frames.Relative
         wan.policies.frames.DeepSink
         wan.policies.frames.Participative
@@ -74,11 +74,11 @@ REFERENCE = {
         wan.policies.frames.TwoMemories
         wan.policies.frames.RollingSink
         wan.policies.frames.MemoryBank
-        wan.policies.headwise.PerHead
+        wan.policies.frames.PerHead
         wan.policies.headwise.DummyForcing
         wan.policies.headwise.ForcingKV
         wan.policies.headwise.TriAttention
-        wan.policies.headwise.HeadBudget""",
+        wan.policies.frames.HeadBudget""",
     ),
 }
 TESTED = ("docs/own_code.md", "docs/recipes.md", "docs/interventions.md", "README.md")  # examples of these

@@ -430,7 +430,7 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
     """
     # Slots are the cache's places for a frame of keys; policies fill them with frames, averages or nothing
     policy, num_frames = policy_of(run.config), run.config.num_frames
-    if policy.name in ("full", "window") and not policy.source:
+    if policy.name in ("full", "window") and not policy.release:
         return {}
     every = [call for layer in layers for step in steps for call in run.captured("frame_logits", layer, step)]
     slots = max(len(call["slot_frame"]) for call in every)

@@ -47,13 +47,13 @@ from experiments.miniature.moving_shapes import (
 )
 from wan.attention import MaskedAttention
 from wan.blocks import block_ranges, block_sizes, visible_frames
+from wan.cache import of_window
 from wan.checkpoint import read_self_forcing_state, read_transformer_state, to_diffusers_names
 from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.files import read_json
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule
-from wan.policies import of_window
 from wan.vae import channels_last, patched
 
 # --- Sizes of the models

@@ -211,9 +211,10 @@ def make_long_video(
     # Clean passes alone bring back the cache, but where noisy queries choose keys, a release has its quirks,
     # an edit counts, or a window of blocks is denoised together:
     plain = config.sampler == "blocks" and not config.interventions
-    given = (
-        ends[first] if plain and not (policy_of(config).chooses_by_layer or policy_of(config).source) else 0
-    )
+    policy = policy_of(config)
+    given = 0
+    if plain and not policy.chooses_by_layer and not policy.release:
+        given = ends[first]
     # 2. Roll out; finished blocks are given, or made again and compared
     noise = seeded_noise([config], session.model_config, session.dtype, session.device)
     requests = capture.requests([block for block in capture.blocks(len(blocks)) if block >= first])

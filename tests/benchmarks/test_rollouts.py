@@ -10,8 +10,8 @@ from conftest import ROOT
 
 from experiments.benchmarks import peers, rollouts
 from experiments.benchmarks.rollouts import in_turn
+from wan.cache import of_window
 from wan.model import CausalWanModel
-from wan.policies import of_window
 from wan.sites import SITES
 
 MINI = ["--config_path", "configs/wan_mini.yaml"]

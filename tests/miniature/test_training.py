@@ -28,6 +28,7 @@ from experiments.miniature.training import (
     lora_state,
 )
 from wan.blocks import visible_frames
+from wan.cache import of_window
 from wan.checkpoint import (
     lora_of,
     merge_lora,
@@ -37,7 +38,6 @@ from wan.checkpoint import (
     read_transformer_state,
 )
 from wan.model import CausalWanModel
-from wan.policies import of_window
 
 LR = 1e-3
 MINI = ROOT / "checkpoints" / "wan-mini"

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from wan import model as layers
 from wan.attention import attention, attention_by_heads
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.keys import CHOSEN, EMPTY, KeyLayout
-from wan.policies import make_policy
+from wan.policies import POLICIES, make_policy
 from wan.sites import current_pass
 
 ATOL = 2e-5  # the smallest wrong policy moves the latents by 5e-3
@@ -129,21 +129,35 @@ TRIATTENTION = {"kv_budget_tokens": "budget_tokens", "local_attn_size": "window"
 TRIATTENTION["kv_compression_mode"] = ""
 
 
-def policy_of_heads(case: str):
+OF_CLEAN_RULE = {field.name for field in fields(POLICIES["triattention"])}
+
+
+def policy_of_heads(case: str, released: bool | None = None, **changes):
+    """The policy of a run, as released unless the release was changed for it, or by the clean rule."""
     run = HEAD_CASES[case]
-    fields, sizes = {"released": "changed" not in run}, run["model_kwargs"]
+    sizes = run["model_kwargs"]
+    if released is None:
+        released = "changed" not in run
     if case.startswith("df"):
-        given = run["dummy_forcing"] | {"row_seed": run["row_seed"], "num_recomputed": 12}
-        return make_policy("dummy_forcing", **fields, **given)
+        settings = run["dummy_forcing"] | {"row_seed": run["row_seed"], "num_recomputed": 12}
+        return make_policy("dummy_forcing", released=released, **settings)
     if case.startswith("fkv"):
-        recomputed = None if sizes["local_attn_size"] < 0 else 1
-        given = run["forcingkv"] | {"sink": sizes["sink_size"], "num_recomputed": recomputed}
-        is_kept = run.get("args", {}).get("global_sink", False)
-        heads = golden_run("heads", case)[0]["head_static"]
-        return make_policy("forcing_kv", **fields, **given, global_sink=is_kept, heads=heads)
-    named = {TRIATTENTION.get(name, name.removeprefix("kv_")): value for name, value in sizes.items()}
-    named.pop("")
-    return make_policy("triattention", **fields, **named, statistics=golden_runs("heads"))
+        settings = run["forcingkv"] | {"sink": sizes["sink_size"]}
+        has_chunks = settings.pop("dynamic_temporal_enabled")
+        ratio = settings.pop("sim_retention_ratio")  # the same said twice
+        chunks = settings["dynamic_context_length"] * settings["num_frame_patch"]
+        assert chunks == round(3 * settings["num_frame_patch"] * ratio) * has_chunks
+        if sizes["local_attn_size"] > 0:
+            settings["num_recomputed"] = 1
+        if released:
+            settings["global_sink"] = run.get("args", {}).get("global_sink", False)
+        settings["heads"] = golden_run("heads", case)[0]["head_static"]
+        return make_policy("forcing_kv", released=released, **settings)
+    names = {name: TRIATTENTION.get(name, name.removeprefix("kv_")) for name in sizes}
+    settings = {names[name]: value for name, value in sizes.items() if names[name]} | changes
+    if not released:
+        settings = {name: value for name, value in settings.items() if name in OF_CLEAN_RULE}
+    return make_policy("triattention", released=released, **settings, statistics=golden_runs("heads"))
 
 
 class HeadRecorder:
@@ -191,10 +205,9 @@ KINDS = ["df_a2_l2_n30_switch12", "fkv_a1_s1_c2_r1_d1_switch18_all", "tri_lph_s1
 short = partial(release_rollout, frames=18, steps=(1000, 500), size=(4, 6))
 
 
-def small(case):
+def small(case, released=True):
     """The policy for 6 tokens a frame."""
-    policy = policy_of_heads(case)
-    return replace(policy, budget_tokens=40) if case.startswith("tri") else policy
+    return policy_of_heads(case, released, budget_tokens=40)
 
 
 @pytest.mark.slow
@@ -203,7 +216,7 @@ def test_a_second_video_and_one_of_a_batch_are_as_if_alone(case):
     """But for the released TriAttention without a switch: it compresses beyond its last frame alone."""
     policy = small(case)
     assert torch.equal(short(policy, switches=[15]), short(policy, switches=[15]))
-    clean = replace(policy, released=False)
+    clean = small(case, released=False)
     both, alone = (short(clean, rows=rows, switches=[15]) for rows in ((0, 1), (1,)))
     torch.testing.assert_close(both[1:], alone, atol=ATOL, rtol=0)
     if case.startswith("tri"):

@@ -158,16 +158,16 @@ REFUSED = {  # what is said -> settings; a file by its content
     "different positions": CLASSES | {"policies": {"far": FULL, "near": {"name": "relative"}}},
     "'near': it has no clean": CLASSES
     | {"policies": {"far": FULL, "near": WINDOW | {"released": "longlive"}}},
-    "give a CSV of layers x heads": CLASSES | {"file": b"layer,head,class\n0,0,a\n99999999999,0,a\n"},
+    "give a CSV of layers x heads": CLASSES | {"file": b""},
+    "columns layer, head, window and sink": {"name": "head_budget", "file": b"layer,head\n99999999999,0\n"},
     "rows of different lengths": CLASSES | {"file": b"a,b\nc\n"},
     "ar_start 0 has no middle frames": {"name": "dummy_forcing", "ar_start": 0},
     "num_dummy 61 of a model of 60 heads": {"name": "dummy_forcing", "num_dummy": 61},
     "cannot be read": {"name": "forcing_kv"},
-    "keeps 9 chunks": STATIC | {"sim_retention_ratio": 0.5},
+    r"dynamic_context_length 4 is not int in 0\.\.3": STATIC | {"dynamic_context_length": 4},
     "length of 1 to 3": STATIC | {"temporal_context_length": 4},
-    r"its file has \(1, 2\) layers and heads, the model \(5, 12\)": STATIC
-    | {"num_frame_patch": 3, "sim_retention_ratio": 0.34},
-    "give a CSV, Forcing-KV's JSON or an array": STATIC | {"heads": LABELS},
+    r"its file has \(1, 2\) layers and heads, the model \(5, 12\)": STATIC | {"num_frame_patch": 3},
+    r"give a CSV or an array \[layers, heads\]": STATIC | {"heads": LABELS},
     "or a mapping of q_mean": TRI | {"statistics": {"q_mean": 1}},
 }
 

@@ -9,13 +9,13 @@ from helpers.checkpoints import diffusers_model
 from helpers.rollouts import TINY, TWO_STEPS, drawn, rollout, shared_golden_model, tiny_pipeline
 
 from wan import checkpoint as weight_names
-from wan.cache import PromptSwitch
+from wan.cache import PromptSwitch, of_window
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.errors import ConfigError
 from wan.interventions import Ablate, InterventionError, Jitter, Knockout, intervene
 from wan.model import WanModel
 from wan.pipeline import CausalInferencePipeline, FlowSchedule, add_noise, flow_to_x0
-from wan.policies import make_policy, of_window
+from wan.policies import make_policy
 from wan.text2video import TextToVideoPipeline
 
 ARRAYS = golden_arrays("causal")

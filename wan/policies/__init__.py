@@ -3,87 +3,100 @@
     policy = read_policy({"name": "deep_sink", "window": 21, "sink": 10})
     CausalInferencePipeline(model, cache_policy=policy)
 
-frames.py has the policies of all heads alike, headwise.py those of single heads. A new policy is a subclass
-of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
+frames.py has the policies of all heads and of classes of heads, headwise.py those of single heads. A new
+policy is a subclass of CachePolicy, or of WindowedPolicy, and a row of POLICIES (CONTRIBUTING.md).
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from wan.blocks import block_ranges
-from wan.cache import CachePolicy, Full, read_switches
+from wan.cache import CachePolicy, Full, Window, of_window, read_switches
+from wan.cache import WindowedPolicy as WindowedPolicy
 from wan.config import RunConfig
-from wan.errors import ConfigError, from_values, library_reads, require_known
-from wan.policies.frames import (
-    DeepSink,
-    EmaSink,
-    MemoryBank,
-    Participative,
-    Relative,
-    RollingSink,
-    TwoMemories,
-    Window,
-)
-from wan.policies.frames import (
-    WindowedPolicy as WindowedPolicy,
-)
-from wan.policies.headwise import (
-    DummyForcing,
-    ForcingKV,
-    HeadBudget,
-    PerHead,
-    TriAttention,
-)
-from wan.policies.headwise import (
-    HeadwisePolicy as HeadwisePolicy,
-)
+from wan.errors import ConfigError, from_values, library_reads, require_known, short_repr
+from wan.policies import frames, headwise
+from wan.policies.headwise import HeadwisePolicy as HeadwisePolicy
 
-# --- Policies by name, and from settings
 POLICIES: dict[str, type[CachePolicy]] = {
-    policy.name: policy
-    for policy in (
-        Full,
-        Window,
-        Relative,
-        DeepSink,
-        Participative,
-        EmaSink,
-        TwoMemories,
-        RollingSink,
-        MemoryBank,
-        PerHead,
-        DummyForcing,
-        ForcingKV,
-        TriAttention,
-        HeadBudget,
-    )
+    "full": Full,
+    "window": Window,
+    "relative": frames.Relative,
+    "deep_sink": frames.DeepSink,
+    "participative": frames.Participative,
+    "ema_sink": frames.EmaSink,
+    "two_memories": frames.TwoMemories,
+    "rolling_sink": frames.RollingSink,
+    "memory_bank": frames.MemoryBank,
+    "per_head": frames.PerHead,
+    "dummy_forcing": headwise.DummyForcing,
+    "forcing_kv": headwise.ForcingKV,
+    "triattention": headwise.TriAttention,
+    "head_budget": frames.HeadBudget,
+}
+# What `released` chooses: the class that has the numbers of a public release, the policy itself where its
+# clean rule has them. The first one is meant by `released: true`.
+RELEASES: dict[str, dict[str, type[CachePolicy]]] = {
+    "window": {"self_forcing": Window, "longlive": frames.LongLiveWindow},
+    "relative": {"infinity_rope": frames.InfinityRope, "longlive_infinity": frames.LongLiveInfinity},
+    "deep_sink": {"deep_forcing": frames.DeepForcingSink},
+    "participative": {"deep_forcing": frames.DeepForcing},
+    "ema_sink": {"reward_forcing": frames.RewardForcing},
+    "two_memories": {"memrope": frames.TwoMemories},
+    "rolling_sink": {"rolling_sink": frames.RollingSink},
+    "memory_bank": {"memflow": frames.MemoryBank},
+    "dummy_forcing": {"dummy_forcing": headwise.DummyForcingRelease},
+    "forcing_kv": {"forcing_kv": headwise.ForcingKVRelease},
+    "triattention": {"triattention": headwise.TriAttentionRelease},
 }
 
 
-def register(own: type[CachePolicy]) -> None:
+def register(policy: type[CachePolicy]) -> None:
     """Register a user's policy for configs; a notebook cell may define it again.
 
     Raises ConfigError for the name of another policy.
     """
-    if POLICIES.get(own.name, own).__qualname__ != own.__qualname__:
-        raise ConfigError(f"cache_policy {own.name} is the name of another policy; give yours another")
-    POLICIES[own.name] = own
+    if POLICIES.get(policy.name, policy).__qualname__ != policy.__qualname__:
+        raise ConfigError(f"cache_policy {policy.name} is the name of another policy; give yours another")
+    POLICIES[policy.name] = policy
 
 
 def read_policy(settings: Mapping[str, Any] | CachePolicy) -> CachePolicy:
     """Return a policy from its settings in a config: {"name": "deep_sink", "window": 21, "sink": 10}.
 
-    Raises ConfigError for a name that is none, a field that the policy does not have, or a wrong value.
+    `released` asks for the numbers of a public release, quirks included: by its name, or true for the first
+    of RELEASES. Raises ConfigError for a name that is none, a field that the policy does not have, or a wrong
+    value.
     """
     if isinstance(settings, CachePolicy):
         return settings
-    given = {str(key): value for key, value in settings.items()} if isinstance(settings, Mapping) else {}
-    name = given.pop("name", settings)
+    # 1. The class: of the policy, or of its release.
+    name, values = settings, dict[str, Any]()
+    if isinstance(settings, Mapping):
+        values = {str(key): value for key, value in settings.items()}
+        name = values.pop("name", settings)
     require_known(name, POLICIES, "there is no cache_policy {}")
-    if "policies" in given:  # of classes of heads
+    kind = _released(str(name), values.pop("released", False))
+    # 2. Its fields, and the policies of classes of heads.
+    if "policies" in values:
         with library_reads(f"cache_policy {name}: policies", remedy="give a policy for each class of heads"):
-            given["policies"] = {str(label): read_policy(one) for label, one in given["policies"].items()}
-    return from_values(POLICIES[name], given, f"cache_policy {name}: ")
+            of_classes = values["policies"].items()
+            values["policies"] = {str(label): read_policy(policy) for label, policy in of_classes}
+    return from_values(kind, values, f"cache_policy {name}: ")
+
+
+def _released(name: str, released: Any) -> type[CachePolicy]:
+    """Return the class of a policy, or of one of its releases."""
+    releases = RELEASES.get(name, {})
+    if released is False:
+        return POLICIES[name]
+    if released is True and releases:
+        return next(iter(releases.values()))
+    if not isinstance(released, str) or released not in releases:
+        known = ", ".join(releases) or "none"
+        problem = f"released {short_repr(released)} is not one of {known}; leave it out"
+        raise ConfigError(f"cache_policy {name}: {problem}")
+    return releases[released]
 
 
 def policy_of(config: RunConfig) -> CachePolicy:
@@ -119,11 +132,6 @@ def policy_classes(config: RunConfig) -> list[type[CachePolicy]]:
     return classes
 
 
-def make_policy(name: str, **chosen: Any) -> CachePolicy:
+def make_policy(name: str, **fields: Any) -> CachePolicy:
     """Return a policy by its name in configs, with its fields: make_policy("window", window=9, sink=3)."""
-    return read_policy({"name": name, **chosen})
-
-
-def of_window(local_attn_size: int, sink_size: int) -> CachePolicy:
-    """Return the policy of the older settings: the whole past (-1), or a window with a sink."""
-    return Full() if local_attn_size == -1 else Window(window=local_attn_size, sink=sink_size)
+    return read_policy({"name": name, **fields})

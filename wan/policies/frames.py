@@ -1,168 +1,174 @@
-"""Cache policies in which all heads of a layer see the same keys.
+"""Cache policies in which all heads of a layer, or all of a class, see the same keys.
 
-Each class is the policy of a publication, under its name in configs. Their common interface is CachePolicy
-in wan/cache.py. Letters: B batch, S tokens per frame, H heads, D head dim, W window, n keys.
+Each class is the policy of a publication, under its name in configs. Where the public code of a release gives
+other numbers, a subclass right behind the policy has its quirks. Their common interface is CachePolicy in
+wan/cache.py. Letters: B batch, S tokens per frame, H heads, D head dim, W window, n keys.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from wan.cache import NEEDS_ROTATION, CachePolicy, Capacity, How, KVCache, rotate_into
-from wan.files import Count, Frames, Share
-from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, KeyLayout, Slot, send
+from wan.cache import (
+    NEEDS_ROTATION,
+    AnyCache,
+    CachePolicy,
+    CacheSizes,
+    Capacity,
+    How,
+    KVCache,
+    Text,
+    Window,
+    WindowedPolicy,
+    rotate_into,
+)
+from wan.errors import library_reads, short_repr
+from wan.files import CONFIG_BYTES, Count, Frames, Share, read_text
+from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, Slot, send
+
+# --- Quirks that several releases share
 
 
-@dataclass
-class WindowedPolicy(CachePolicy):
-    """Keep a window of W frames, the first S of them a sink; evict the oldest after the sink.
+class ZeroSink(WindowedPolicy):
+    """Allocate the whole sink at once: block 0 sees zeros where no frame has come yet."""
 
-    This is the base of most policies. Your own can override evict(), which drops frames:
-
-        @dataclass
-        class Earliest(WindowedPolicy):  # keeps the first frames instead of the newest
-            name = "earliest"
-
-            def evict(self, cache, count):
-                cache.drop(len(cache.slots) - count, count)
-    """
-
-    window: Count = 21
-    sink: Frames = 0
-
-    # Releases that allocate the whole sink at once: block 0 sees zeros where no frame has come yet.
-    zero_sink: ClassVar[tuple[str, ...]] = ()
+    blocks_of_three = True
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        return super().capacity(max(num_frames, self.sink * (self.source in self.zero_sink)), block_size)
+        return super().capacity(max(num_frames, self.sink), block_size)
 
     def admit(self, cache: KVCache, block: range) -> None:
-        excess = len(cache.slots) + len(block) - self.window
-        if excess > 0:
-            self.evict(cache, excess)
-        cache.append(block)
-        if self.source in self.zero_sink and block.start == 0 and len(cache.slots) < self.sink:
+        super().admit(cache, block)
+        if block.start == 0 and len(cache.slots) < self.sink:
             cache.append_empty(self.sink - len(cache.slots))
 
-    def evict(self, cache: KVCache, count: int) -> None:
-        """Drop as many frames as the next block needs room for."""
-        cache.drop(self.sink, count)
 
-
-@dataclass
-class LongLiveSink(WindowedPolicy):
-    """Write sink slots in the first pass of a block alone, as LongLive's code does.
+class LongLiveSink(ZeroSink):
+    """Write sink slots in the first pass of a block alone, too, as LongLive's code does.
 
     So a sink deeper than block 0 keeps frames of later blocks as pass 0 wrote them, at t = 1000.
     """
 
     def own_slots(self, cache: KVCache) -> range:
         own = cache.own
-        # The releases with this quirk are those with the zeros; the clean rule writes in every pass.
-        if cache.passes < 2 or self.source not in self.zero_sink or cache.newest.start == 0:
+        if cache.passes < 2 or cache.newest.start == 0:
             return own
         return range(max(own.start, min(self.sink, own.stop)), own.stop)
 
 
-@dataclass
-class Window(LongLiveSink):
-    """Keep the first S and the newest W - S frames, at their own positions.
+# --- The policies, each with its releases
 
-    The rolling KV cache of Self-Forcing (arXiv 2506.08009), with S = 0, and the frame sink of LongLive (arXiv
-    2509.22622). With global_sink the sink outlives a recache. With a stride only every stride-th frame of the
-    past stays (wave heads in configs/policies/pyramid_heads.yaml).
-    """
 
-    global_sink: bool = False
-    stride: Count = 1
+class LongLiveWindow(LongLiveSink, Window):
+    """The window of LongLive as released."""
 
-    name = "window"
-    keeps_whole_frames = True
-    releases = ("self_forcing", "longlive")
-    block_bound = zero_sink = ("longlive",)
-
-    def admit(self, cache: KVCache, block: range) -> None:
-        if self.stride > 1:
-            for index in reversed(cache.own):  # of the block before; from behind, so that indices hold
-                if index >= self.sink and cache.slots[index].frame % self.stride:
-                    cache.drop(index, 1)
-        super().admit(cache, block)
+    release = "longlive"
 
 
 @dataclass
-class Relative(LongLiveSink):
+class Relative(WindowedPolicy):
     """Keep the frames of a window, their keys at 0..n-1 and the queries at the last of them.
 
     Block-Relativistic RoPE of Infinity-RoPE (arXiv 2511.20649), whose KV flush and RoPE cut are `flush` and
     `cut` of a prompt schedule; LongLive's infinite attention.
-
-    As Infinity-RoPE releases it, queries stand at their frames until those reach W, and slot 0 is never
-    rotated: frame 0's key was stored rotated, and without a sink another one stands there without RoPE.
     """
 
     name = "relative"
     keeps_whole_frames = True
-    releases = block_bound = ("infinity_rope", "longlive_infinity")
-    zero_sink = ("longlive_infinity",)
     positions_follow_slots = True
 
-    def switch_from(self, how: How) -> int | None:
-        # Before frame S the sink of that release has no un-rotated keys, which a cut needs.
-        is_late = how == "cut" and self.source == "longlive_infinity"
-        return self.sink if is_late else super().switch_from(how)
+
+class InfinityRope(Relative):
+    """Infinity-RoPE as released: queries stand at their frames until those reach W, slot 0 is never rotated.
+
+    Frame 0's key was stored rotated; without a sink another one stands there without RoPE.
+    """
+
+    release = "infinity_rope"
+    blocks_of_three = True
 
     def query_positions(self, cache: KVCache) -> Sequence[int]:
-        own = cache.key_positions
-        is_cut, is_late = own[0] > len(cache.slots), cache.newest.start >= self.window
-        return own if self.source != "infinity_rope" or is_late or is_cut else cache.newest
+        positions = cache.key_positions
+        is_cut = positions[0] > len(cache.slots)
+        if is_cut or cache.newest.start >= self.window:
+            return positions
+        return cache.newest
 
     def admit(self, cache: KVCache, block: range) -> None:
         super().admit(cache, block)
         first = cache.slots[0]
-        # As released slot 0 is never rotated: the frame that moved there stands without RoPE.
-        if self.source == "infinity_rope" and self.sink == 0 and first.frame != 0 and 0 not in cache.own:
+        if self.sink == 0 and first.frame != 0 and 0 not in cache.own:
             cache.slots[0] = Slot(first.frame, 0, is_rotated=False)
             tokens = cache.tokens(0)
             for keys, raw in zip(cache.keys, cache.raw_keys, strict=True):
                 keys[:, tokens] = raw[:, tokens]
 
 
+class LongLiveInfinity(LongLiveSink, Relative):
+    """LongLive's infinite attention as released."""
+
+    release = "longlive_infinity"
+
+    def switch_from(self, how: How) -> int | None:
+        if how == "cut":
+            return self.sink  # before that frame its sink has no un-rotated keys, which a cut needs
+        return super().switch_from(how)
+
+
 @dataclass
 class DeepSink(WindowedPolicy):
-    """Put the sink of a window right before its tail: Deep Sink of Deep Forcing, arXiv 2512.05081.
-
-    As released, the first roll does not rotate the sink and later ones turn it by as much as the window moves
-    on, so that it trails at the distance of the first eviction.
-    """
+    """Put the sink of a window right before its tail: Deep Sink of Deep Forcing, arXiv 2512.05081."""
 
     name = "deep_sink"
     keeps_whole_frames = True
-    releases = block_bound = ("deep_forcing",)
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         return super().capacity(num_frames, block_size)._replace(raw_slots=self.sink)
 
+    def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
+        plain = super().positions(cache, cut)
+        if len(plain) <= self.sink:
+            return plain
+        first = self.sink_position(cache)
+        return [*range(first, first + self.sink), *plain[self.sink :]]
+
+    def sink_position(self, cache: KVCache) -> int:
+        """Return the position of the sink's first frame, so that the sink ends where the tail begins."""
+        return cache.slots[self.sink].frame - self.sink
+
+
+class DeepForcingSink(DeepSink):
+    """Deep Sink as released: the first roll does not rotate the sink, later ones turn it with the window.
+
+    So it trails at the distance of the first eviction.
+    """
+
+    release = "deep_forcing"
+    blocks_of_three = True
+
     def start(self, cache: KVCache) -> None:
-        self._first_roll: int | None = None
+        self._first_roll = 0  # the first frame of the block that evicted first
         self._rolls = False
 
     def admit(self, cache: KVCache, block: range) -> None:
         self._rolls = len(cache.slots) + len(block) > self.window
-        if self._rolls and self._first_roll is None:
+        if self._rolls and not self._first_roll:
             self._first_roll = block.start
         super().admit(cache, block)
 
     def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
-        plain, sink = super().positions(cache, cut), self.sink
-        if len(plain) <= sink or (self.source and not self._rolls):
-            return plain
-        first = cache.slots[sink].frame - sink  # so that the sink ends where the tail begins
-        if self.source:
-            first = cache.newest.start - (self._first_roll or 0)
-        return [*range(first, first + sink), *plain[sink:]]
+        if not self._rolls:
+            return [slot.position for slot in cache.slots]
+        return super().positions(cache, cut)
+
+    def sink_position(self, cache: KVCache) -> int:
+        return cache.newest.start - self._first_roll
 
 
 @dataclass
@@ -178,7 +184,6 @@ class RollingSink(WindowedPolicy):
     sink: Literal[0] = 0
 
     name = "rolling_sink"
-    releases = block_bound = ("rolling_sink",)
     can_recache = False
     least_blocks = 2
     raw_by_frame = True  # of the first frames, which keep their places where a flush moves slots
@@ -212,8 +217,9 @@ class RollingSink(WindowedPolicy):
         # 2. The block before gives way: position p shows frame p mod (W - n), backwards in odd rounds.
         for index in range(max(0, cache.own.start - len(cache.own)), cache.own.start):
             position = cache.slots[index].position
-            turn, place = divmod(position, self._first)
-            frame = self._first - 1 - place if turn % 2 else place
+            turn, frame = divmod(position, self._first)
+            if turn % 2:
+                frame = self._first - 1 - frame
             source, target = cache.tokens(frame), cache.tokens(index)
             tables = cache.rope(range(position, position + 1))
             for layer, values in enumerate(self._values):
@@ -231,9 +237,7 @@ def blend(old: Tensor, new: Tensor, weight: float) -> None:
 class EmaSink(WindowedPolicy):
     """Blend evicted frames into the sink: sink = alpha sink + (1 - alpha) evicted.
 
-    EMA-Sink of Reward Forcing, arXiv 2512.04678. The i-th frame that leaves goes to sink slot i modulo S. As
-    released, the first slots are overwritten where the frames that leave are not as many as the sink, and
-    block 0 sees unwritten sink slots as zeros.
+    EMA-Sink of Reward Forcing, arXiv 2512.04678. The i-th frame that leaves goes to sink slot i modulo S.
     """
 
     window: Count = 9
@@ -241,29 +245,51 @@ class EmaSink(WindowedPolicy):
     alpha: Share = 0.999
 
     name = "ema_sink"
-    releases = block_bound = zero_sink = ("reward_forcing",)
     positions_follow_slots = True
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         return super().capacity(num_frames, block_size)._replace(state_frames=self.sink)
 
     def start(self, cache: KVCache) -> None:
-        self._sinks: list[Tensor] = []  # of raw keys and values per layer, float32 [B, sink·S, H, D]
+        self._means: list[Tensor] = []  # from the first eviction on
 
     def evict(self, cache: KVCache, count: int) -> None:
-        at, buffers = cache.tokens(range(self.sink)), [*cache.raw_keys, *cache.values]
-        self._sinks = self._sinks or [buffer[:, at].float() for buffer in buffers]
-        overwrites = self.source and count != self.sink
-        taken = range(min(count, self.sink) if overwrites else count)
-        for buffer, sink in zip(buffers, self._sinks, strict=True):
-            for index in taken:
-                leaving = buffer[:, cache.tokens(self.sink + index)]
-                blend(sink[:, cache.tokens(index % self.sink)], leaving, 0.0 if overwrites else self.alpha)
-            buffer[:, at] = sink
-        for index in taken:
-            frame = cache.slots[self.sink + index].frame if overwrites else AVERAGE
-            cache.slots[index % self.sink] = Slot(frame, NEEDS_ROTATION)
+        self.take_in(cache, count)
         super().evict(cache, count)
+
+    def take_in(self, cache: KVCache, count: int) -> None:
+        """Blend the first count frames behind the sink into it."""
+        for buffer, mean in self.means(cache):
+            for index in range(count):
+                leaving = buffer[:, cache.tokens(self.sink + index)]
+                blend(mean[:, cache.tokens(index % self.sink)], leaving, self.alpha)
+            buffer[:, cache.tokens(range(self.sink))] = mean
+        for index in range(count):
+            cache.slots[index % self.sink] = Slot(AVERAGE, NEEDS_ROTATION)
+
+    def means(self, cache: KVCache) -> Iterable[tuple[Tensor, Tensor]]:
+        """Return each buffer of raw keys or values with the mean of its sink, float32 [B, sink·S, H, D]."""
+        buffers = [*cache.raw_keys, *cache.values]
+        if not self._means:
+            self._means = [buffer[:, cache.tokens(range(self.sink))].float() for buffer in buffers]
+        return zip(buffers, self._means, strict=True)
+
+
+class RewardForcing(ZeroSink, EmaSink):
+    """Reward Forcing as released: frames that leave overwrite the sink where they are not as many as it."""
+
+    release = "reward_forcing"
+
+    def take_in(self, cache: KVCache, count: int) -> None:
+        if count == self.sink:
+            super().take_in(cache, count)
+            return
+        for index in range(min(count, self.sink)):
+            source, target = cache.tokens(self.sink + index), cache.tokens(index)
+            for buffer, mean in self.means(cache):
+                mean[:, target] = buffer[:, source]
+                buffer[:, target] = buffer[:, source]
+            cache.slots[index] = Slot(cache.slots[self.sink + index].frame, NEEDS_ROTATION)
 
 
 @dataclass
@@ -281,7 +307,6 @@ class TwoMemories(WindowedPolicy):
     alpha_short: Share = 0.1
 
     name = "two_memories"
-    releases = ("memrope",)
     positions_follow_slots = True
     reserved = 2
 
@@ -330,7 +355,6 @@ class MemoryBank(WindowedPolicy):
     interval: Count = 3
 
     name = "memory_bank"
-    releases = block_bound = ("memflow",)
     chooses_by_layer = True
     can_recache = False
 
@@ -349,7 +373,9 @@ class MemoryBank(WindowedPolicy):
     @property
     def banked(self) -> int:
         """Slots of the bank so far."""
-        return len(self._frames[0][0]) if self._frames[0] else 0
+        if not self._frames[0]:
+            return 0
+        return len(self._frames[0][0])
 
     def admit(self, cache: KVCache, block: range) -> None:
         # 1. The slots of whole frames, of which the oldest behind the sink leave.
@@ -386,18 +412,18 @@ class MemoryBank(WindowedPolicy):
 
     def _sort_bank(self, cache: KVCache, bank: range) -> None:
         """Order the slots of the bank by score, best first, in every layer and batch item."""
-        where = cache.tokens(bank)
-        found = []
+        tokens = cache.tokens(bank)
+        layer_scores = []
         for (text, _), keys in zip(cache.text, cache.keys, strict=True):
-            frames = keys[:, where].unflatten(1, (len(bank), -1))  # [B, bank, S, H, D]
+            frames = keys[:, tokens].unflatten(1, (len(bank), -1))  # [B, bank, S, H, D]
             means = text.float().mean(1), frames.mean(2, dtype=torch.float32)
-            found.append(torch.einsum("bhd,bfhd->bf", *means))
-        scores = cache.shard.sum(torch.stack(found))  # [layers, B, bank]
+            layer_scores.append(torch.einsum("bhd,bfhd->bf", *means))
+        scores = cache.shard.sum(torch.stack(layer_scores))  # [layers, B, bank]
         best = scores.argsort(dim=2, descending=True, stable=True)  # ties: lower index
         for buffers in (cache.keys, cache.values):
             for buffer, order in zip(buffers, best, strict=True):
-                slots = buffer[:, where].unflatten(1, (len(bank), -1))  # [B, bank, S, H, D]
-                buffer[:, where] = slots.take_along_dim(order[:, :, None, None, None], 1).flatten(1, 2)
+                slots = buffer[:, tokens].unflatten(1, (len(bank), -1))  # [B, bank, S, H, D]
+                buffer[:, tokens] = slots.take_along_dim(order[:, :, None, None, None], 1).flatten(1, 2)
         for layer, orders in enumerate(best.tolist()):  # one wait for the device
             pairs = zip(self._frames[layer], orders, strict=True)
             self._frames[layer] = [[frames[i] for i in order] for frames, order in pairs]
@@ -412,19 +438,14 @@ class Participative(WindowedPolicy):
     the last R frames and all heads of q·k, where they stand, without softmax. The sink then stands right
     before the positions of the chosen tokens, and those right before the recent frames. A token that was
     chosen reuse_limit times comes after all others.
-
-    As released, chosen tokens keep their positions, reuse_limit is 7, and the sink is turned first by
-    first_turn - N frames, later by as much as the window moved on.
     """
 
     sink: Frames = 10
     budget: Frames = 16
     recent: Frames = 4
     reuse_limit: Count | None = None
-    first_turn: Frames = 21
 
     name = "participative"
-    releases = block_bound = ("deep_forcing",)
     chooses_by_layer = True
     can_recache = False
 
@@ -443,7 +464,7 @@ class Participative(WindowedPolicy):
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         slots = min(self.window + block_size, num_frames)
-        return Capacity(slots, min(self.sink, slots) if self.source else slots)
+        return Capacity(slots, raw_slots=slots)
 
     def start(self, cache: KVCache) -> None:
         self._places = range(self.sink, self.sink + self.num_chosen)  # slots of chosen tokens
@@ -451,45 +472,51 @@ class Participative(WindowedPolicy):
         self._chosen: list[Tensor | None] = [None] * cache.num_layers
         self._queries: list[Tensor | None] = [None] * cache.num_layers  # sums of recent frames [B, n, H, D]
         self._wide: list[Slot] = []  # the slots of a first pass that compresses; empty where none does
-        self._sink_at, self._turned_at = self.first_turn - self.budget, -1  # as released
 
     def admit(self, cache: KVCache, block: range) -> None:
         cache.append(block)
-        self._wide = list(cache.slots) if len(cache.slots) > self.window else []
-        if not self._wide:
-            return
-        recent = self._wide[-self.recent :]
-        first = recent[0].frame - self.num_chosen  # where the chosen tokens stand
-        positions = [MIXED] * self.num_chosen if self.source else range(first, first + self.num_chosen)
-        cache.slots[self.sink :] = [*(Slot(CHOSEN, position) for position in positions), *recent]
-        cache.own = range(len(cache.slots) - len(block), len(cache.slots))
-        if not self.source:
-            self._sink_at = first - self.sink
-        else:
-            self._sink_at += block.start - self._turned_at if self._turned_at >= 0 else 0
-            self._turned_at = block.start
+        self._wide = []
+        if len(cache.slots) > self.window:
+            self._wide = list(cache.slots)
+            recent = self._wide[-self.recent :]
+            cache.slots[self.sink :] = [*self.place(block, recent[0].frame), *recent]
+            cache.own = range(len(cache.slots) - len(block), len(cache.slots))
+
+    def place(self, block: range, first_recent: int) -> list[Slot]:
+        """Set where the sink stands once a block compresses; return the slots of chosen tokens."""
+        first = first_recent - self.num_chosen
+        self._sink_position = first - self.sink
+        return [Slot(CHOSEN, position) for position in range(first, first_recent)]
 
     def positions(self, cache: KVCache, cut: bool) -> Sequence[int]:
         plain = super().positions(cache, cut)
-        sink = range(self._sink_at, self._sink_at + self.sink)
-        return [*sink, *plain[self.sink :]] if self._wide else plain
+        if not self._wide:
+            return plain
+        return [*range(self._sink_position, self._sink_position + self.sink), *plain[self.sink :]]
 
     def own_slots(self, cache: KVCache) -> range:
-        wide = len(self._wide)  # the first pass writes behind all that is there, and closes up afterwards
-        return range(wide - len(cache.own), wide) if wide and cache.passes < 2 else cache.own
+        if self._wide and cache.passes < 2:
+            # The first pass writes behind all slots, and closes up afterwards
+            return range(len(self._wide) - len(cache.own), len(self._wide))
+        return cache.own
 
     def written(self, cache: KVCache, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
-        n, past = len(cache.newest), self._queries[layer]
         # 1. Sum the queries of the recent frames over tokens: a sum of scores is the score of a sum.
-        sums = q.unflatten(1, (n, -1)).sum(2, dtype=torch.float32)  # [B, n, H, D]
-        if past is not None:  # a later pass takes the place of the one before; the release counts every pass
-            past = past if cache.passes < 2 or self.source else past[:, :-n]
-            sums = torch.cat([past, sums], 1)[:, -self.recent :]
+        sums = q.unflatten(1, (len(cache.newest), -1)).sum(2, dtype=torch.float32)  # [B, n, H, D]
+        earlier = self._queries[layer]
+        if earlier is not None:
+            sums = torch.cat([self.counted(cache, earlier), sums], 1)[:, -self.recent :]
         self._queries[layer] = sums
         # 2. The first pass of a block chooses; later ones see what it chose.
         if self._wide and cache.passes < 2:
             self._compress(cache, layer, sums.sum(1))
         return cache.view(layer)
+
+    def counted(self, cache: KVCache, sums: Tensor) -> Tensor:
+        """Return earlier sums of queries [B, n, H, D] without those of the block, which a pass replaces."""
+        if cache.passes < 2:
+            return sums
+        return sums[:, : -len(cache.newest)]
 
     def flush(self, cache: KVCache) -> None:
         super().flush(cache)
@@ -497,7 +524,9 @@ class Participative(WindowedPolicy):
 
     def layout(self, cache: KVCache, layer: int, shared: KeyLayout) -> KeyLayout:
         chosen = self._chosen[layer]
-        return replace(shared, chosen=None if chosen is None else ChosenTokens(self._places, *chosen[:3]))
+        if chosen is None:
+            return replace(shared, chosen=None)
+        return replace(shared, chosen=ChosenTokens(self._places, *chosen[:3]))
 
     def _compress(self, cache: KVCache, layer: int, queries: Tensor) -> None:
         """Choose tokens by summed queries [B, H, D] and close up: sink, chosen, recent."""
@@ -506,34 +535,271 @@ class Participative(WindowedPolicy):
         stop = len(self._wide) - self.recent
         between = cache.tokens(range(self.sink, stop))
         scores = cache.shard.sum(torch.einsum("bhd,bnhd->bn", queries, keys[:, between].float()))
-        first = self.sink + (0 if before is None else self.num_chosen)
-        frames = [slot.frame for slot in self._wide[first:stop]]
-        # Whole frames stand at their own positions, and were never chosen. [4, B, n] as in self._chosen.
-        each = send(torch.tensor(frames, dtype=torch.long), keys.device).repeat_interleave(S)
-        indices = torch.arange(S, device=keys.device).repeat(len(frames))
-        whole = torch.stack([each, indices, each, torch.zeros_like(each)])[:, None].expand(-1, len(keys), -1)
-        known = whole if before is None else torch.cat([before, whole], 2)
-        limit = 7 if self.source and self.reuse_limit is None else self.reuse_limit
-        if limit is not None:
-            scores = scores.masked_fill(known[3] >= limit, -torch.inf)
-        # 2. Choose the best; of equal ones those of lower index.
+        # 2. Whole frames stand at their own positions, and were never chosen. [4, B, n] as in self._chosen.
+        first = self.sink
+        if before is not None:
+            first += self.num_chosen
+        numbers = torch.tensor([slot.frame for slot in self._wide[first:stop]], dtype=torch.long)
+        frames = send(numbers, keys.device).repeat_interleave(S)
+        indices = torch.arange(S, device=keys.device).repeat(len(numbers))
+        tokens = torch.stack([frames, indices, frames, torch.zeros_like(frames)])[:, None]
+        tokens = tokens.expand(-1, len(keys), -1)
+        if before is not None:
+            tokens = torch.cat([before, tokens], 2)
+        if self.reuse_limit is not None:
+            scores = scores.masked_fill(tokens[3] >= self.reuse_limit, -torch.inf)
+        # 3. Choose the best; of equal ones those of lower index.
         best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.num_chosen * S]
         order = best.sort(1).values  # [B, chosen·S], in order of time
-        chosen = known.gather(2, order.expand(4, -1, -1))
+        chosen = tokens.gather(2, order.expand(4, -1, -1))
         chosen[3] += 1
-        # 3. Close up.
+        # 4. Close up.
         recent = torch.arange(between.stop, len(self._wide) * S, device=keys.device).expand(len(keys), -1)
         rows = torch.cat([order + between.start, recent], 1)
-        place = cache.tokens(range(self.sink, self.budget))
-        for buffers in (cache.keys, cache.values, *(() if self.source else (cache.raw_keys,))):
-            buffers[layer][:, place] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
-        # 4. Rotate the chosen keys to the positions of their slots; each keeps its row and column.
-        if not self.source and self.num_chosen:
-            at, place = cache.slots[self.sink].position, cache.tokens(self._places)
-            slot = torch.arange(self.num_chosen * S, device=keys.device) // S
-            row = slot * S + chosen[1]  # [B, chosen·S] into tables [chosen·S, 1, D]
-            tables = (table[row] for table in cache.rope(range(at, at + self.num_chosen)))
-            rotate_into(keys[:, place], cache.raw_keys[layer][:, place], *tables)
-            chosen[2] = slot + at
+        self.close_up(cache, layer, rows, chosen)
         self._chosen[layer] = chosen
         cache.layouts[layer] = self.layout(cache, layer, cache.layouts[layer])
+
+    def close_up(self, cache: KVCache, layer: int, rows: Tensor, chosen: Tensor) -> None:
+        """Move rows [B, n] of keys and values behind the sink, and turn chosen keys to their slots."""
+        target = cache.tokens(range(self.sink, self.budget))
+        for buffers in (cache.keys, cache.values, cache.raw_keys):
+            buffers[layer][:, target] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
+        if not self.num_chosen:
+            return
+        # Each chosen key keeps its row and column.
+        S, keys = cache.tokens_per_frame, cache.keys[layer]
+        first, target = cache.slots[self.sink].position, cache.tokens(self._places)
+        slot = torch.arange(self.num_chosen * S, device=keys.device) // S
+        row = slot * S + chosen[1]  # [B, chosen·S] into tables [chosen·S, 1, D]
+        cos, sin = cache.rope(range(first, first + self.num_chosen))
+        rotate_into(keys[:, target], cache.raw_keys[layer][:, target], cos[row], sin[row])
+        chosen[2] = slot + first
+
+
+@dataclass
+class DeepForcing(Participative):
+    """Participative Compression as released.
+
+    Chosen tokens keep their positions, queries of every pass count, and the sink is turned first by
+    first_turn - N frames, later by as much as the window moved on.
+    """
+
+    reuse_limit: Count | None = 7
+    first_turn: Frames = 21
+
+    release = "deep_forcing"
+    blocks_of_three = True
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        plain = super().capacity(num_frames, block_size)
+        return plain._replace(raw_slots=min(self.sink, plain.slots))
+
+    def start(self, cache: KVCache) -> None:
+        super().start(cache)
+        self._sink_position = self.first_turn - self.budget
+        self._last_turn: int | None = None  # the first frame of the block that compressed last
+
+    def place(self, block: range, first_recent: int) -> list[Slot]:
+        if self._last_turn is not None:
+            self._sink_position += block.start - self._last_turn
+        self._last_turn = block.start
+        return [Slot(CHOSEN, MIXED)] * self.num_chosen
+
+    def counted(self, cache: KVCache, sums: Tensor) -> Tensor:
+        return sums
+
+    def close_up(self, cache: KVCache, layer: int, rows: Tensor, chosen: Tensor) -> None:
+        target = cache.tokens(range(self.sink, self.budget))
+        for buffers in (cache.keys, cache.values):
+            buffers[layer][:, target] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
+
+
+# --- Classes of heads, each with a policy and a cache of its own
+
+
+@dataclass(eq=False)
+class HeadClass:
+    """The heads of a class and their cache. Every process has one, also where no head of it is."""
+
+    cache: KVCache
+    in_layer: list[bool]  # per layer whether the model has heads of this class there
+    numbers: list[tuple[int, ...]]  # per layer those of this process
+    index: list[Tensor]  # the same, on the device
+
+
+class PerHeadCache(AnyCache):
+    """A KVCache for each class of heads."""
+
+    def __init__(self, sizes: CacheSizes, policy: CachePolicy):
+        super().__init__(sizes, policy)
+        self.classes: list[HeadClass] = []
+        for label, of_class in self.policy.policies.items():
+            heads = [[head for head, other in enumerate(row) if other == label] for row in self.policy.labels]
+            if not any(heads):
+                continue
+            numbers = [tuple(self.shard.local(row)) for row in heads]
+            self.classes.append(
+                HeadClass(
+                    cache=KVCache(replace(sizes, num_heads=[len(row) for row in numbers]), of_class),
+                    in_layer=[bool(row) for row in heads],
+                    numbers=numbers,
+                    index=[torch.tensor(row, dtype=torch.long, device=sizes.device) for row in numbers],
+                )
+            )
+        self.caches = [each.cache for each in self.classes]
+
+    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
+        for each in self.classes:
+            rows = zip(text, each.index, strict=False)
+            each.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
+        first, self.newest = self.caches[0], block
+        self.query_positions, self.key_positions = first.query_positions, first.key_positions
+        self.stores_raw = any(cache.stores_raw for cache in self.caches)
+
+    def flush(self) -> None:
+        for cache in self.caches:
+            cache.flush()
+
+    def begin_pass(self, is_clean: bool) -> None:
+        for cache in self.caches:
+            cache.begin_pass(is_clean)
+        self.stores_raw = any(cache.stores_raw for cache in self.caches)
+
+    def write(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
+    ) -> list[HeadGroup]:
+        groups = []
+        for each in self.classes:
+            if not each.in_layer[layer]:
+                continue
+            row, raw = each.index[layer], None
+            if raw_k is not None and each.cache.stores_raw:
+                raw = raw_k[:, :, row]
+            queries = q[:, :, row]
+            seen = each.cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
+            if len(row):
+                parts = partial(each.cache.parts, layer, len(row))
+                groups.append(HeadGroup(each.numbers[layer], row, queries, *seen, parts))
+        return groups
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+
+def read_rows(file: str) -> list[list[str]]:
+    """Return the cells of a CSV without its lines of #; ValueError for rows of different lengths."""
+    lines = [line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#")]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(lines) if row]
+    if any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError("rows of different lengths")
+    return rows
+
+
+@dataclass
+class PerHead(CachePolicy):
+    """Give each class of heads a policy and a cache of its own.
+
+    For labels as those of Pyramid Forcing (https://github.com/IF-LAB-PKU/Pyramid-Forcing) and Forcing-KV.
+    file: a CSV of classes, layers x heads. policies: a policy for each class. All classes have the same query
+    positions.
+
+        make_policy("per_head", file="labels.csv",
+                    policies={"near": {"name": "window", "window": 6}, "far": {"name": "full"}})
+    """
+
+    file: str = ""
+    policies: dict[str, CachePolicy] = field(default_factory=dict)
+
+    name = "per_head"
+    cache_type = PerHeadCache
+    by_heads = True
+    can_recache = False
+
+    def __post_init__(self) -> None:
+        remedy = "give a CSV of layers x heads"
+        with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
+            self.labels = read_rows(self.file)  # [layers][heads]
+            self.of_model = len(self.labels), len(self.labels[0])
+        super().__post_init__()
+
+    def describe(self) -> dict[str, Any]:
+        classes = {label: policy.describe() for label, policy in self.policies.items()}
+        return {"name": self.name, "file": self.file, "policies": classes}
+
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        lost = sorted({label for row in self.labels for label in row} - {*self.policies})
+        if lost:
+            return f"class {short_repr(lost[0])} of {self.file} has no policy"
+        for label, policy in self.policies.items():
+            problem = policy.conflict(block_sizes)
+            if policy.release or policy.by_heads:
+                problem = "it has no clean rule; leave released out"
+            if problem:
+                return f"class {short_repr(label)}: {problem}"
+        # The model rotates the queries of a block once for all heads.
+        by_slot = {label: policy for label, policy in self.policies.items() if policy.positions_follow_slots}
+        windows = {policy.num_frames for policy in by_slot.values()}
+        if by_slot and (len(by_slot) < len(self.policies) or len(windows) > 1):
+            problem = "queries of classes stand at different positions; policies with keys at 0..n-1"
+            return f"{problem} ({', '.join(by_slot)}) go together only, with one window"
+        return super().conflict(block_sizes)
+
+    def switch_from(self, how: How) -> int | None:
+        """Return None for a flush, too, where queries behind sinks of several sizes would stand apart."""
+        sinks = {policy.sink for policy in self.policies.values() if policy.positions_follow_slots}
+        if how in ("flush", "cut") and len(sinks) > 1:
+            return None
+        return super().switch_from(how)
+
+    @property
+    def chooses_by_layer(self) -> bool:  # type: ignore[override]  # of a class's policy a constant
+        return any(policy.chooses_by_layer for policy in self.policies.values())
+
+    @property
+    def num_frames(self) -> int | None:
+        sizes = [policy.num_frames for policy in self.policies.values()]
+        limited = [size for size in sizes if size is not None]
+        if len(limited) < len(sizes):
+            return None
+        return max(limited)
+
+    def capacity(self, num_frames: int, block_size: int) -> Capacity:
+        """Return the memory of the mean head, rounded up."""
+        sizes = {label: policy.capacity(num_frames, block_size) for label, policy in self.policies.items()}
+        slots = [sizes[label].slots for row in self.labels for label in row]
+        mean = math.ceil(sum(slots) / len(slots))
+        state_frames = max(size.state_frames for size in sizes.values())
+        if any(size.raw_slots for size in sizes.values()):
+            return Capacity(mean, raw_slots=mean, state_frames=state_frames)
+        return Capacity(mean, state_frames=state_frames)
+
+
+@dataclass
+class HeadBudget(PerHead):
+    """Give every head a window and a sink of its own, in frames. file: a CSV of layer, head, window, sink."""
+
+    policies: dict[str, CachePolicy] = field(init=False, default_factory=dict)
+
+    name = "head_budget"
+
+    def __post_init__(self) -> None:
+        remedy = "give a CSV of columns layer, head, window and sink, a row for every head"
+        with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
+            header, *lines = read_rows(self.file)
+            rows = [dict(zip(header, map(int, line), strict=True)) for line in lines]
+            of_head = {(row["layer"], row["head"]): (row["window"], row["sink"]) for row in rows}
+            layers, heads = (max(index) + 1 for index in zip(*of_head, strict=True))
+            budgets = [[of_head[layer, head] for head in range(heads)] for layer in range(layers)]
+        # A class for every window and sink
+        self.labels = [[f"{window}, {sink}" for window, sink in row] for row in budgets]
+        self.policies = {
+            f"{window}, {sink}": Window(window=window, sink=sink)
+            for window, sink in sorted({*of_head.values()})
+        }
+        self.of_model = layers, heads
+        CachePolicy.__post_init__(self)
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "file": self.file}

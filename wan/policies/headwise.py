@@ -1,15 +1,13 @@
-"""Policies under which heads of a layer keep different keys: by classes of heads, or token by token.
+"""Policies that choose, after each block, which tokens every single head keeps.
 
-Each class is the policy of a publication, under its name in configs. PerHead and HeadBudget give classes of
-heads a policy of wan/policies/frames.py and a KVCache each, in a PerHeadCache; the others choose single
-tokens in a HeadwiseCache. Letters: B batch, L tokens of a block, S tokens per frame, H heads, h heads of a
+Each class is the policy of a publication, under its name in configs; a subclass right behind it has the
+quirks of its public code. Letters: B batch, L tokens of a block, S tokens per frame, H heads, h heads of a
 kind, D head dim, n keys.
 """
 
-import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,166 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from wan.cache import AnyCache, CachePolicy, CacheSizes, Capacity, How, KVCache, Text
+from wan.cache import AnyCache, CachePolicy, CacheSizes, Capacity, How, Text
 from wan.errors import ConfigError, library_reads, short_repr
-from wan.files import CONFIG_BYTES, Count, Frames, Share, read_json, read_text
+from wan.files import CONFIG_BYTES, Count, Frames, Share, read_text
 from wan.keys import CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, RotaryTable, Slot, rotate, send
-from wan.policies.frames import Window
 
-# --- Classes of heads, each with a policy and a cache of its own
-
-
-class PerHeadCache(AnyCache):
-    """A KVCache for each class of heads. A class has one in every process, also where no head of it is."""
-
-    def __init__(self, sizes: CacheSizes, policy: CachePolicy):
-        super().__init__(sizes, policy)
-        # For each class its cache and, per layer: if it has heads at all, those that are here, their index.
-        self.classes: list[tuple[KVCache, list[bool], list[tuple[int, ...]], list[Tensor]]] = []
-        for label, of_class in self.policy.policies.items():
-            heads = [[head for head, other in enumerate(row) if other == label] for row in self.policy.labels]
-            numbers = [tuple(self.shard.local(row)) for row in heads]
-            cache = KVCache(replace(sizes, num_heads=[*map(len, numbers)]), of_class)
-            there = [torch.tensor(row, dtype=torch.long, device=sizes.device) for row in numbers]
-            if any(heads):
-                self.classes.append((cache, [*map(bool, heads)], numbers, there))
-        self.caches = [cache for cache, *_ in self.classes]
-
-    def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        for cache, _, _, here in self.classes:
-            rows = zip(text, here, strict=False)
-            cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
-        first, self.newest = self.caches[0], block
-        self.query_positions, self.key_positions = first.query_positions, first.key_positions
-        self.stores_raw = any(cache.stores_raw for cache in self.caches)
-
-    def flush(self) -> None:
-        for cache in self.caches:
-            cache.flush()
-
-    def begin_pass(self, is_clean: bool) -> None:
-        for cache in self.caches:
-            cache.begin_pass(is_clean)
-        self.stores_raw = any(cache.stores_raw for cache in self.caches)
-
-    def write(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
-    ) -> list[HeadGroup]:
-        groups = []
-        for cache, has_heads, numbers, here in self.classes:
-            if not has_heads[layer]:
-                continue
-            row = here[layer]
-            raw = raw_k[:, :, row] if raw_k is not None and cache.stores_raw else None
-            queries = q[:, :, row]
-            seen = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
-            if len(row):
-                parts = partial(cache.parts, layer, len(row))
-                groups.append(HeadGroup(numbers[layer], row, queries, *seen, parts))
-        return groups
-
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for cache in self.caches)
-
-
-@dataclass
-class PerHead(CachePolicy):
-    """Give each class of heads a policy and a cache of its own.
-
-    For labels as those of Pyramid Forcing (https://github.com/IF-LAB-PKU/Pyramid-Forcing) and Forcing-KV.
-    file: a CSV of classes, layers x heads. policies: a policy for each class. All classes have the same query
-    positions.
-
-        make_policy("per_head", file="labels.csv",
-                    policies={"near": {"name": "window", "window": 6}, "far": {"name": "full"}})
-    """
-
-    file: str = ""
-    policies: dict[str, CachePolicy] = field(default_factory=dict)
-
-    name = "per_head"
-    cache_type = PerHeadCache
-    by_heads = True
-    can_recache = False
-    file_has = "layers x heads, or of columns layer, head and more that name every head"
-
-    def __post_init__(self) -> None:
-        remedy = f"give a CSV of {self.file_has}"
-        with library_reads(f"cache_policy {self.name}: {short_repr(self.file)}", remedy=remedy):
-            self.labels = self.classes(read_columns(self.file))
-        self.of_model = len(self.labels), len(self.labels[0])
-        super().__post_init__()
-
-    def classes(self, columns: dict[str, list[list[str]]]) -> list[list[str]]:
-        """Return the class of every head [layers][heads] from the columns of the file."""
-        return next(iter(columns.values()))
-
-    def describe(self) -> dict[str, Any]:
-        classes = {label: policy.describe() for label, policy in self.policies.items()}
-        return {"name": self.name, "file": self.file, "policies": classes}
-
-    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
-        if lost := sorted({label for row in self.labels for label in row} - {*self.policies}):
-            return f"class {short_repr(lost[0])} of {self.file} has no policy"
-        for label, policy in self.policies.items():
-            problem = policy.conflict(block_sizes)
-            if policy.source or policy.by_heads:
-                problem = "it has no clean rule; leave released out"
-            if problem:
-                return f"class {short_repr(label)}: {problem}"
-        # The model rotates the queries of a block once for all heads.
-        by_slot = {label: one for label, one in self.policies.items() if one.positions_follow_slots}
-        windows = {one.num_frames for one in by_slot.values()}
-        if by_slot and (len(by_slot) < len(self.policies) or len(windows) > 1):
-            problem = "queries of classes stand at different positions; policies with keys at 0..n-1"
-            return f"{problem} ({', '.join(by_slot)}) go together only, with one window"
-        return super().conflict(block_sizes)
-
-    def switch_from(self, how: How) -> int | None:
-        """Return None for a flush, too, where queries behind sinks of several sizes would stand apart."""
-        sinks = {one.sink for one in self.policies.values() if one.positions_follow_slots}
-        return None if how in ("flush", "cut") and len(sinks) > 1 else super().switch_from(how)
-
-    @property
-    def chooses_by_layer(self) -> bool:  # type: ignore[override]  # of a class's policy a constant
-        return any(policy.chooses_by_layer for policy in self.policies.values())
-
-    @property
-    def num_frames(self) -> int | None:
-        seen = [policy.num_frames for policy in self.policies.values()]
-        return None if None in seen else max(size for size in seen if size is not None)
-
-    def capacity(self, num_frames: int, block_size: int) -> Capacity:
-        """Return the memory of the mean head, rounded up."""
-        sizes = {label: one.capacity(num_frames, block_size) for label, one in self.policies.items()}
-        slots = [sizes[label].slots for row in self.labels for label in row]
-        has_raw, mean = any(size.raw_slots for size in sizes.values()), math.ceil(sum(slots) / len(slots))
-        return Capacity(mean, mean if has_raw else 0, max(size.state_frames for size in sizes.values()))
-
-
-@dataclass
-class HeadBudget(PerHead):
-    """Give every head a window and a sink of its own, in frames. file: a CSV of layer, head, window, sink."""
-
-    policies: dict[str, CachePolicy] = field(init=False, default_factory=dict)
-
-    name = "head_budget"
-    file_has = "columns layer, head, window and sink"
-
-    def classes(self, columns: dict[str, list[list[str]]]) -> list[list[str]]:
-        pairs = [[*zip(*rows, strict=True)] for rows in zip(columns["window"], columns["sink"], strict=True)]
-        self.policies = {
-            f"{window}, {sink}": Window(window=int(window), sink=int(sink))
-            for window, sink in sorted({pair for row in pairs for pair in row})
-        }
-        return [[", ".join(pair) for pair in row] for row in pairs]
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "file": self.file}
-
-
-# --- Policies that say after each block which tokens every head keeps
+# --- The cache
 
 
 @dataclass(eq=False)
@@ -196,7 +40,9 @@ class Kind:
 
     def of(self, x: Tensor) -> Tensor:
         """Its heads of x [B, L, H, D]."""
-        return x if isinstance(self.here, slice) else x.index_select(2, self.here)
+        if isinstance(self.here, slice):
+            return x
+        return x.index_select(2, self.here)
 
 
 class HeadwiseCache(AnyCache):
@@ -211,7 +57,9 @@ class HeadwiseCache(AnyCache):
         self.head_dim, self.block_size = sizes.head_dim, sizes.block_size
         self.device = torch.device(sizes.device)
         # Where items of a batch keep other frames, heads of all items stand one item after the other.
-        self.items = sizes.batch if self.policy.keeps_items_apart else 1
+        self.items = 1
+        if self.policy.keeps_items_apart:
+            self.items = sizes.batch
         self.num_heads = sizes.num_heads[0] * self.items
         shape = sizes.batch // self.items, 0, self.num_heads, sizes.head_dim
         empty = torch.empty(shape, dtype=sizes.dtype, device=sizes.device)
@@ -220,7 +68,7 @@ class HeadwiseCache(AnyCache):
         self.kinds = [[Kind(everyone, slice(None), empty, empty, nothing)] for _ in sizes.num_heads]
         self.block = -1  # the number of the newest block
         self.sink = range(self.policy.sink)  # the frames of the sink
-        self.own = 0  # tokens of the newest frames that have room; of a cache computed again the last ones
+        self.own = 0  # how many of the newest frames' tokens have room; of a cache computed again the last
         self.is_recache = self.is_clean = False
         self.policy.start(self)
 
@@ -247,21 +95,21 @@ class HeadwiseCache(AnyCache):
         groups = []
         # 1. Each kind stores its heads of the newest frames behind its past.
         for kind in self.kinds[layer]:
-            own = kind.of(k[:, -self.own :]), kind.of(v[:, -self.own :])
-            kind.keys[:, kind.past :], kind.values[:, kind.past :] = (new.detach() for new in own)
+            new_k, new_v = kind.of(k[:, -self.own :]), kind.of(v[:, -self.own :])
+            kind.keys[:, kind.past :], kind.values[:, kind.past :] = new_k.detach(), new_v.detach()
             keys, values = kind.keys, kind.values
-            if torch.is_grad_enabled():  # a copy, as of KVCache.write: the own keys keep their gradients
-                keys, values = (
-                    torch.cat([buffer[:, : kind.past], new], 1)
-                    for buffer, new in zip((keys, values), own, strict=True)
-                )
+            if torch.is_grad_enabled():  # a copy, as of KVCache.write: the block's keys keep their gradients
+                keys = torch.cat([keys[:, : kind.past], new_k], 1)
+                values = torch.cat([values[:, : kind.past], new_v], 1)
             parts = partial(self.parts, kind, self.sink)
             groups.append(HeadGroup(kind.heads, kind.here, kind.of(q), keys, values, parts))
         # 2. A clean pass is the last over its frames: the policy chooses once all layers have come.
         if self.is_clean:
             self.policy.observe(self, layer, q.detach())
-            if layer + 1 == self.num_layers:
-                (self.policy.recached if self.is_recache else self.policy.finish)(self)
+            if layer + 1 == self.num_layers and self.is_recache:
+                self.policy.recached(self)
+            elif layer + 1 == self.num_layers:
+                self.policy.finish(self)
         return groups
 
     def parts(self, kind: Kind, sink: range) -> list[tuple[list[int], KeyLayout]]:
@@ -272,11 +120,11 @@ class HeadwiseCache(AnyCache):
         stop = self.newest.stop * self.tokens_per_frame
         past = kind.ids.cpu()  # [B or 1, past, h or 1]; one wait for the device
         alike: dict[bytes, tuple[Tensor, list[int]]] = {}
-        own = torch.arange(stop - self.own, stop).expand(len(past), -1)
+        newest = torch.arange(stop - self.own, stop).expand(len(past), -1)
         for head in range(len(kind.heads)):
             row = past[..., min(head, past.shape[2] - 1)]
             alike.setdefault(row.numpy().tobytes(), (row, []))[1].append(head)
-        return [(heads, self._layout(torch.cat([row, own], 1), sink)) for row, heads in alike.values()]
+        return [(heads, self._layout(torch.cat([row, newest], 1), sink)) for row, heads in alike.values()]
 
     def _layout(self, ids: Tensor, sink: range) -> KeyLayout:
         """Return the layout of keys by their numbers in the video, int64 [B or 1, n].
@@ -290,21 +138,30 @@ class HeadwiseCache(AnyCache):
         frames, tokens = seen.unflatten(2, (-1, size))  # [B or 1, slots, size]
         one_frame = (frames == frames[:1, :, :1]).all(2).all(0)
         whole = one_frame & (tokens == torch.arange(S)[:size]).all(2).all(0) & (size == S)
-        slots = tuple(
-            Slot(frame, frame) if is_one else Slot(CHOSEN, MIXED)
-            for frame, is_one in zip(frames[0, :, 0].tolist(), one_frame.tolist(), strict=True)
-        )
+        slots = [Slot(frame, frame) for frame in frames[0, :, 0].tolist()]
+        for number in (~one_frame).nonzero().flatten().tolist():
+            slots[number] = Slot(CHOSEN, MIXED)
         # 2. From the first to the last slot that is none of these, every token is named.
         chosen, mixed = None, (~whole).nonzero().flatten().tolist()
         if mixed:
-            at = range(mixed[0], mixed[-1] + 1)
-            of, place = seen[:, :, at.start * size : at.stop * size]
-            chosen = ChosenTokens(at, of, place, of)
+            named = range(mixed[0], mixed[-1] + 1)
+            of_frame, place = seen[:, :, named.start * size : named.stop * size]
+            chosen = ChosenTokens(named, frames=of_frame, indices=place, positions=of_frame)
         # 3. The block's own slots, which come last, and those of the sink, which come first.
-        own = range(len(slots) - self.own // size, len(slots))
-        deep = next((n for n in range(own.start) if slots[n].frame not in sink), own.start)
-        alone = tuple(self._layout(row, sink) for row in ids.split(1)) if len(ids) > 1 else ()
-        return KeyLayout(slots, size, own, tuple(self.newest), chosen, range(deep), alone)
+        own_slots = range(len(slots) - self.own // size, len(slots))
+        deep = next((n for n in range(own_slots.start) if slots[n].frame not in sink), own_slots.start)
+        alone: tuple[KeyLayout, ...] = ()
+        if len(ids) > 1:
+            alone = tuple(self._layout(row, sink) for row in ids.split(1))
+        return KeyLayout(
+            slots=tuple(slots),
+            tokens_per_slot=size,
+            own=own_slots,
+            query_positions=tuple(self.newest),
+            chosen=chosen,
+            sink=range(deep),
+            alone=alone,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -314,8 +171,8 @@ class HeadwiseCache(AnyCache):
 
     def rows(self, *tokens: range) -> Tensor:
         """Return an index [1, n, 1] of these tokens, as keep() takes it."""
-        each = [torch.arange(one.start, one.stop, device=self.device) for one in tokens]
-        return torch.cat(each)[None, :, None]
+        numbers = [torch.arange(part.start, part.stop, device=self.device) for part in tokens]
+        return torch.cat(numbers)[None, :, None]
 
     def keep(self, layer: int, kept: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         """Let heads hold these of the tokens that they see: for heads that become a kind, an index.
@@ -328,15 +185,16 @@ class HeadwiseCache(AnyCache):
                 continue
             # 1. The kind that these heads were of, and their columns in it.
             old = next(kind for kind in before if heads[0] in kind.heads)
-            here, found = old.here, [old.keys, old.values, self.seen(old)]
+            here, keys, values, ids = old.here, old.keys, old.values, self.seen(old)
             if len(heads) < len(old.heads):
                 here = send(torch.tensor(heads), self.device)
                 columns = send(torch.tensor([old.heads.index(head) for head in heads]), self.device)
-                found = [x if x.shape[2] == 1 else x.index_select(2, columns) for x in found]
+                keys, values = keys.index_select(2, columns), values.index_select(2, columns)
+                if ids.shape[2] > 1:
+                    ids = ids.index_select(2, columns)
             # 2. The tokens that stay, with room for the next block behind them.
-            keys, values = (taken(x, index, self.own) for x in found[:2])
-            ids = found[2].take_along_dim(index, 1)
-            self.kinds[layer].append(Kind(tuple(heads), here, keys, values, ids))
+            keys, values = taken(keys, index, self.own), taken(values, index, self.own)
+            self.kinds[layer].append(Kind(tuple(heads), here, keys, values, ids.take_along_dim(index, 1)))
 
     def keep_first(self, count: int) -> None:
         """Make all heads of a layer one kind again, with its first tokens, which all of them have."""
@@ -347,22 +205,24 @@ class HeadwiseCache(AnyCache):
             values, ids = torch.empty_like(keys), first.ids[:, :count]
             for kind in kinds:
                 keys[:, :, kind.here], values[:, :, kind.here] = kind.keys[:, :count], kind.values[:, :count]
-            ids = ids if len(kinds) == 1 else ids[:1, :, :1]
+            if len(kinds) > 1:
+                ids = ids[:1, :, :1]
             self.kinds[layer] = [Kind(everyone, slice(None), keys, values, ids)]
 
     def seen(self, kind: Kind) -> Tensor:
         """Return the number in the video of every key that a kind sees, its own too, [B or 1, n, h or 1]."""
         stop = self.newest.stop * self.tokens_per_frame
-        own = torch.arange(stop - self.own, stop, device=self.device)[None, :, None]
-        return torch.cat([kind.ids, own.expand(kind.ids.shape[0], -1, kind.ids.shape[2])], 1)
+        newest = torch.arange(stop - self.own, stop, device=self.device)[None, :, None]
+        return torch.cat([kind.ids, newest.expand(kind.ids.shape[0], -1, kind.ids.shape[2])], 1)
 
-    def _announce(self, frames: range, own: int, is_recache: bool) -> None:
-        self.newest, self.own, self.is_recache = frames, own, is_recache
+    def _announce(self, frames: range, room: int, is_recache: bool) -> None:
+        """Make room for so many of the frames' tokens behind the past of every kind."""
+        self.newest, self.own, self.is_recache = frames, room, is_recache
         self.query_positions = self.key_positions = frames
         for kind in (kind for kinds in self.kinds for kind in kinds):
-            if kind.keys.shape[1] != kind.past + own:
+            if kind.keys.shape[1] != kind.past + room:
                 past = self.rows(range(kind.past))
-                kind.keys, kind.values = (taken(x, past, own) for x in (kind.keys, kind.values))
+                kind.keys, kind.values = taken(kind.keys, past, room), taken(kind.values, past, room)
 
 
 def taken(x: Tensor, index: Tensor, room: int) -> Tensor:
@@ -389,7 +249,9 @@ class HeadwisePolicy(CachePolicy):
     can_recache = False  # before every block; at a change of prompts they do
 
     def switch_from(self, how: How) -> int | None:
-        return 0 if how in ("keep", "recache") else None
+        if how in ("keep", "recache"):
+            return 0
+        return None
 
     def admit(self, cache: HeadwiseCache, block: range) -> None:
         """Make room for the frames of a block, if finish() has not done so."""
@@ -425,41 +287,32 @@ class DummyForcing(HeadwisePolicy):
     """Let half of the heads see hardly any past: Dummy Forcing, arXiv 2601.20499.
 
     Until the clean pass of block ar_start all heads see frame 0 and local_context_length blocks. Attention of
-    rows of that pass, drawn by row_seed (None: by torch's own generator, as released), then makes three
-    classes over all layers: the num_dummy heads with the least mass on first and middle frames see the last
-    frame, the others frame 0 (sink) or local_context_length blocks (neighbour). As released, those of a
-    batch's first item are the classes of all.
-
-    Released by https://github.com/csguoh/DummyForcing at 28128ed (wan/modules/dummyforcing.py). The clean
-    rule is the same, for blocks of any size: in both, neighbour heads see all recomputed frames but the first
-    in the block after a recache that begins before block local_context_length.
+    rows of that pass, drawn by row_seed, then makes three classes over all layers: the num_dummy heads with
+    the least mass on first and middle frames see the last frame, the others frame 0 (sink) or
+    local_context_length blocks (neighbour). In the block after a recache that begins before block
+    local_context_length, neighbour heads see all recomputed frames but the first.
     """
 
     ar_start: Frames = 1
     local_context_length: Count = 1
     num_dummy: Frames = 180
-    row_seed: int | None = None
+    row_seed: int = 0
     num_recomputed: Count = 12
 
     name = "dummy_forcing"
-    releases = block_bound = ("dummy_forcing",)
     sink = 1
+    keeps_items_apart = True
 
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:
-        if self.ar_start == 0 and not self.source:
+        if self.ar_start == 0:
             return "ar_start 0 has no middle frames to classify by; take 1 or more"
         return super().conflict(block_sizes)
 
     def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
         total = num_layers * num_heads
-        return f"num_dummy {self.num_dummy} of a model of {total} heads" if self.num_dummy > total else ""
-
-    @property
-    def keeps_items_apart(self) -> bool:  # type: ignore[override]  # of others a constant
-        return not self.source
-
-    def switch_from(self, how: How) -> int | None:
-        return 3 * self.ar_start + 1 if how == "recache" and self.source else super().switch_from(how)
+        if self.num_dummy > total:
+            return f"num_dummy {self.num_dummy} of a model of {total} heads"
+        return ""
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         return Capacity(min(num_frames, 1 + (self.local_context_length + 1) * block_size))
@@ -467,47 +320,56 @@ class DummyForcing(HeadwisePolicy):
     def start(self, cache: HeadwiseCache) -> None:
         self.head_class: Tensor | None = None  # [items, layers, heads]
         self.head_mass: list[Tensor] = []  # per layer [items, heads, (first, middle, own)]
-        self._generator = None if self.row_seed is None else torch.Generator().manual_seed(self.row_seed)
+        self._generator = torch.Generator().manual_seed(self.row_seed)
 
     def observe(self, cache: HeadwiseCache, layer: int, q: Tensor) -> None:
         if cache.is_recache or cache.block != self.ar_start:
             return
-        # Drawn rows of the block's queries; where videos of a batch stand apart, q[0] has heads of all.
+        # 1. Drawn rows of the block's queries; where videos of a batch stand apart, q[0] has heads of all.
         own = q.shape[1]
-        first = cache.tokens_per_frame if self.ar_start == 1 else own
+        first = own
+        if self.ar_start == 1:
+            first = cache.tokens_per_frame
         rows = torch.randint(0, own, (first // 3,), generator=self._generator)
+        queries = q[0, send(rows, q.device)].float().transpose(0, 1)  # [H, rows, D]
         [kind] = cache.kinds[layer]
-        asking = q[0, send(rows, q.device)].float().transpose(0, 1)  # [H, rows, D]
-        logits = asking @ kind.keys[0].float().permute(1, 2, 0) * cache.head_dim**-0.5
-        # Mass on the first frame (or block), on those between, and on the block itself.
+        logits = queries @ kind.keys[0].float().permute(1, 2, 0) * cache.head_dim**-0.5
+        # 2. Mass on the first frame (or block), on those between, and on the block itself.
         weights, shares = logits.softmax(-1), (slice(first), slice(first, -own), slice(-own, None))
         mass = torch.stack([weights[:, :, keys].sum(-1).mean(-1) for keys in shares], -1)  # [H, 3]
         self.head_mass.append(cache.shard.gather(mass.unflatten(0, (cache.items, -1)), 1).cpu())
 
     def finish(self, cache: HeadwiseCache) -> None:
         S, L = cache.tokens_per_frame, self.local_context_length
-        number = cache.newest.start // cache.block_size if cache.is_recache else cache.block
+        number = cache.block
+        if cache.is_recache:
+            number = cache.newest.start // cache.block_size
         is_whole = self.head_class is None or cache.is_recache  # all heads have seen the same
         # 1. The clean pass of block ar_start divides the heads.
         if cache.block == self.ar_start and not cache.is_recache:
-            self.head_class = torch.stack([*map(self._classes, torch.stack(self.head_mass, 1))])
+            self.head_class = torch.stack([self._classes(mass) for mass in torch.stack(self.head_mass, 1)])
         here = slice(cache.shard.heads.start, cache.shard.heads.stop)
         # 2. Until then all keep frame 0 and the last blocks; later each class what it sees.
         for layer, kinds in enumerate(cache.kinds):
             kept: list[tuple[Sequence[int], Tensor]] = []
             for kind in kinds:
                 n = kind.keys.shape[1]
-                local = tail(S if self.head_class is None else 0, n, L * cache.block_size * S)
                 if is_whole and number < L:
                     local = range(S, n)
+                elif self.head_class is None:
+                    local = tail(S, n, L * cache.block_size * S)
+                else:
+                    local = tail(0, n, L * cache.block_size * S)
                 if self.head_class is None:
                     kept.append((kind.heads, cache.rows(range(S), local)))
                     continue
                 of_head = self.head_class[:, layer, here].flatten().tolist()
-                kept.append(([head for head in kind.heads if of_head[head] == NEIGHBOUR], cache.rows(local)))
+                neighbours = [head for head in kind.heads if of_head[head] == NEIGHBOUR]
+                kept.append((neighbours, cache.rows(local)))
                 # Sink and dummy heads keep a frame each, and so go through attention together.
                 packed = [head for head in kind.heads if of_head[head] != NEIGHBOUR]
-                starts = torch.tensor([0 if of_head[head] == SINK else n - S for head in packed]).long()
+                first = {SINK: 0, DUMMY: n - S}
+                starts = torch.tensor([first[of_head[head]] for head in packed]).long()
                 kept.append((packed, send(starts, cache.device) + cache.rows(range(S))))  # [1, S, h]
             cache.keep(layer, kept)
 
@@ -518,9 +380,28 @@ class DummyForcing(HeadwisePolicy):
     def _classes(self, mass: Tensor) -> Tensor:
         """Return the class of every head [layers, heads] from masses [layers, heads, 3]."""
         first, middle = (mass[..., i].flatten() / mass[..., i].sum() for i in (0, 1))
-        found = torch.where(first < middle, NEIGHBOUR, SINK)
-        found[torch.maximum(first, middle).argsort()[: self.num_dummy]] = DUMMY
-        return found.view(mass.shape[:2])
+        classes = torch.where(first < middle, NEIGHBOUR, SINK)
+        classes[torch.maximum(first, middle).argsort()[: self.num_dummy]] = DUMMY
+        return classes.view(mass.shape[:2])
+
+
+class DummyForcingRelease(DummyForcing):
+    """Dummy Forcing as released: https://github.com/csguoh/DummyForcing at 28128ed.
+
+    The classes of a batch's first item are those of all, and ar_start may be 0 (wan/modules/dummyforcing.py).
+    """
+
+    release = "dummy_forcing"
+    blocks_of_three = True
+    keeps_items_apart = False
+
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        return HeadwisePolicy.conflict(self, block_sizes)
+
+    def switch_from(self, how: How) -> int | None:
+        if how == "recache":
+            return 3 * self.ar_start + 1
+        return super().switch_from(how)
 
 
 @dataclass
@@ -532,29 +413,22 @@ class ForcingKV(HeadwisePolicy):
     spatial_context_length frames, dynamic ones the last temporal_context_length, and before them
     dynamic_context_length frames' worth of chunks, num_frame_patch a frame, of the three frames from the
     recent ones on: those least like the same tokens of the next frame, by the cosine of the rotated keys of
-    layer 1's dynamic heads. heads: a CSV or the release's JSON, or an array [layers, heads], 1 static.
-
-    Released by https://github.com/zju-jiyicheng/Forcing-KV at 50ac1f4
-    (wan/modules/causal_model_forcingkv.py). As there, the first item of a batch chooses for all, and rings of
-    more than three frames write values behind their keys (_ring_append_ moves the pointer first); the clean
-    rule does neither. num_recomputed: frames that a recache computes, None for all of the past (the release's
-    local_attn_size -1); with a window the release takes max(sink, context lengths, 1).
+    layer 1's dynamic heads. heads: a CSV or an array [layers, heads], 1 static, 0 dynamic. num_recomputed:
+    frames that a recache computes, None for all of the past (the release's local_attn_size -1); with a window
+    the release takes max(sink, context lengths, 1).
     """
 
     sink: Frames = 1
     ar_start: Frames = 1
     spatial_context_length: Frames = 1
     temporal_context_length: Frames = 1
-    dynamic_context_length: Frames = 1
-    dynamic_temporal_enabled: bool = True
+    dynamic_context_length: Annotated[int, Field(ge=0, le=3)] = 1  # 0: no chunks
     num_frame_patch: Count = 6
-    sim_retention_ratio: Share = 0.33
     heads: Any = ""
-    global_sink: bool = True
     num_recomputed: Count | None = None
 
     name = "forcing_kv"
-    releases = block_bound = ("forcing_kv",)
+    global_sink = True
 
     def __post_init__(self) -> None:
         self.is_static = read_static_heads(self.heads)
@@ -567,36 +441,28 @@ class ForcingKV(HeadwisePolicy):
         return self.sink + longest + 3
 
     @property
-    def chunks_kept(self) -> int:
-        return self.dynamic_context_length * self.num_frame_patch if self.dynamic_temporal_enabled else 0
-
-    @property
     def lengths(self) -> dict[bool | None, int]:
         """Recent frames of static heads, of dynamic ones, and of layers that are not divided."""
         static, dynamic = self.spatial_context_length, self.temporal_context_length
         return {True: static, False: dynamic, None: max(static, dynamic)}
 
     def conflict(self, block_sizes: Sequence[int] = ()) -> str:
-        if not self.dynamic_temporal_enabled:
-            return super().conflict(block_sizes)
-        if not (set(block_sizes) <= {3} and 1 <= self.temporal_context_length <= 3):
+        has_room = set(block_sizes) <= {3} and 1 <= self.temporal_context_length <= 3
+        if self.dynamic_context_length and not has_room:
             problem = "chosen chunks need blocks of 3 frames and a temporal_context_length of 1 to 3"
-            return f"{problem}; set dynamic_temporal_enabled: false"
-        asked, kept = round(3 * self.num_frame_patch * self.sim_retention_ratio), self.chunks_kept
-        if not asked == kept <= 3 * self.num_frame_patch:
-            problem = f"sim_retention_ratio {self.sim_retention_ratio:g} keeps {asked} chunks"
-            return f"{problem}, dynamic_context_length x num_frame_patch are {kept}; make them equal"
+            return f"{problem}; or set dynamic_context_length: 0"
         return super().conflict(block_sizes)
 
     def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
-        if not self.chunks_kept or tokens_per_frame % self.num_frame_patch == 0:
-            return super().misfit(num_layers, num_heads, tokens_per_frame)
-        return f"num_frame_patch {self.num_frame_patch} does not divide a frame of {tokens_per_frame} tokens"
+        if self.dynamic_context_length and tokens_per_frame % self.num_frame_patch:
+            patch = f"num_frame_patch {self.num_frame_patch}"
+            return f"{patch} does not divide a frame of {tokens_per_frame} tokens"
+        return super().misfit(num_layers, num_heads, tokens_per_frame)
 
     def capacity(self, num_frames: int, block_size: int) -> Capacity:
         """Return the memory of the mean head after the division, rounded up; layer 0 keeps the longer one."""
         static, dynamic = self.spatial_context_length, self.temporal_context_length
-        dynamic += self.dynamic_context_length if self.dynamic_temporal_enabled else 0
+        dynamic += self.dynamic_context_length
         frames = np.where(self.is_static, static, dynamic)
         frames[0] = max(static, dynamic)
         return Capacity(min(num_frames, self.sink + block_size + math.ceil(frames.mean())))
@@ -605,94 +471,153 @@ class ForcingKV(HeadwisePolicy):
         self.is_divided = False
         self._recent = 0  # tokens of recent frames that dynamic heads hold
         self._chosen = 0  # tokens of chosen chunks before them
-        self._rings: dict[bool | None, Ring] = {}  # as released, of static heads and of dynamic ones
 
     def recached(self, cache: HeadwiseCache) -> None:
-        cache.sink = cache.sink if self.global_sink else cache.newest[: self.sink]
-        self._divide(cache)
+        self.divide(cache)
 
     def finish(self, cache: HeadwiseCache) -> None:
         if not self.is_divided and cache.block == self.ar_start:
-            self._divide(cache)
-            return
-        S, own = cache.tokens_per_frame, cache.own
-        chunks = self._choose(cache) if self.is_divided and self._recent >= S else None
-        for layer, kinds in enumerate(cache.kinds):
-            cache.keep(layer, [(kind.heads, self._kept(cache, layer, kind, chunks)) for kind in kinds])
-            for kind, old in zip(cache.kinds[layer], kinds, strict=True):
-                if ring := self._rings.get(self._class(cache, layer, kind)):
-                    ring.write(layer, kind, old.values[:, -own:])
-        for ring in self._rings.values():
-            ring.advance(own)
-        self._recent = min(self.temporal_context_length * S, self._recent + own)
-        self._chosen = 0 if chunks is None else chunks.shape[1]
+            self.divide(cache)
+        else:
+            self.roll(cache)
 
-    def _class(self, cache: HeadwiseCache, layer: int, kind: Kind) -> bool | None:
+    def divide(self, cache: HeadwiseCache) -> None:
+        """Divide static from dynamic heads: each kind keeps its own part of the frames that all saw."""
+        S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
+        sink = min(self.sink * S, n)
+        self.is_divided, self._chosen = True, 0
+        self._recent = min(self.temporal_context_length * S, n - sink)
+        # Two kinds of heads in every layer but the first
+        for layer in range(cache.num_layers):
+            here = self.is_static[layer, cache.shard.heads.start : cache.shard.heads.stop]
+            classes: dict[bool | None, Any] = {True: here, False: ~here}
+            if layer == 0:
+                classes = {None: here | ~here}
+            kept = []
+            for label, heads in classes.items():
+                index = cache.rows(range(sink), tail(sink, n, self.lengths[label] * S))
+                kept.append((np.flatnonzero(heads).tolist(), index))
+            cache.keep(layer, kept)
+
+    def roll(self, cache: HeadwiseCache) -> None:
+        """Let every kind keep its sink, chosen chunks and recent frames."""
+        S, own = cache.tokens_per_frame, cache.own
+        chunks = None
+        if self.is_divided and self._recent >= S and self.dynamic_context_length and cache.num_layers > 1:
+            chunks = self._choose(cache)
+        for layer in range(cache.num_layers):
+            self.keep(cache, layer, chunks)
+        self._recent, self._chosen = min(self.temporal_context_length * S, self._recent + own), 0
+        if chunks is not None:
+            self._chosen = chunks.shape[1]
+
+    def keep(self, cache: HeadwiseCache, layer: int, chunks: Tensor | None) -> None:
+        """Let the kinds of a layer keep what they may, with chunks [B or 1, n] of tokens from the sink on."""
+        kinds = cache.kinds[layer]
+        cache.keep(layer, [(kind.heads, self.kept(cache, layer, kind, chunks)) for kind in kinds])
+
+    def kept(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
+        """Return the index of the tokens that a kind keeps."""
+        S, n, label = cache.tokens_per_frame, kind.keys.shape[1], self.class_of(cache, layer, kind)
+        sink, recent = range(min(self.sink * S, n)), self.lengths[label] * S
+        if label is not False:
+            return cache.rows(sink, tail(sink.stop, n, recent))
+        first = sink.stop + self._chosen
+        if chunks is None:
+            return cache.rows(sink, tail(first, n, recent))
+        ends = [cache.rows(tokens).expand(len(chunks), -1, -1) for tokens in (sink, range(n - recent, n))]
+        return torch.cat([ends[0], first + chunks[:, :, None], ends[1]], 1)
+
+    def class_of(self, cache: HeadwiseCache, layer: int, kind: Kind) -> bool | None:
         """Return whether a kind's heads are static; None before kinds are divided."""
         if not self.is_divided or layer == 0:
             return None
         return bool(self.is_static[layer, cache.shard.heads[kind.heads[0]]])
 
-    def _kept(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
-        """Return the index of the tokens that a kind keeps."""
-        S, n, is_static = cache.tokens_per_frame, kind.keys.shape[1], self._class(cache, layer, kind)
-        first, recent = range(min(self.sink * S, n)), self.lengths[is_static] * S
-        if ring := self._rings.get(is_static):
-            order = [*first, *ring.keys(first.stop, n, cache.own)]
-            return send(torch.tensor(order), cache.device)[None, :, None]
-        if is_static is not False:
-            return cache.rows(first, tail(first.stop, n, recent))
-        if chunks is None:
-            return cache.rows(first, tail(first.stop + self._chosen, n, recent))
-        ends = (cache.rows(one).expand(len(chunks), -1, -1) for one in (first, range(n - recent, n)))
-        sink, newest = ends
-        return torch.cat([sink, first.stop + self._chosen + chunks[:, :, None], newest], 1)
-
-    def _divide(self, cache: HeadwiseCache) -> None:
-        """Divide static from dynamic heads: each kind keeps its own part of the frames that all saw."""
-        # 1. What recent frames there are, and as released the rings that hold them.
-        S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
-        sink, own = min(self.sink * S, n), cache.block_size * S
-        self.is_divided, self._chosen = True, 0
-        self._recent = min(self.temporal_context_length * S, n - sink)
-        rings = {one: self.lengths[one] * S for one in (True, False) if self.source}
-        self._rings = {one: Ring(size, n - sink) for one, size in rings.items() if size > own}
-        # 2. Two kinds of heads in every layer but the first.
-        for layer in range(cache.num_layers):
-            here = self.is_static[layer, cache.shard.heads.start : cache.shard.heads.stop]
-            classes: dict[bool | None, Any] = {True: here, False: ~here} if layer else {None: here | ~here}
-            kept = []
-            for one, heads in classes.items():
-                index = cache.rows(range(sink), tail(sink, n, self.lengths[one] * S))
-                kept.append((np.flatnonzero(heads).tolist(), index))
-            cache.keep(layer, kept)
-            for kind in cache.kinds[layer]:
-                if ring := self._rings.get(self._class(cache, layer, kind)):
-                    ring.begin(layer, kind)
-
-    def _choose(self, cache: HeadwiseCache) -> Tensor | None:
+    def _choose(self, cache: HeadwiseCache) -> Tensor:
         """Return the tokens of the chunks to keep, ascending from the first recent one on, [B or 1, n]."""
-        if not self.chunks_kept or cache.num_layers < 2:
-            return None
         # 1. Products and squares of frames i and i + 1 in layer 1's dynamic heads, summed over heads.
         S, P = cache.tokens_per_frame, self.num_frame_patch
         first = self.sink * S + self._chosen
         parts = torch.zeros(3, 1, 3, S, device=cache.device)  # stays where a process has none of them
         for kind in cache.kinds[1]:
-            if not self._class(cache, 1, kind):
+            if not self.class_of(cache, 1, kind):
                 frames = kind.keys[:, first : first + 4 * S].float().unflatten(1, (4, S))  # [B, 4, S, h, D]
-                one, other = frames[:, :3], frames[:, 1:]
-                pairs = ((one, other), (one, one), (other, other))
+                before, after = frames[:, :3], frames[:, 1:]
+                pairs = ((before, after), (before, before), (after, after))
                 parts = torch.stack([(x * y).sum((-1, -2)) for x, y in pairs])  # [3, B, 3, S]
         # 2. The cosine of each token and the same one a frame later, and its mean over a chunk.
         dot, *squares = cache.shard.sum(parts)
         cosine = dot / (squares[0].sqrt().clamp_min(1e-8) * squares[1].sqrt().clamp_min(1e-8))
-        score = cosine.unflatten(2, (P, -1)).mean(3)  # [B, 3, P]
-        score = score[:1] if self.source else score
+        scores = self.deciding(cosine.unflatten(2, (P, -1)).mean(3))  # [B, 3, P]
         # 3. The chunks that are least alike, as tokens.
-        chosen = score.flatten(1).topk(self.chunks_kept, largest=False).indices.sort().values
-        size = S // P
+        count, size = self.dynamic_context_length * P, S // P
+        chosen = scores.flatten(1).topk(count, largest=False).indices.sort().values
         return (chosen[:, :, None] * size + torch.arange(size, device=cache.device)).flatten(1)
+
+    def deciding(self, scores: Tensor) -> Tensor:
+        """Return the scores [B or 1, 3, P] by which videos of a batch choose: each by its own."""
+        return scores
+
+
+@dataclass
+class ForcingKVRelease(ForcingKV):
+    """Forcing-KV as released: https://github.com/zju-jiyicheng/Forcing-KV at 50ac1f4.
+
+    The first item of a batch chooses for all, rings of more than three frames write values behind their keys,
+    and without global_sink recomputed frames become the sink (wan/modules/causal_model_forcingkv.py).
+    """
+
+    global_sink: bool = True
+
+    release = "forcing_kv"
+    blocks_of_three = True
+
+    def recached(self, cache: HeadwiseCache) -> None:
+        if not self.global_sink:
+            cache.sink = cache.newest[: self.sink]
+        super().recached(cache)
+
+    def start(self, cache: HeadwiseCache) -> None:
+        super().start(cache)
+        self._rings: dict[bool | None, Ring] = {}  # of static heads and of dynamic ones
+
+    def deciding(self, scores: Tensor) -> Tensor:
+        return scores[:1]
+
+    def divide(self, cache: HeadwiseCache) -> None:
+        S, n, own = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1], cache.block_size
+        super().divide(cache)
+        tokens = n - min(self.sink * S, n)
+        lengths = {label: self.lengths[label] for label in (True, False)}
+        self._rings = {label: Ring(size * S, tokens) for label, size in lengths.items() if size > own}
+        for layer, kinds in enumerate(cache.kinds):
+            for kind in kinds:
+                ring = self._rings.get(self.class_of(cache, layer, kind))
+                if ring is not None:
+                    ring.begin(layer, kind)
+
+    def roll(self, cache: HeadwiseCache) -> None:
+        super().roll(cache)
+        for ring in self._rings.values():
+            ring.advance(cache.own)
+
+    def keep(self, cache: HeadwiseCache, layer: int, chunks: Tensor | None) -> None:
+        before = cache.kinds[layer]
+        super().keep(cache, layer, chunks)
+        for kind, old in zip(cache.kinds[layer], before, strict=True):
+            ring = self._rings.get(self.class_of(cache, layer, kind))
+            if ring is not None:
+                ring.write(layer, kind, old.values[:, -cache.own :])
+
+    def kept(self, cache: HeadwiseCache, layer: int, kind: Kind, chunks: Tensor | None) -> Tensor:
+        ring = self._rings.get(self.class_of(cache, layer, kind))
+        if ring is None:
+            return super().kept(cache, layer, kind, chunks)
+        n = kind.keys.shape[1]
+        sink = range(min(self.sink * cache.tokens_per_frame, n))
+        order = [*sink, *ring.keys(sink.stop, n, cache.own)]
+        return send(torch.tensor(order), cache.device)[None, :, None]
 
 
 class Ring:
@@ -701,28 +626,28 @@ class Ring:
     _ring_append_ of the release moves the pointer before it writes the values.
     """
 
-    def __init__(self, size: int, held: int):
-        self.size, self.valid = size, min(size, held)
+    def __init__(self, size: int, tokens: int):
+        self.size, self.valid = size, min(size, tokens)
         self.pointer = self.valid % size
         self.values: dict[int, Tensor] = {}  # per layer [B, size, h, D]
 
-    def keys(self, first: int, n: int, own: int) -> list[int]:
-        """Return which of n tokens, the last of them own, lie in the ring that begins at first."""
+    def keys(self, first: int, n: int, new: int) -> list[int]:
+        """Return which of n tokens, the last of them new, lie in the ring that begins at first."""
         order = [*range(first, first + self.valid), *[-1] * (self.size - self.valid)]
-        for i in range(own):
-            order[(self.pointer + i) % self.size] = n - own + i
-        return order[: self.valid + own]
+        for i in range(new):
+            order[(self.pointer + i) % self.size] = n - new + i
+        return order[: self.valid + new]
 
     def begin(self, layer: int, kind: Kind) -> None:
-        held = kind.values[:, kind.past - self.valid : kind.past]
-        self.values[layer] = held.new_zeros(held.shape[0], self.size, *held.shape[2:])
-        self.values[layer][:, : self.valid] = held
+        values = kind.values[:, kind.past - self.valid : kind.past]
+        self.values[layer] = values.new_zeros(values.shape[0], self.size, *values.shape[2:])
+        self.values[layer][:, : self.valid] = values
 
-    def write(self, layer: int, kind: Kind, own: Tensor) -> None:
+    def write(self, layer: int, kind: Kind, new: Tensor) -> None:
         """Store a block's values in the ring, and copy its newest ones beside a kind's keys."""
-        count = own.shape[1]
-        rows = (self.pointer + count + torch.arange(count, device=own.device)) % self.size
-        self.values[layer][:, rows] = own
+        count = new.shape[1]
+        rows = (self.pointer + count + torch.arange(count, device=new.device)) % self.size
+        self.values[layer][:, rows] = new
         valid = min(self.size, self.valid + count)
         kind.values[:, kind.past - valid : kind.past] = self.values[layer][:, :valid]
 
@@ -736,18 +661,12 @@ class TriAttention(HeadwisePolicy):
     """Compress a window's tokens to budget_tokens by a score of each head: TriAttention, arXiv 2604.04921.
 
     After a block's clean pass, compress_every_n_frames or more after the last time, the sink, the last
-    keep_last_frames and the tokens of highest score stay. The score of a key is what the calibrated mean
-    query of its head would give it from 1, 2, 4, ... offset_max_frames frames later, their mean or max, and
-    the mean modulus of queries beyond that mean times the modulus of the key. pruning_mode layer_perhead
-    ranks by (layer, head), perhead by the mean (mean_of_layer_max) or max over layers. statistics: an .npz or
-    a mapping of q_mean_real, q_mean_imag (or a complex q_mean) and q_abs_mean, [layers, heads, D / 2]; of a
-    file of several, "FILE:120f" takes q_mean_120f and q_abs_mean_120f.
-
-    Released by https://github.com/WeianMao/triattention at c3744ee (longlive/kv_compression.py). As there,
-    rows and columns of keys are taken as if nothing had been chosen before (_sync_position_state). A
-    pipeline's next video goes on with the noise of the one before, and is compressed only beyond its last
-    compressed frame, unless its prompt changes. The clean rule knows where keys stand and begins every video
-    anew.
+    keep_last_frames and the tokens of highest score stay. The score of a key is the mean of what the
+    calibrated mean query of its head would give it from 1, 2, 4, ... 128 frames later, and the mean modulus
+    of queries beyond that mean times the modulus of the key; scores of a (layer, head) are normalised, and
+    noise breaks ties. statistics: an .npz or a mapping of q_mean_real, q_mean_imag (or a complex q_mean) and
+    q_abs_mean, [layers, heads, D / 2]; of a file of several, "FILE:120f" takes q_mean_120f and
+    q_abs_mean_120f.
     """
 
     window: Count = 12
@@ -755,31 +674,18 @@ class TriAttention(HeadwisePolicy):
     budget_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 9360
     compress_every_n_frames: Count = 3
     keep_last_frames: Frames = 3
-    pruning_mode: Literal["layer_perhead", "perhead"] = "layer_perhead"
-    score_aggregation: Literal["mean", "max"] = "mean"
-    perhead_layer_aggregation: Literal["mean_of_layer_max", "mean", "max"] = "mean_of_layer_max"
-    offset_max_frames: Frames = 128
-    normalize_scores: bool = True
-    tie_break_noise: bool = True
-    tie_break_noise_scale: Share = 1e-6
-    random_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    protect_sink: bool = True
     statistics: Any = ""
 
     name = "triattention"
     global_sink = True
-    releases = block_bound = ("triattention",)
+    offset_max_frames = 128
+    random_seed = 0
+    tie_break_noise_scale = 1e-6
 
     def __post_init__(self) -> None:
         self.q_mean, self.q_abs_mean = read_statistics(self.statistics)
         self.of_model = tuple(self.q_mean.shape[:2])
-        self._before: dict[str, Any] = {"frame": 0, "noise": None}  # of the pipeline's last video
         super().__post_init__()
-
-    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
-        if self.sink > 3 and self.source:
-            return f"released knows a sink of at most 3 frames, not {self.sink}; leave released out"
-        return super().conflict(block_sizes)
 
     def misfit(self, num_layers: int, num_heads: int, tokens_per_frame: int) -> str:
         most = self.window * tokens_per_frame
@@ -787,13 +693,8 @@ class TriAttention(HeadwisePolicy):
             return f"budget_tokens {self.budget_tokens} must be below those of the window, {most}"
         return super().misfit(num_layers, num_heads, tokens_per_frame)
 
-    def switch_from(self, how: How) -> int | None:
-        return self.window + 1 if how == "recache" and self.source else super().switch_from(how)
-
     def start(self, cache: HeadwiseCache) -> None:
         self._noise, self._last = torch.Generator().manual_seed(self.random_seed), 0
-        if self.source and self._before["noise"] is not None:
-            self._noise.set_state(self._before["noise"])
 
     def admit(self, cache: HeadwiseCache, block: range) -> None:
         """As in LongLive's window, the oldest tokens behind the sink leave where the block finds no room."""
@@ -812,113 +713,180 @@ class TriAttention(HeadwisePolicy):
         self._compress(cache, is_due=True)
 
     def finish(self, cache: HeadwiseCache) -> None:
-        last = self._before["frame"] if self.source and not cache.has_switches else self._last
-        self._compress(cache, is_due=cache.newest.stop - last >= self.compress_every_n_frames)
+        self._compress(cache, is_due=cache.newest.stop - self._last >= self.compress_every_n_frames)
 
     def _compress(self, cache: HeadwiseCache, is_due: bool) -> None:
         # 1. Without need all tokens stay.
-        S, n, done = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1], cache.newest.stop
+        S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
         if not is_due or n <= self.budget_tokens:
             super().finish(cache)
             return
-        # 2. The sink and the last frames stay; the rest of the budget is for tokens between them.
-        sink = min(self.sink * S, n) if self.protect_sink else 0  # even where it exceeds the budget
+        # 2. The sink stays even beyond the budget, then the last frames; the rest is for tokens between them.
+        sink = min(self.protected * S, n)
         last = min(self.keep_last_frames * S, max(0, self.budget_tokens - sink))
-        between, count = range(sink, n - last), max(0, self.budget_tokens - sink - last)
+        count = max(0, self.budget_tokens - sink - last)
         first, newest = cache.rows(range(sink)), cache.rows(range(n - last, n))
         # 3. Each head keeps those of the highest score, in order of time.
-        scores = self._scores(cache, between, done) if count else None
-        for layer, [kind] in enumerate(cache.kinds):
-            index = torch.cat([first, newest], 1)
-            if scores is not None:
+        if count == 0:
+            for layer, [kind] in enumerate(cache.kinds):
+                cache.keep(layer, [(kind.heads, torch.cat([first, newest], 1))])
+        else:
+            scores = self.rank(cache, self._scores(cache, range(sink, n - last)))
+            for layer, [kind] in enumerate(cache.kinds):
                 chosen = sink + scores[layer].topk(count).indices.sort().values.mT  # [B, count, h]
-                ends = (each.expand(len(chosen), -1, chosen.shape[2]) for each in (first, newest))
-                index = torch.cat([next(ends), chosen, next(ends)], 1)
-            cache.keep(layer, [(kind.heads, index)])
-        # 4. As released, the next video of this policy goes on from here.
-        self._last = done
-        if self.source:
-            self._before |= {"frame": done, "noise": self._noise.get_state()}
+                batch, _, heads = chosen.shape
+                ends = [tokens.expand(batch, -1, heads) for tokens in (first, newest)]
+                cache.keep(layer, [(kind.heads, torch.cat([ends[0], chosen, ends[1]], 1))])
+        self.compressed(cache)
 
-    def _scores(self, cache: HeadwiseCache, between: range, done: int) -> Tensor:
-        """Return scores [layers, B, h, tokens] of tokens that may leave."""
+    @property
+    def protected(self) -> int:
+        """Frames that stay whatever their score."""
+        return self.sink
+
+    def compressed(self, cache: HeadwiseCache) -> None:
+        """Remember the last frame that was compressed."""
+        self._last = cache.newest.stop
+
+    def places(self, cache: HeadwiseCache, kind: Kind) -> Tensor:
+        """Return the number in the video of every key that a kind sees, [B or 1, n, h or 1]."""
+        return cache.seen(kind)
+
+    def aggregate(self, queries: Tensor) -> Tensor:
+        """Return queries [layers, h, offsets, D] of which the best one scores a key: here their mean."""
+        return queries.mean(2, keepdim=True)
+
+    def rank(self, cache: HeadwiseCache, scores: Tensor) -> Tensor:
+        """Return scores [layers, B, h, n], normalised and without ties, by which heads choose."""
+        return self.without_ties(cache, self.normalised(scores))
+
+    def normalised(self, scores: Tensor) -> Tensor:
+        spread = scores.std(-1, unbiased=False, keepdim=True).clamp_min(1e-6)
+        return (scores - scores.mean(-1, keepdim=True)) / spread
+
+    def without_ties(self, cache: HeadwiseCache, scores: Tensor) -> Tensor:
+        noise = torch.rand(cache.num_layers, cache.shard.total, scores.shape[-1], generator=self._noise)
+        here = slice(cache.shard.heads.start, cache.shard.heads.stop)
+        return scores + send(noise[:, None, here] * self.tie_break_noise_scale, cache.device)
+
+    def _scores(self, cache: HeadwiseCache, between: range) -> Tensor:
+        """Return scores [layers, B, h, n] of tokens that may leave."""
         S, here = cache.tokens_per_frame, slice(cache.shard.heads.start, cache.shard.heads.stop)
         # 1. The mean query of each head, in time at its distance from frame 0; as pairs of dims of a key.
         offsets = [2**i for i in range(max(1, self.offset_max_frames.bit_length()))]
-        of_time = RotaryTable(cache.head_dim).freqs_cis(
-            0, torch.tensor(offsets) + done
-        )  # [offsets, pairs of time]
+        times = torch.tensor(offsets) + cache.newest.stop
+        of_time = RotaryTable(cache.head_dim).freqs_cis(0, times)  # [offsets, pairs of time]
         turns = torch.ones(len(offsets), self.q_mean.shape[2], dtype=torch.complex128)
         turns[:, : of_time.shape[1]] = of_time
-        asking = torch.view_as_real(self.q_mean[:, here, None] * turns).flatten(-2)  # [layers, h, offsets, D]
-        if self.score_aggregation == "mean":
-            asking = asking.mean(2, keepdim=True)
+        queries = torch.view_as_real(self.q_mean[:, here, None] * turns).flatten(
+            -2
+        )  # [layers, h, offsets, D]
+        queries = self.aggregate(queries)
         beyond = self.q_abs_mean[:, here] - self.q_mean[:, here].abs()  # [layers, h, D / 2]
-        asking, beyond = (send(x.float(), cache.device) for x in (asking, beyond))
+        queries, beyond = send(queries.float(), cache.device), send(beyond.float(), cache.device)
         # 2. Keys at frame 0, row 0 and column 0, but for their own frame.
         cos, sin = (table[:, 0] for table in cache.rope(range(1)))  # [S, D]
-        raw = []
+        layer_scores = []
         for layer, [kind] in enumerate(cache.kinds):
-            places = cache.seen(kind)
-            if self.source:  # as if nothing had been chosen: sink, and the newest tokens of the video
-                n, sink = kind.keys.shape[1], self.sink * S
-                places = cache.rows(range(sink), range(done * S - n + sink, done * S))
-            places = places[:, between.start : between.stop] % S
+            places = self.places(cache, kind)[:, between.start : between.stop] % S
             keys = kind.keys[:, between.start : between.stop].float()  # [B, n, h, D]
             keys = rotate(keys, cos[places], -sin[places])
             sizes = keys.unflatten(-1, (-1, 2)).norm(dim=-1)
-            score = torch.einsum("bnhd,hod->bhno", keys, asking[layer]).amax(3)
-            raw.append(score + torch.einsum("bnhf,hf->bhn", sizes, beyond[layer]))
-        # 3. Normalise rows, break ties, and let all layers of a head agree where they shall.
-        scores = torch.stack(raw)  # [layers, B, h, n]
-        if self.normalize_scores:
-            spread = scores.std(-1, unbiased=False, keepdim=True).clamp_min(1e-6)
-            scores = (scores - scores.mean(-1, keepdim=True)) / spread
-        if self.tie_break_noise:
-            noise = torch.rand(cache.num_layers, cache.shard.total, len(between), generator=self._noise)
-            scores = scores + send(noise[:, None, here] * self.tie_break_noise_scale, cache.device)
-        if self.pruning_mode == "perhead":
-            is_max = self.perhead_layer_aggregation == "max"
-            scores = (scores.amax(0) if is_max else scores.mean(0)).expand_as(scores)
-        return scores
+            score = torch.einsum("bnhd,hod->bhno", keys, queries[layer]).amax(3)
+            layer_scores.append(score + torch.einsum("bnhf,hf->bhn", sizes, beyond[layer]))
+        return torch.stack(layer_scores)
 
 
-# --- Files of heads
+@dataclass
+class TriAttentionRelease(TriAttention):
+    """TriAttention as released: https://github.com/WeianMao/triattention at c3744ee, with all its options.
 
-
-def read_columns(file: str) -> dict[str, list[list[str]]]:
-    """Read values of layers x heads from a CSV: rows of layers (named ""), or columns layer, head and others.
-
-    Raises ValueError or LookupError for a file that is none.
+    Rows and columns of keys are taken as if nothing had been chosen before (longlive/kv_compression.py,
+    _sync_position_state). A pipeline's next video goes on with the noise of the one before, and is compressed
+    only beyond its last compressed frame, unless its prompt changes. pruning_mode layer_perhead ranks by
+    (layer, head), perhead by the mean (mean_of_layer_max) or max over layers.
     """
-    lines = (line for line in read_text(file, CONFIG_BYTES).splitlines() if not line.startswith("#"))
-    rows = [[cell.strip() for cell in row] for row in csv.reader(lines) if row]
-    header = rows[0]
-    if len({*map(len, rows)}) != 1:
-        raise ValueError("rows of different lengths")
-    if not {"layer", "head"} <= {*header}:
-        return {"": rows}
-    at = {(int(row[header.index("layer")]), int(row[header.index("head")])): row for row in rows[1:]}
-    layers, heads = (max(index) + 1 for index in zip(*at, strict=True))
-    names = [name for name in header if name not in ("layer", "head")]
-    return {x: [[at[i, j][header.index(x)] for j in range(heads)] for i in range(layers)] for x in names}
+
+    pruning_mode: Literal["layer_perhead", "perhead"] = "layer_perhead"
+    score_aggregation: Literal["mean", "max"] = "mean"
+    perhead_layer_aggregation: Literal["mean_of_layer_max", "max"] = "mean_of_layer_max"
+    offset_max_frames: Frames = 128
+    normalize_scores: bool = True
+    tie_break_noise: bool = True
+    tie_break_noise_scale: Share = 1e-6
+    random_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    protect_sink: bool = True
+
+    release = "triattention"
+    blocks_of_three = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._before: dict[str, Any] = {"frame": 0, "noise": None}  # of the last video; caches share it
+
+    def conflict(self, block_sizes: Sequence[int] = ()) -> str:
+        if self.sink > 3:
+            return f"released knows a sink of at most 3 frames, not {self.sink}; leave released out"
+        return super().conflict(block_sizes)
+
+    def switch_from(self, how: How) -> int | None:
+        if how == "recache":
+            return self.window + 1
+        return super().switch_from(how)
+
+    def start(self, cache: HeadwiseCache) -> None:
+        super().start(cache)
+        if self._before["noise"] is not None:
+            self._noise.set_state(self._before["noise"])
+
+    def finish(self, cache: HeadwiseCache) -> None:
+        if not cache.has_switches:
+            self._last = self._before["frame"]
+        super().finish(cache)
+
+    def compressed(self, cache: HeadwiseCache) -> None:
+        super().compressed(cache)
+        self._before.update(frame=self._last, noise=self._noise.get_state())
+
+    @property
+    def protected(self) -> int:
+        if self.protect_sink:
+            return self.sink
+        return 0
+
+    def places(self, cache: HeadwiseCache, kind: Kind) -> Tensor:
+        # The sink, and the newest tokens of the video
+        S, n, sink = cache.tokens_per_frame, kind.keys.shape[1], self.sink * cache.tokens_per_frame
+        stop = cache.newest.stop * S
+        return cache.rows(range(sink), range(stop - n + sink, stop))
+
+    def aggregate(self, queries: Tensor) -> Tensor:
+        if self.score_aggregation == "max":
+            return queries
+        return super().aggregate(queries)
+
+    def rank(self, cache: HeadwiseCache, scores: Tensor) -> Tensor:
+        if self.normalize_scores:
+            scores = self.normalised(scores)
+        if self.tie_break_noise:
+            scores = self.without_ties(cache, scores)
+        if self.pruning_mode == "layer_perhead":
+            return scores
+        if self.perhead_layer_aggregation == "max":
+            return scores.amax(0).expand_as(scores)
+        return scores.mean(0).expand_as(scores)
+
+
+# --- What policies read about heads
 
 
 def read_static_heads(heads: Any) -> np.ndarray:
-    """Return bool [layers, heads] from a CSV or an array of 1 (static) and 0, or Forcing-KV's JSON.
-
-    A layer that the JSON leaves out has dynamic heads alone.
-    """
-    remedy = "give a CSV, Forcing-KV's JSON or an array [layers, heads] of 1 (static) and 0 (dynamic)"
+    """Return bool [layers, heads] from a CSV or an array of 1 (static) and 0."""
+    remedy = "give a CSV or an array [layers, heads] of 1 (static) and 0 (dynamic)"
     with library_reads(f"cache_policy forcing_kv: heads {short_repr(heads)}", remedy=remedy):
-        if isinstance(heads, str) and heads.endswith(".json"):
-            content = read_json(heads)
-            table = np.zeros((int(content["num_layers"]), int(content["num_heads"])))
-            for row in content["layers"]:
-                table[row["layer_idx"], row["static_head"]] = 1
-        else:
-            labels = next(iter(read_columns(heads).values())) if isinstance(heads, str) else heads
-            table = np.asarray(labels).astype(float)
+        if isinstance(heads, str):
+            heads = np.loadtxt(read_text(heads, CONFIG_BYTES).splitlines(), delimiter=",", ndmin=2)
+        table = np.asarray(heads).astype(float)
         if table.ndim != 2 or not table.size or not np.isin(table, (0, 1)).all():
             raise ValueError(f"an array of shape {table.shape}, or of other values")
     return table.astype(bool)
@@ -926,18 +894,21 @@ def read_static_heads(heads: Any) -> np.ndarray:
 
 def read_statistics(statistics: Any) -> tuple[Tensor, Tensor]:
     """Return mean queries complex64 and their mean moduli float32, [layers, heads, D / 2] each."""
-    suffix, arrays = "", statistics
-    named = short_repr(statistics) if isinstance(statistics, str) else "given as a mapping"
+    suffix, arrays, source = "", statistics, "given as a mapping"
+    if isinstance(statistics, str):
+        source = short_repr(statistics)
     remedy = (
         "give an .npz (make_head_classes.py --rule triattention makes it) or a mapping of q_mean, or "
         "q_mean_real and q_mean_imag, and q_abs_mean, [layers, heads, D / 2]"
     )
-    with library_reads(f"cache_policy triattention: statistics {named}", remedy=remedy):
+    with library_reads(f"cache_policy triattention: statistics {source}", remedy=remedy):
         if isinstance(statistics, str):
             path, _, suffix = statistics.partition(":")
             with np.load(path, allow_pickle=False) as file:
                 arrays = dict(file)
-        end = f"_{suffix}" if suffix else ""
+        end = ""
+        if suffix:
+            end = f"_{suffix}"
         if f"q_mean{end}" in arrays:
             mean = torch.as_tensor(arrays[f"q_mean{end}"]).to(torch.complex64)
         else:

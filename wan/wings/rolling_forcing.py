@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from wan.blocks import rolling_attention_size
-from wan.cache import CachePolicy, CacheSizes, Capacity, KVCache, PromptSwitch
+from wan.cache import CachePolicy, CacheSizes, Capacity, KVCache, PromptSwitch, WindowedPolicy
 from wan.errors import ConfigError
 from wan.keys import KeyLayout, Slot, rotate
 from wan.noise import Noise, check_frames
 from wan.pipeline import CausalInferencePipeline, Probe, add_noise, flow_to_x0
-from wan.policies import WindowedPolicy
 from wan.sites import Pass, active_edits, check_watchers, during, hook_point
 
 
