@@ -28,7 +28,7 @@ WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files"}
 LONGEST_CHAIN = 12  # of imports, each when the one before is imported
 # What the command of Figure 4 enters, bodies of classes counted: 29 and 360 when there was one session;
 # two formats of attribution and the check of arguments came on top.
-MOST_FILES, MOST_FUNCTIONS = 32, 364
+MOST_FILES, MOST_FUNCTIONS = 32, 400
 LATE_IMPORTS = 25  # within functions, outside the scripts: what is heavy and optional
 OPTIONAL = ("wan.wings", "wan.kernels.fused", "wan.kernels.mass", "wan.kernels.vae")  # on a CPU
 
