@@ -164,7 +164,7 @@ REFUSED = {  # what is said -> settings; a file by its content
     "ar_start 0 has no middle frames": {"name": "dummy_forcing", "ar_start": 0},
     "num_dummy 61 of a model of 60 heads": {"name": "dummy_forcing", "num_dummy": 61},
     "cannot be read": {"name": "forcing_kv"},
-    r"dynamic_context_length 4 is not int in 0\.\.3": STATIC | {"dynamic_context_length": 4},
+    "dynamic_context_length 4 should be": STATIC | {"dynamic_context_length": 4},
     "length of 1 to 3": STATIC | {"temporal_context_length": 4},
     r"its file has \(1, 2\) layers and heads, the model \(5, 12\)": STATIC | {"num_frame_patch": 3},
     r"give a CSV or an array \[layers, heads\]": STATIC | {"heads": LABELS},
