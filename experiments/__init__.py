@@ -21,18 +21,20 @@ if TYPE_CHECKING:
     from experiments.captured import Atlas, Captured, Seen, capture, compare, intervene, x0_lens
     from experiments.extraction.cache_builders import Run
     from experiments.session import Pipe, Session, load
+    from wan.identity import named
     from wan.interventions import Source, Steer, at
 
 __all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
 __all__ += ["Pipe", "Seen"]  # names of before, for one release
 __all__ += ["ActivationStore", "SiteGradients", "gradients", "x0_lens"]
-__all__ += ["Scores", "Source", "attribute"]
+__all__ += ["Scores", "Source", "attribute", "named"]
 HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
     "experiments.session": ("Pipe", "Session", "load"),
     "experiments.extraction.cache_builders": ("Run",),
     "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "intervene", "x0_lens"),
     "experiments.attribution": ("Scores", "SiteGradients", "attribute", "gradients"),
+    "wan.identity": ("named",),
     "wan.interventions": ("Source", "Steer", "at"),
 }
 

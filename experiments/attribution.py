@@ -26,8 +26,8 @@ from experiments.caches.files import claimed
 from experiments.captured import check_capture, drawing, resolved_steps, tables
 from experiments.extraction.cache_builders import Run
 from experiments.extraction.edits import source_of
-from experiments.extraction.provenance import check_outputs
 from experiments.extraction.rollout import observed as observing
+from experiments.provenance import check_outputs
 from experiments.session import Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig

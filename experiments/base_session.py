@@ -14,8 +14,8 @@ import torch
 from experiments.caches.formats import FORMATS
 from experiments.extraction.cache_builders import Run, base_atlas_cache, base_layer_cache
 from experiments.extraction.project_files import CONFIGS, config_for
-from experiments.extraction.provenance import threads_for
 from experiments.extraction.rollout import Progress, sample
+from experiments.provenance import threads_for
 from experiments.running.run import BuildCache, make_caches
 from experiments.session import Session, build_model
 from wan import checkpoint

@@ -49,8 +49,8 @@ from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import transformers_of, watching
 from wan.errors import ConfigError, as_numbers, in_context, require_known, short_repr
-from wan.identity import random_state, warn_of_turns
-from wan.interventions import Custom, Edits, config_edits, reusable
+from wan.identity import identity_of
+from wan.interventions import Edits, config_edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
@@ -290,12 +290,6 @@ def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Ac
     return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
 
 
-def identity_of(function: Any) -> dict[str, Any]:
-    """Return the identity of a user's function, as recorded for edits."""
-    of_edit = Custom(names=("z",), function=function).to_dict()
-    return {name: value for name, value in of_edit.items() if name not in ("edit", "sites", "passes")}
-
-
 def is_seen(session: Session) -> bool:
     """Return whether edits, other captures or hooks also see the session's forwards."""
     hooks = "_forward_hooks", "_forward_pre_hooks"
@@ -334,13 +328,9 @@ class Captured:
         if self.watcher is None:
             runs = make(nullcontext())
         elif self.folder is None:
-            watcher, reduce = replace(self.watcher, kept=[], items=len(configs)), self.watcher.reduce
-            is_shared = reduce is not None and len(configs) > 1
-            was = identity_of(reduce) | random_state() if is_shared else {}
+            watcher = replace(self.watcher, kept=[], items=len(configs))
             runs = make(watched(watcher))
             watcher.flush()
-            if is_shared:
-                warn_of_turns(reduce, was, identity_of(reduce) | random_state())
             for item, run in enumerate(runs):
                 run.activations.update(self.tables_of(watcher.kept, item))
         elif has_frames_by_value:

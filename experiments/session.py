@@ -11,7 +11,7 @@ its Run into a cache. captured.py looks inside: capture, compare, x0_lens.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -30,54 +30,40 @@ from experiments.caches.formats import READ_BY
 from experiments.caches.frames import one_thread
 from experiments.extraction.cache_builders import Run, videos
 from experiments.extraction.project_files import find_config, policy_settings
-from experiments.extraction.provenance import (
+from experiments.extraction.rollout import Progress, out_of_memory, roll_out
+from experiments.memory import check_requests, free_memory, needs_of_run, require_memory
+from experiments.provenance import (
     choose_device,
     choose_dtype,
-    code_version,
-    device_name,
     encoding_device,
     files_of,
     fingerprint,
     identity,
     model_files,
+    number_settings,
     provenance,
     record_of,
     threads_for,
-    versions,
+    weights_hash,
 )
-from experiments.extraction.rollout import Progress, out_of_memory, roll_out
-from experiments.memory import check_requests, free_memory, needs_of_run, require_memory
 from wan import checkpoint
 from wan.cache import CachePolicy, PromptSwitch, read_switches
 from wan.capture import CaptureRequest
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
-from wan.config import MODELS, ModelConfig, RunConfig, latent_sides
+from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
 from wan.errors import ConfigError, require_known, require_text, short_repr
-from wan.identity import random_state, warn_of_turns
+from wan.identity import NUMBERS
 from wan.interventions import config_edits
 from wan.kernels import start_triton
 from wan.model import CausalWanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
-from wan.sites import PIPELINES, active_edits, require_no_data, watchers
+from wan.sites import PIPELINES, active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
-OF_A_ROLLOUT = (  # settings that a loaded model takes anew for every rollout; others need another loading
-    *("prompt", "seed", "noise", "num_frames", "height", "width", "prompt_schedule", "interventions"),
-    *(
-        "first_frames",
-        "reference_prompts",
-        "layer_indices",
-        "layer_index",
-        "step",
-        "base",
-        "release",
-        "embeds_dir",
-    ),
-)
 PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
@@ -240,7 +226,7 @@ class Session:
             # 2. Hash the weights in the background, now that they are described: a file that is replaced from
             #    here on is noticed. Encode the first prompts before the model is there: the encoder needs as
             #    much memory again.
-            self.sha256 = checkpoint.file_sha256(weights)
+            self.sha256 = weights_hash(weights)
             self.texts = PromptTexts(self, self._loaded, prompts)
             self.texts[prompts[0]]
             # 3. Load the model.
@@ -281,10 +267,10 @@ class Session:
         for all. product=True combines every prompt with every seed, all seeds of the first prompt first. On a
         CPU each video has the bits of its single run. On a GPU products of other sizes round differently, and
         a rollout feeds that back to itself; equal batches have equal bits. config replaces the session's and
-        may differ from it in OF_A_ROLLOUT only. requests are what scripts capture. observer is told of every
-        block and may stop the rollout, which then returns fewer frames. first_frames are the beginning of the
-        video, whole blocks: latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames includes
-        them. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
+        may differ from it in RolloutSettings only. requests are what scripts capture. observer is told of
+        every block and may stop the rollout, which then returns fewer frames. first_frames are the beginning
+        of the video, whole blocks: latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames
+        includes them. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
         # 1. A config for each video.
         require_no_run()
@@ -331,9 +317,8 @@ class Session:
             finally:
                 ROLLING.reset(token)
 
-        with edits_as_they_are(count) if active_edits() else nullcontext():
-            by_value = first_frames is not None
-            runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
+        by_value = first_frames is not None
+        runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
 
     def _roll_out(
@@ -429,9 +414,10 @@ class Session:
     # --- What its numbers depend on
     def require_loaded(self, config: RunConfig) -> None:
         """Raise ConfigError if a changed setting requires loading the model again."""
-        for name, loaded in vars(self._loaded).items():
-            asked = getattr(config, name)
-            if loaded != asked and name not in OF_A_ROLLOUT:
+        for item in fields(ModelSettings):
+            name = item.name
+            asked, loaded = getattr(config, name), getattr(self._loaded, name)
+            if loaded != asked:
                 raise ConfigError(
                     f"{name} is {short_repr(asked)}, and the model was loaded with {short_repr(loaded)}: "
                     "load it again with the other settings"
@@ -471,10 +457,19 @@ class Session:
         """Return the fields that all caches of a rollout share; more: further dependencies of its numbers."""
         sizes, weights = self.model_config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
         made_of = self.identity(config, edits, **more)
+        own_fields = {name: getattr(config, name) for name in OF_CACHES}
+        # Settings without a field of their own
+        settings = {
+            name: value
+            for name, value in number_settings(config).items()
+            if value is not None and name not in (*own_fields, "model", "gpus")
+        }
+        if not edits:
+            del settings["reference_prompts"]  # of means that edits take
         return {
             "schema_version": 1,  # an atlas with slots says 2
             "read_by": READ_BY,
-            **{name: getattr(config, name) for name in OF_CACHES},
+            **own_fields,
             "frame_seq_length": sizes.tokens_per_frame(config.height, config.width),
             "num_heads": sizes.num_heads,
             "head_dim": sizes.head_dim,
@@ -482,7 +477,8 @@ class Session:
             "weights": "checkpoint" if config.checkpoint_path else "base",
             "weights_file": " + ".join([weights.name, *map(str, config.loras)]),
             **({"gpus": config.gpus} if config.gpus > 1 else {}),
-            **provenance(config, made_of["files"], self.dtype, self.device),
+            "config": settings,
+            **provenance(made_of["files"], self.dtype, self.device),
             **({"quantised": self.pipeline.quantised} if self.pipeline.quantised else {}),
             "weights_sha256": made_of["weights_sha256"],
             "fingerprint": fingerprint(made_of),
@@ -543,28 +539,6 @@ class Session:
 
 
 Pipe = Session  # its name of before, for one release
-
-
-@contextmanager
-def edits_as_they_are(batch: int) -> Iterator[None]:
-    """Identify users' functions by the state they refer to before a rollout, which may change it.
-
-    Warn if it did in a batch: its videos shared that state in turns and differ from single runs.
-    """
-    before = [(one, one.edits) for one in watchers() if one.edits]
-    for one, edits in before:
-        one.edits = tuple(edit.fixed() for edit in edits)
-    drawn = random_state()
-    try:
-        yield
-        for one, edits in before if batch > 1 else ():
-            for edit, as_it_was, changed in zip(edits, one.edits, one.changed, strict=True):
-                if changed:
-                    own, now = as_it_was.fixed().to_dict(), edit.fixed().to_dict()
-                    warn_of_turns(edit, own | drawn, now | random_state())
-    finally:
-        for one, edits in before:
-            one.edits = edits
 
 
 # --- Prompts to embeddings, once: remembered by prompt and encoder, or given in a file in place of umT5
@@ -654,8 +628,7 @@ def states_files(
         yield from ((prompt, None, False) for prompt in prompts)
         return
     files = describe_files(encoder_files(config.ckpt_dir))
-    made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "versions": versions()}
-    made_of |= {"device": device_name(device), "code": code_version()}
+    made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "numbers": NUMBERS}
     for prompt in prompts:
         path, is_there = Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt", False
         with suppress(CheckpointError):  # absent or damaged; a file of another name is of other states

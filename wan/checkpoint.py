@@ -6,11 +6,14 @@ https://github.com/Wan-Video/Wan2.1; others are renamed on loading.
 """
 
 import hashlib
+import json
+import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from mmap import ACCESS_READ, mmap
 from numbers import Number
@@ -265,12 +268,22 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
     return state
 
 
-def file_sha256(path: str | Path) -> Future[str]:
+def file_sha256(path: str | Path, memory: Path | None = None) -> Future[str]:
     """Return a future of the SHA-256 of a weights file; for a shard index, of its shards in order.
 
-    A daemon thread computes it, so the process may end without it.
+    A daemon thread computes it, so the process may end without it. memory is a JSON file of hashes by path,
+    size and time of change, which are not computed again.
     """
     sha256: Future[str] = Future()
+    stats = [(str(file.resolve()), file.stat()) for file in shards(Path(path))]
+    key = " ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    hashes: dict[str, str] = {}
+    if memory is not None:
+        with suppress(OSError, ValueError):
+            hashes = dict(json.loads(memory.read_text(encoding="utf-8")))
+    if key in hashes:
+        sha256.set_result(hashes[key])
+        return sha256
 
     def hash_file() -> None:
         try:
@@ -284,11 +297,23 @@ def file_sha256(path: str | Path) -> Future[str]:
                         with mmap(f.fileno(), length, access=ACCESS_READ, offset=start) as part:
                             digest.update(part)
             sha256.set_result(digest.hexdigest())
+            if memory is not None:
+                remember(key, digest.hexdigest(), memory)
         except BaseException as error:  # raised again by result()
             sha256.set_exception(error)
 
     Thread(target=hash_file, daemon=True).start()
     return sha256
+
+
+def remember(key: str, sha256: str, memory: Path) -> None:
+    """Add a hash to a JSON file of hashes; a file that cannot be written costs the next run some seconds."""
+    with suppress(OSError, ValueError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        hashes = dict(json.loads(memory.read_text(encoding="utf-8"))) if memory.exists() else {}
+        part = memory.with_name(f".{memory.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(hashes | {key: sha256}, indent=1), encoding="utf-8")
+        part.replace(memory)
 
 
 def sampled_sha256(path: str | Path) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -354,6 +354,12 @@ def as_one_block(config: RunConfig) -> RunConfig:
     one |= {"sink_size": 0, "independent_first_frame": False}
     one |= dict.fromkeys(("checkpoint_path", "lora_path", "lora_rank", "lora_alpha", "lora", "cache_policy"))
     return replace(config, **one)
+
+
+def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those settings of a cache that differ from the defaults: an older cache lacks some of these."""
+    usual = RunConfig()
+    return {name: value for name, value in settings.items() if value != getattr(usual, name, None)}
 
 
 def latent_sides(size: Any, patch: tuple[int, int] = (2, 2)) -> dict[str, int]:

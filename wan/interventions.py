@@ -38,7 +38,7 @@ from wan.attention import Call
 from wan.config import RunConfig
 from wan.errors import ConfigError, as_tuple, check_fields, from_values, in_context, require_known, short_repr
 from wan.files import MAX_SIZE, read_yaml
-from wan.identity import code_of, code_of_class, is_library
+from wan.identity import OURS, identity_of, identity_of_class
 from wan.keys import (
     MIXED,
     ROPE_THETA,
@@ -274,18 +274,14 @@ class Edit(ABC):
                 found[each.name] = value[0] if is_many and len(value) == 1 else [*value] if is_many else value
         return found
 
-    def fixed(self) -> "Edit":
-        """Return a copy fixed to the present state of what its function refers to."""
-        return self
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON, which edit_from_dict reads."""
         values = {name: x.to_dict() if isinstance(x, Source) else x for name, x in self.given().items()}
         return {"edit": type(self).__name__.lower(), **values}
 
     def identity_values(self) -> dict[str, Any]:
-        """Return the edit's identity: its values, and the code of a user's class."""
-        return self.to_dict() | code_of_class(type(self))
+        """Return the edit's identity: its values, and the name and text of a user's class."""
+        return self.to_dict() | identity_of_class(type(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={x!r}' for name, x in self.given().items())})"
@@ -694,7 +690,6 @@ class Custom(Edit):
     names: Annotated[tuple[str, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=len(SITES))]
     function: Any = None
     passes: Passes = "all"
-    identity: dict[str, str] = field(default_factory=dict, compare=False)  # of the function, once it is fixed
     heads: Indices | None = field(default=None, init=False)  # the function has all of them
 
     def conflict(self) -> str:
@@ -753,20 +748,17 @@ class Custom(Edit):
         """The function, or the class of an object."""
         return self.function if hasattr(self.function, "__qualname__") else type(self.function)
 
-    def fixed(self) -> "Custom":
-        return self if self.identity else replace(self, identity=code_of(self.function))
-
     def _place(self) -> dict[str, Any]:
         chosen = ("layers", "blocks", "steps", "branch")
         values = {name: x for name, x in self.given().items() if name in chosen}
-        name = f"{self._code.__module__}.{self._code.__qualname__}"
-        return values | {"sites": list(self.sites), "passes": self.passes, "function": name}
+        return values | {"sites": list(self.sites), "passes": self.passes}
 
     def to_dict(self) -> dict[str, Any]:
-        return {"edit": "custom"} | self._place() | (self.identity or code_of(self.function))
+        return {"edit": "custom"} | self._place() | identity_of(self.function)
 
     def __repr__(self) -> str:
-        return f"Custom({', '.join(f'{key}={value!r}' for key, value in self._place().items())})"
+        values = self._place() | {"function": identity_of(self.function)["function"]}
+        return f"Custom({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
 def at(*sites: str, **where: Any) -> Custom:
@@ -908,7 +900,7 @@ class Edits(Watcher):
                 continue
             self.reached[number] += isinstance(edit, Custom)
             # Code of one's own edits videos of a batch one by one, as if each were alone.
-            is_own = isinstance(edit, Custom) or not is_library(type(edit).__module__)
+            is_own = isinstance(edit, Custom) or type(edit).__module__.partition(".")[0] not in OURS
             parts = x.split(1) if is_own and isinstance(x, Tensor) else [x]
             made = [edit.apply(part, where, data) for part in parts]
             if any(new is not None for new in made):

@@ -41,7 +41,7 @@ from experiments.benchmarks.rollouts import (
     time_rows,
     warmed_up,
 )
-from experiments.extraction.provenance import choose_device, choose_dtype
+from experiments.provenance import choose_device, choose_dtype
 from experiments.running.cli import config_from, count, main, run_parser
 from wan import diffusers_capture
 from wan.attention import attention_with_lse

@@ -48,7 +48,7 @@ from experiments import memory
 from experiments.caches.files import require_writable, save_report
 from experiments.extraction import video
 from experiments.extraction.project_files import policy_settings
-from experiments.extraction.provenance import choose_device, choose_dtype, environment
+from experiments.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
 from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of

@@ -222,13 +222,14 @@ def remove_leftovers(path: Path) -> None:
                 part.unlink()
 
 
-# --- What an output is of: its fingerprint (experiments/extraction/provenance.py), not its name or size
+# --- What an output is of: its fingerprint (experiments/provenance.py), not its name or size
 def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> None:
     """Raise CacheError where a file's fingerprint differs from the run's."""
-    if found != wanted:
+    if found != wanted or wanted.startswith(ONLY):
         said = f"fingerprint {short_repr(found)}" if found else "no fingerprint, or not the whole file"
         if str(found).startswith(ONLY) or wanted.startswith(ONLY):
-            said = f"{said} (code of one's own holds what has no identity, so that no run equals another)"
+            remedy = f"give your function a name, named(...), and {remedy}"
+            said = f"{said} (a function without a name, so that no run equals another)"
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
 
 

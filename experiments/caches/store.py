@@ -31,6 +31,7 @@ from experiments.caches.formats import (
     declared_fields,
 )
 from experiments.caches.view import open_profiles
+from wan.config import changed_settings
 from wan.errors import short_repr
 from wan.files import load_tensors
 
@@ -138,8 +139,8 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
 # --- Runs that count together: of one model and schedule, each once
 def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a run was made, but for its model, prompts and seed, and what was kept of it."""
-    config = {name: value for name, value in (atlas.get("config") or {}).items() if name != "prompt_schedule"}
-    switches = [switch.get("frame") for switch in (atlas.get("config") or {}).get("prompt_schedule") or ()]
+    config = changed_settings(atlas.get("config") or {})
+    switches = [switch.get("frame") for switch in config.pop("prompt_schedule", ())]
     names: tuple[str, ...] = ("layers", "pass_timesteps", "pass_steps", "pass_is_clean", "num_frames")
     names += ("block_sizes", "branch", "blocks_done", "rolling_timesteps", "guidance_scale")
     found = {name: atlas.get(name) for name in names}

@@ -22,7 +22,7 @@ from experiments.caches.activations import StoredRun
 from experiments.caches.files import RunError, require_held
 from experiments.caches.formats import READ_BY
 from experiments.extraction.cache_builders import Run, of_branch, stack
-from experiments.extraction.provenance import device_name, record_of, versions
+from experiments.provenance import device_name, record_of, versions
 from wan.activations import Activation, SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import replacing, require_same
-from experiments.extraction.provenance import fingerprint
 from experiments.extraction.rollout import Progress
+from experiments.provenance import fingerprint
 from wan.cache import read_switches
 from wan.config import ModelConfig, RunConfig
 from wan.errors import library_reads

@@ -29,7 +29,7 @@ from experiments.caches.files import (
     seal,
     tag_in,
 )
-from experiments.extraction.provenance import (
+from experiments.provenance import (
     choose_device,
     choose_dtype,
     decoding_threads,

@@ -19,10 +19,10 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from experiments.caches.files import replacing
-from experiments.extraction.provenance import choose_device, environment, threads_for
 from experiments.miniature.moving_shapes import FRAMES, rendered
 from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, workers_of
 from experiments.miniature.training import decode, vae_quality
+from experiments.provenance import choose_device, environment, threads_for
 from experiments.session import load_pipeline
 from wan import checkpoint
 from wan.config import RunConfig, as_one_block

@@ -32,7 +32,6 @@ from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from experiments.analysis.stats import psnr
 from experiments.caches.files import replacing, require_writable, save_report
-from experiments.extraction.provenance import choose_device, choose_dtype, environment
 from experiments.miniature import SHIPPED
 from experiments.miniature.moving_shapes import (
     FPS,
@@ -45,6 +44,7 @@ from experiments.miniature.moving_shapes import (
     sample_scenes,
     scene_table,
 )
+from experiments.provenance import choose_device, choose_dtype, environment
 from wan.attention import MaskedAttention
 from wan.blocks import block_ranges, block_sizes, visible_frames
 from wan.cache import of_window

@@ -30,14 +30,6 @@ from experiments.caches.files import (
     require_space,
     require_writable,
 )
-from experiments.extraction.provenance import (
-    check_outputs,
-    choose_device,
-    choose_dtype,
-    decoding_threads,
-    fingerprint,
-    threads_for,
-)
 from experiments.extraction.rollout import (
     Progress,
     capturing,
@@ -55,6 +47,14 @@ from experiments.extraction.video import (
     to_pixels,
 )
 from experiments.memory import amount
+from experiments.provenance import (
+    check_outputs,
+    choose_device,
+    choose_dtype,
+    decoding_threads,
+    fingerprint,
+    threads_for,
+)
 from experiments.session import Session, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config

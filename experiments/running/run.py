@@ -11,9 +11,9 @@ from typing import Any
 from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import peek, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
-from experiments.extraction.provenance import check_outputs
 from experiments.extraction.rollout import Progress, memory, observed
 from experiments.memory import estimate_bytes
+from experiments.provenance import check_outputs
 from experiments.running.cli import videos_of
 from experiments.session import Session
 from wan.capture import CaptureRequest

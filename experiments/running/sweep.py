@@ -23,7 +23,10 @@ from experiments.caches.files import (
     require_space,
 )
 from experiments.caches.formats import peek
-from experiments.extraction.provenance import (
+from experiments.extraction.rollout import Progress, deterministic, observed
+from experiments.extraction.video import check_video
+from experiments.memory import estimate_bytes
+from experiments.provenance import (
     check_outputs,
     choose_device,
     choose_dtype,
@@ -31,9 +34,6 @@ from experiments.extraction.provenance import (
     identity,
     video_tag,
 )
-from experiments.extraction.rollout import Progress, deterministic, observed
-from experiments.extraction.video import check_video
-from experiments.memory import estimate_bytes
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from experiments.caches.files import RunError
-from experiments.extraction.provenance import choose_device
+from experiments.provenance import choose_device
 from experiments.running.cli import EXPLAINED
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig

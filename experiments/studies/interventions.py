@@ -18,10 +18,10 @@ from experiments.analysis import stats
 from experiments.caches.files import claimed, replacing, require_ffmpeg, require_same
 from experiments.caches.formats import save_cache
 from experiments.extraction.edits import edited
-from experiments.extraction.provenance import check_outputs, fingerprint, record_of, video_tag
 from experiments.extraction.rollout import observed
 from experiments.extraction.video import to_pixels, write_mp4
 from experiments.miniature.tracking import answers
+from experiments.provenance import check_outputs, fingerprint, record_of, video_tag
 from experiments.running.cli import videos_of
 from experiments.session import Session, load
 from wan.blocks import block_ranges

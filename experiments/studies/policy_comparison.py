@@ -26,7 +26,12 @@ from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, mp4_tag, require_writable, save_report
 from experiments.extraction.project_files import policy_settings
-from experiments.extraction.provenance import (
+from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
+from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
+from experiments.memory import kv_cache
+from experiments.miniature.moving_shapes import Scene, render
+from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds, workers_of
+from experiments.provenance import (
     check_outputs,
     choose_dtype,
     environment,
@@ -35,11 +40,6 @@ from experiments.extraction.provenance import (
     threads_for,
     vae_files,
 )
-from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
-from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
-from experiments.memory import kv_cache
-from experiments.miniature.moving_shapes import Scene, render
-from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds, workers_of
 from experiments.running.cli import unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, load, pipeline_of

@@ -13,7 +13,7 @@ from helpers.forked import refused
 from experiments import run_intervention
 from experiments.caches.files import CacheError, encode_mp4, mp4_boxes, mp4_tag, require_ffmpeg, tag_in
 from experiments.extraction import video
-from experiments.extraction.provenance import video_tag
+from experiments.provenance import video_tag
 from wan.vae import StreamedDecoder
 
 

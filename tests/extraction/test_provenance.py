@@ -1,19 +1,24 @@
 """One identity: everything that numbers depend on changes it, nothing else does, and studies go by it."""
 
+import hashlib
+import os
 import shutil
-import threading
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from safetensors.torch import save_file
 
+from experiments import named, provenance
 from experiments import session as sessions
-from experiments.caches.files import CacheError, require_same
-from experiments.extraction import edits, provenance
-from experiments.extraction.provenance import NOT_OF_NUMBERS, fingerprint, identity, video_tag
+from experiments.caches.files import ONLY, CacheError, require_same
+from experiments.extraction import edits
+from experiments.provenance import fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs
 from experiments.studies.policy_comparison import PolicyRuns, with_session
@@ -40,7 +45,7 @@ def changed(config, **settings) -> RunConfig:
 
 
 def test_every_setting_counts_or_is_said_not_to(config):
-    counting = {field.name for field in fields(RunConfig)} - {*NOT_OF_NUMBERS}
+    counting = [item.name for item in fields(RunConfig) if item.metadata["changes_numbers"]]
     names = {"as it is": fingerprint(identity(config, "0"))}
     for name in counting:
         other = changed(config, **{name: OTHERS.get(name, "another")})
@@ -52,37 +57,58 @@ def test_every_setting_counts_or_is_said_not_to(config):
     assert len(names["as it is"]) == 32
 
 
-def test_what_computes_counts(config, monkeypatch):
+def test_weights_edits_and_numbers_count_and_versions_and_devices_do_not(config, monkeypatch):
     names = [fingerprint(identity(config, "0")), fingerprint(identity(config, "0", more=1))]
     names.append(fingerprint(identity(replace(config, dtype="bfloat16"), "0")))
+    names.append(fingerprint(identity(config, "1")))
     names += [fingerprint(identity(config, "0", [Bias(b, frames="first", passes="all")])) for b in (1.0, 2.0)]
     assert fingerprint(identity(replace(config, dtype="float32"), "0")) == names[0]  # what auto is here
-    for what, value in {
-        "code_version": lambda: "other",
-        "kernel_name": lambda *given: "other",
-        "encoding_device": lambda *given: torch.device("meta"),
-        "choose_device": lambda *given: torch.device("meta"),
-    }.items():
-        with monkeypatch.context() as patch:
-            patch.setattr(provenance, what, value)
-            names.append(fingerprint(identity(config, "0")))
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "NUMBERS", 10**6)
+        names.append(fingerprint(identity(config, "0")))
+    assert len(set(names)) == len(names)
     with monkeypatch.context() as patch:  # where the card draws the noise, its name counts
         patch.setattr(provenance, "device_name", lambda device: "a card")
-        for noise, device in (("seeded", "cpu"), ("released", "a card")):
-            assert identity(changed(config, noise=noise), "0")["device"] == device
+        assert "card" not in identity(config, "0")
+        assert identity(changed(config, noise="released"), "0")["card"] == "a card"
     monkeypatch.setattr(torch, "__version__", "0")
-    names.append(fingerprint(identity(config, "0")))
-    assert len(set(names)) == len(names)
+    assert fingerprint(identity(config, "0")) == names[0]
 
 
-def test_the_code_of_the_sampler_counts_by_what_its_files_hold(tmp_path, monkeypatch):
-    (tmp_path / "deep").mkdir()
-    monkeypatch.setattr(provenance.wan, "__file__", str(tmp_path / "__init__.py"))
-    found = []
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("b.py", "2"), ("deep/c.py", "")):
-        (tmp_path / name).write_text(text)
-        found.append(provenance.code_version.__wrapped__())
-    assert len(set(found)) == len(found)
+@pytest.mark.slow
+def test_a_comment_in_the_code_leaves_a_finished_sweep_finished(tmp_path):
+    command = (
+        "experiments/run_extraction_all.py --config_path configs/wan_mini.yaml --num_frames 3 --seeds 0 1"
+    )
+    copy, output = tmp_path / "copy", tmp_path / "sweep"
+    for name in ("wan", "experiments", "configs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "checkpoints").symlink_to(ROOT / "checkpoints")
+    with open(copy / "wan/model.py", "a") as file:
+        file.write("# a comment\n")
+    times = []
+    for folder in (ROOT, copy):
+        words = [sys.executable, *command.split(), "--output_dir", str(output), "--quiet"]
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        times.append({path.name: path.stat().st_mtime_ns for path in output.glob("*.pt")})
+    assert times[0] == times[1] and len(times[0]) == 2
+
+
+def test_a_hash_is_remembered_by_path_size_and_time(tmp_path):
+    weights, memory = tmp_path / "weights.pt", tmp_path / "hashes.json"
+    weights.write_bytes(b"some")
+    first = checkpoint.file_sha256(weights, memory).result()
+    assert first == hashlib.sha256(b"some").hexdigest()
+    stat = weights.stat()
+    weights.write_bytes(b"same")  # of one size, and the time of change is put back: taken for the same
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert checkpoint.file_sha256(weights, memory).result() == first
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert checkpoint.file_sha256(weights, memory).result() == hashlib.sha256(b"same").hexdigest()
+    memory.write_text("[")  # damaged: hashed again
+    assert checkpoint.file_sha256(weights, memory).result() == hashlib.sha256(b"same").hexdigest()
 
 
 def test_files_count_by_what_they_hold(config, tmp_path):
@@ -258,17 +284,12 @@ def test_a_file_that_is_replaced_while_it_is_read_is_no_model(tiny, tmp_path, mo
     assert described == [True]
 
 
-def test_edits_of_ones_own_count_by_what_they_close_over(tiny):
-    def fingerprints(make, count=2):
-        found = []
-        for n in range(count):
-            with intervene(make(n)):
-                found.append(tiny.session.generate("a", seed=1, config=small).common["fingerprint"])
-        return found
+def test_edits_of_ones_own_count_by_their_name_and_text(tiny):
+    def fingerprint_with(function):
+        with intervene(at("z"), function):
+            return tiny.session.generate("a", seed=1, config=small).common["fingerprint"]
 
     small = replace(tiny.config, num_frames=3)
-    scale = lambda s: at("z")(lambda z, where: s * z)  # noqa: E731
-    one, other = fingerprints(lambda n: scale(1.0 + n))
-    assert one != other and fingerprints(lambda n: scale(1.0)) == [one, one]
-    lock = threading.Lock()
-    assert len(set(fingerprints(lambda n: at("z")(lambda z, where: z if lock else None)))) == 2
+    names = [fingerprint_with(named(name, lambda z, where: 2 * z)) for name in ("a", "a", "b")]
+    assert names[0] == names[1] != names[2]
+    assert fingerprint_with(lambda z, where: 2 * z).startswith(ONLY)

@@ -1,149 +1,110 @@
-"""What a function of one's own is: two of one text are told apart by all that they compute with."""
+"""A user's function is identified by its name and its text; without a name no run counts as equal."""
 
-import os
-import random
-import threading
-import types
-from functools import lru_cache, partial
+import functools
+import inspect
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies
 
-from experiments.caches.files import CacheError, require_same
-from experiments.extraction.provenance import fingerprint, record_of
-from wan.identity import UNHASHABLE, code_of, code_of_class, digest_of
+from experiments import named
+from experiments.caches.files import ONLY, CacheError, require_same
+from experiments.provenance import fingerprint, record_of
+from wan.errors import ConfigError
+from wan.identity import UNNAMED, identity_of, identity_of_class, text_of
 from wan.interventions import Knockout, at
 from wan.policies import Window
 
-SCALE, SETTINGS = 1.0, types.ModuleType("settings_of_a_user")
-LOCK = threading.Lock()
+
+def halve(x, where):
+    return x / 2
 
 
-def times(scale):
-    return lambda x, where: scale * x
+def double(x, where):
+    return 2 * x
 
 
-def default(scale):
-    def edit(x, where, s=scale, *, t=scale):
-        return s * t * x
-
-    return edit
-
-
-def by_global(scale):
-    def edit(x, where):
-        return [SCALE * part for part in x]  # in a nested scope, too
-
-    names = {"SCALE": scale}
-    return types.FunctionType(edit.__code__, names)
-
-
-def by_helper(scale):
-    helper = types.FunctionType((lambda x: x).__code__.replace(co_consts=(None, scale)), {})
-    cell = (types.CellType(helper),)
-    return types.FunctionType((lambda x, where: helper(x)).__code__, {}, None, None, cell)
-
-
-def by_module(scale):
-    module = types.ModuleType("settings_of_a_user")
-    module.scale = scale
-    return types.FunctionType((lambda x, where: SETTINGS.scale * x).__code__, {"SETTINGS": module})
-
-
-def by_attribute(scale):
-    def edit(x, where):
-        return edit.scale * x
-
-    edit.scale = scale
-    return edit
-
-
-def by_module_in_a_cell(scale):
-    module = types.ModuleType("settings_of_a_user")
-    module.scale = scale
-    return lambda x, where: module.scale * x
-
-
-class Times:
-    def __init__(self, scale):
-        self.scale = scale
-
+class Halving:
     def apply(self, x, where):
-        return self.scale * x
-
-
-class Slotted:
-    __slots__ = ("scale",)
-
-    def __init__(self, scale):
-        self.scale = scale
+        return x / 2
 
     def __call__(self, x, where):
-        return self.scale * x
+        return x / 2
 
 
-def of_class(scale):
-    return type("OfClass", (), {"scale": scale, "apply": lambda self, x, where: x})
+def run_of(function):
+    return fingerprint({"edits": record_of([at("z")(function)])["edits"]})
 
 
-# Ways in which one text means several functions
-MAKERS = [times, default, by_global, by_helper, by_module, Times, Slotted, of_class]
-MAKERS += [by_attribute, by_module_in_a_cell]
-MAKERS += [lambda scale: partial(torch.mul, other=scale), lambda scale: Times(scale).apply]
-MAKERS += [lambda scale: lru_cache(times(scale)), lambda scale: times([{"a": (scale, {scale})}])]
-MAKERS += [lambda scale: times(torch.tensor([scale])), lambda scale: times(np.array([scale]))]
-MAKERS += [lambda scale: times(times(scale)), lambda scale: times(random.Random(scale))]
+@pytest.mark.parametrize(
+    "function", [halve, Halving(), functools.partial(halve, where=None), Halving().apply]
+)
+def test_a_named_function_is_its_name_and_its_text(function):
+    named_function = named("half", function)
+    assert identity_of(named_function) == {"function": "half", "text_sha256": text_of(function)}
+    assert run_of(named_function) == run_of(named("half", function))
+    assert run_of(named_function) != run_of(named("another", function))
+    assert run_of(named_function) != run_of(named("half", double))
+    require_same("a.pt", run_of(named_function), run_of(named("half", function)), "remove it")
+    assert torch.equal(named("half", halve)(torch.ones(1), None), torch.full((1,), 0.5))
 
 
-@pytest.mark.parametrize("make", MAKERS)
-@given(strategies.lists(strategies.integers(0, 99).map(lambda n: n / 8), min_size=2, max_size=2, unique=True))
-def test_functions_are_told_apart_by_all_that_they_refer_to(make, scales):
-    one, other = scales
-    same, same_again, differs = (digest_of(make(scale)) for scale in (one, one, other))
-    assert same == same_again != differs and len(same) == 16
+@pytest.mark.parametrize(
+    "name, function, message",
+    [
+        ("relu", torch.relu, "finds no source text"),
+        ("nothing", 5, "is no function"),
+        ("", halve, "is no name"),
+        ("a\0b", halve, "NUL"),
+    ],
+)
+def test_what_cannot_be_named_is_refused(name, function, message):
+    with pytest.raises(ConfigError, match=message):
+        named(name, function)
 
 
-def test_lambdas_of_a_line_and_functions_that_refer_to_themselves():
-    one, other = lambda x, where: x, lambda x, where: 2 * x
-    assert digest_of(one) != digest_of(other)
-
-    def recursive(x, where):
-        return x if where else recursive(x, 1)
-
-    cycle = []
-    cycle.append(cycle)
-    assert digest_of(recursive) == digest_of(recursive) and digest_of(times(cycle))
-    for library in (torch.add, torch.nn.functional.softmax, np.tanh, torch.float32, torch.nn.Linear, len):
-        assert digest_of(times(library)) == digest_of(times(library))
-
-
-NONE = [LOCK, (n for n in range(3)), torch.zeros(1).to_sparse(), lambda: LOCK]
-NONE += [os.environ, lambda: os.environ["SCALE"], lambda: os.getenv("SCALE")]
-
-
-@pytest.mark.parametrize("value", NONE)
-def test_what_has_no_identity_makes_a_run_of_its_own_that_says_why(value):
-    edit = at("z")(times(value))
-    runs = [fingerprint({"edits": record_of([edit])["edits"]}) for _ in range(2)]
-    assert runs[0] != runs[1] and len(runs[0]) == 32
-    fixed = edit.fixed()  # while a rollout lasts it is one
-    assert fixed == edit and fixed.to_dict() == fixed.to_dict() != edit.to_dict()
-    assert fixed.to_dict()[UNHASHABLE] and UNHASHABLE not in repr(fixed)
-    with pytest.raises(CacheError, match="has no identity, so that no run equals another"):
-        require_same("a.pt", *runs, "remove it")
+def test_a_run_of_an_unnamed_function_equals_no_other_and_says_settings_and_text():
+    run = run_of(halve)
+    assert run.startswith(ONLY) and len(run) == 32 and identity_of(halve)[UNNAMED]
+    with pytest.raises(CacheError, match=r"named\(\.\.\.\).*remove it"):
+        require_same("a.pt", run, run_of(halve), "remove it")
+    # Digits 8 to 20 are of the settings and of where the function is, the others of its text
+    values = [{"edits": [{"function": "f", "text_sha256": text, UNNAMED: True}]} for text in ("a", "b", None)]
+    runs = [fingerprint(value, seed=1) for value in values]
+    assert len({run[:20] for run in runs}) == 1 and len({run[20:] for run in runs}) == 3
+    assert runs[2].endswith("f" * 12) and fingerprint(values[0], seed=2)[:20] != runs[0][:20]
     with pytest.raises(CacheError) as error:
         require_same("a.pt", fingerprint({}), fingerprint({"a": 1}), "remove it")
-    assert "identity" not in str(error.value)
+    assert "name" not in str(error.value)
 
 
-def test_classes_of_ones_own_count_by_their_code():
-    def own(base, **members):
-        return type("Own", (base,), {"__module__": "__main__", **members})
+def test_classes_of_a_user_count_by_name_and_text():
+    class Earliest(Window):
+        name = "earliest"
 
-    one, other = (own(Window, evict=function) for function in (times(1.0), times(2.0)))
-    assert code_of_class(one) != code_of_class(other) and not code_of_class(Window)
-    edits = [own(Knockout, apply=f)(frames=0, passes="all") for f in (times(1.0), times(2.0))]
-    assert len({str(edit.identity_values()) for edit in edits}) == 2
-    assert code_of(one) == code_of(one) and "code_sha256" not in Knockout(frames=0, passes="all").to_dict()
+        def evict(self, cache, count):
+            cache.drop(0, count)
+
+    class Cut(Knockout):
+        def apply(self, call, where, data=None):
+            return None
+
+    assert identity_of_class(Window) == {}
+    assert identity_of_class(Earliest) == {"class": "earliest", "text_sha256": text_of(Earliest)}
+    assert identity_of_class(Cut)[UNNAMED]  # it has no name
+    assert UNNAMED in Cut(frames=0, passes="all").identity_values()
+    assert "text_sha256" not in Knockout(frames=0, passes="all").identity_values()
+
+
+def test_a_class_of_a_notebook_is_known_by_its_methods(monkeypatch):
+    text = text_of(Halving)
+
+    getsource = inspect.getsource
+
+    def source(value):
+        if isinstance(value, type):
+            raise TypeError("is a built-in class")  # what Python says of a class in a cell
+        return getsource(value)
+
+    monkeypatch.setattr("inspect.getsource", source)
+    assert text_of(Halving) not in (None, text)
+    assert text_of(type("Empty", (), {})) is None

@@ -11,7 +11,7 @@ from helpers.rollouts import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.extraction.provenance import record_of
+from experiments.provenance import record_of
 from experiments.running.cli import config_from, run_parser
 from wan import interventions
 from wan.attention import attention

@@ -204,8 +204,8 @@ def test_a_function_at_z_is_ablation_and_a_class_or_decorator_is_a_function():
         assert active.changed == [pipeline.plan(6).count(edit)] == [4]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     said = drop_head_2.to_dict()
-    assert said["function"].endswith("<locals>.drop_head_2") and len(said["code_sha256"]) == 16
-    assert eval(repr(said)) == said and "drop_head_2" in repr(drop_head_2)
+    assert said["function"].endswith("<locals>.drop_head_2") and len(said["text_sha256"]) == 16
+    assert "drop_head_2" in repr(drop_head_2)
 
 
 @pytest.mark.parametrize("site", ["resid_mid", "v", "z", "cross_z"])

@@ -1,7 +1,9 @@
-"""Where a run computes, and what its numbers depend on: files, settings, versions; no path, time or host.
+"""The identity of a run, and where it computes.
 
-Every output carries one fingerprint of all that its numbers depend on (identity). Whatever resumes, skips
-what is done, pairs files or takes an older one compares it (require_same of experiments/caches/files.py).
+Two runs are equal if their settings, the SHA-256 of their weights and files, the text of their edits and
+policies, and NUMBERS (wan/identity.py) are equal. Every output carries one fingerprint of that. Whatever
+resumes, skips what is done, pairs files or takes an older one compares it (require_same of
+experiments/caches/files.py).
 """
 
 import argparse
@@ -14,8 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,7 +27,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-import wan
 from experiments.caches.files import ONLY, PARTIAL, require_distinct
 from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
@@ -33,39 +35,13 @@ from wan.checkpoint import VAE_FILE, encoder_files
 from wan.config import DType, ModelConfig, RunConfig
 from wan.config import device_name as device_setting
 from wan.errors import ConfigError, short_repr
-from wan.identity import UNHASHABLE, code_of_class
+from wan.identity import NUMBERS, UNNAMED, identity_of_class
 from wan.interventions import config_edits
 from wan.policies import policy_classes
 
+HASHES = Path("cache/weights_sha256.json")  # of files of weights that were hashed
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
-
-# Settings that change a rollout's numbers and have no field of their own in caches.
-SETTINGS = (
-    *("use_ema", "height", "width", "independent_first_frame", "local_attn_size", "sink_size"),
-    *("denoising_step_list", "warp_denoising_step", "timestep_shift", "context_noise"),
-)
-# Only where they are given.
-OPTIONAL_SETTINGS: dict[str, Any] = dict.fromkeys(("cache_policy", "prompt_schedule", "first_block_steps"))
-OPTIONAL_SETTINGS |= {"recompute_context": 0, "sampler": "blocks", "noise": "seeded"}
-OPTIONAL_SETTINGS |= dict.fromkeys(("lora_rank", "lora_alpha"))
-
-# Settings that change no number of a rollout, or that stand for something else: files for what they hold, a
-# device for its kind. Those of the base model's sampler count in its own runs alone.
-NOT_OF_NUMBERS = (
-    *(
-        "ckpt_dir",
-        "checkpoint_path",
-        "lora_path",
-        "lora",
-        "prompt_embeds",
-        "first_frames",
-        "embeds_dir",
-        "release",
-    ),
-    *("device", "dtype", "offload", "t5_cpu", "interventions", "base"),
-    *("layer_indices", "layer_index", "step"),  # what is captured
-)
 
 
 # --- Where a run computes
@@ -130,27 +106,51 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-@cache
-def code_version() -> str:
-    """Return 16 hex digits that change with any source file of wan: the model and its samplers."""
-    digest, folder = hashlib.sha256(), Path(wan.__file__).parent
-    # Names and sizes too, so that code cannot move between files unnoticed
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder).as_posix()} {file.stat().st_size}\n".encode())
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+def is_unnamed(value: Any) -> bool:
+    """Return whether plain values hold a function or class that its user gave no name."""
+    if isinstance(value, Mapping):
+        return UNNAMED in value or any(is_unnamed(part) for part in value.values())
+    return isinstance(value, list | tuple) and any(is_unnamed(part) for part in value)
+
+
+def texts_of(value: Any) -> list[str | None]:
+    """Return the hashes of the source texts of unnamed functions in plain values, in their order."""
+    if isinstance(value, Mapping):
+        if UNNAMED in value:
+            return [value["text_sha256"]]
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [text for part in value for text in texts_of(part)]
+
+
+def without_texts(value: Any) -> Any:
+    """Return plain values without the hashes of unnamed functions."""
+    if isinstance(value, Mapping):
+        names = [name for name in value if not (UNNAMED in value and name == "text_sha256")]
+        return {name: without_texts(value[name]) for name in names}
+    if isinstance(value, list | tuple):
+        return [without_texts(part) for part in value]
+    return value
+
+
+def digest_of(values: Any) -> str:
+    """Return the SHA-256 of plain values, in hex digits."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
     """Return 32 hex digits that change with any of the values, such as identity's, and of those in more.
 
-    Where no other run can be known to be equal, for code that holds what has no identity, ONLY leads them.
+    With a function or class that has no name no other run counts as equal: ONLY leads the digits, 12 of the
+    other values follow, and 12 of the functions' texts ("f" each where Python finds none).
     """
-    found = {**values, **more}
-    said = hashlib.sha256(json.dumps(found, sort_keys=True, default=str).encode()).hexdigest()
-    parts = [*found.get("edits", ()), *found.get("own_policies", {}).values()]
-    is_only = any(isinstance(part, Mapping) and UNHASHABLE in part for part in parts)
-    return f"{ONLY}{said[: 32 - len(ONLY)]}" if is_only else said[:32]
+    values = {**values, **more}
+    if not is_unnamed(values):
+        return digest_of(values)[:32]
+    texts = texts_of(values)
+    of_texts = "f" * 12 if None in texts else digest_of(texts)[:12]
+    return ONLY + digest_of(without_texts(values))[:12] + of_texts
 
 
 def identity(
@@ -160,46 +160,51 @@ def identity(
     files: Sequence[dict[str, Any]] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return all that the numbers of a run depend on, as plain values by name.
+    """Return all that makes two runs equal, as plain values by name.
 
-    weights_sha256 of the weights file, edits, and files as they were when they were read (files_of) are the
-    config's, and the disk's, where they are not given; more is what else a study's numbers depend on. Raises
-    ConfigError for missing files.
+    These are the settings that change numbers, the SHA-256 of the weights and of other files that are read,
+    the edits, the text of policies, and NUMBERS. weights_sha256, edits, and files as they were when they were
+    read (files_of) are the config's, and the disk's, where they are not given; more is what else a study's
+    numbers depend on. Raises ConfigError for missing files.
     """
-    # A device counts by its kind: cuda:0 and cuda:1 of one host give the same bits
     device = choose_device(config.device, config.offload)
     dtype = choose_dtype(config.dtype, device)
     weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
     edits = config_edits(config) if edits is None else edits
-    # code_version is of wan alone: policies of one's own count by their code
-    kinds = policy_classes(config) if config.cache_policy else []
-    own = {kind.name: code for kind in kinds if (code := code_of_class(kind))}
-    found = {
-        **{name: value for name, value in asdict(config).items() if name not in NOT_OF_NUMBERS},
+    kinds = policy_classes(config)
+    values = {
+        **number_settings(config),
         "sizes": asdict(checkpoint.read_model_config(config.ckpt_dir)),
-        "weights_sha256": weights_sha256 or checkpoint.file_sha256(weights).result(),
-        "files": [*(files_of(config, weights, edits) if files is None else files)],
+        "weights_sha256": weights_sha256 or weights_hash(weights).result(),
+        "files": list(files_of(config, weights, edits) if files is None else files),
         "edits": [edit.identity_values() for edit in edits],
         # What is merged in which order and how much; the files are among files
-        "lora": [(Path(each.path).name, each.strength, each.rank, each.alpha) for each in config.loras],
+        "lora": [(Path(lora.path).name, lora.strength, lora.rank, lora.alpha) for lora in config.loras],
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type if config.noise == "seeded" else device_name(device),  # the card draws it
-        "text_device": encoding_device(config, device).type,
-        "attention": kernel_name(device, dtype),
-        "torch": str(torch.__version__),
-        "code": code_version(),
-        **({"own_policies": own} if own else {}),
+        "policies": [policy for kind in kinds if (policy := identity_of_class(kind))],
+        "numbers": NUMBERS,
         **more,
     }
-    return json.loads(json.dumps(found, default=str))
+    if config.noise != "seeded":  # the card draws it
+        values["card"] = device_name(device)
+    return json.loads(json.dumps(values, default=str))
+
+
+def number_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that change numbers of a rollout, by name."""
+    names = [item.name for item in fields(config) if item.metadata["changes_numbers"]]
+    return {name: value for name, value in asdict(config).items() if name in names}
+
+
+def weights_hash(path: Path) -> Future[str]:
+    """Return a future of the SHA-256 of a file of weights, remembered by path, size and time of change."""
+    return checkpoint.file_sha256(path, HASHES)
 
 
 def record_of(edits: Sequence[Any]) -> dict[str, Any]:
     """Return what caches keep of edits: their plain values, their reprs, and a hash that tells them apart."""
     values = [edit.identity_values() for edit in edits]
-    words = "; ".join(map(str, edits))
-    text = json.dumps(values, sort_keys=True, ensure_ascii=False)
-    return {"edits": values, "words": words, "hash": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    return {"edits": values, "words": "; ".join(map(str, edits)), "hash": digest_of(values)[:16]}
 
 
 def video_tag(
@@ -216,15 +221,10 @@ def video_tag(
 
 
 # --- What caches say
-def provenance(
-    config: RunConfig, files: list[dict[str, Any]], dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    """Return files, config, versions, device, dtype and a GPU's attention kernel, as caches have them."""
-    settings = asdict(config)
-    chosen = [*SETTINGS, *(name for name, usual in OPTIONAL_SETTINGS.items() if settings[name] != usual)]
+def provenance(files: list[dict[str, Any]], dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return files, versions, device, dtype and a GPU's attention kernel, as caches have them."""
     return {
         "files": files,
-        "config": {name: settings[name] for name in chosen},
         "versions": versions(),
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
