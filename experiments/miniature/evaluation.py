@@ -3,12 +3,12 @@
 Every video is the one that the extraction scripts make of that prompt and seed; tracking.py judges it.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from experiments.caches.files import replacing
-from experiments.miniature.moving_shapes import FRAMES, rendered
-from experiments.miniature.tracking import SETS, EvalPool, hashes, held_out_scenes, workers_of
+from experiments.miniature.judges import EvalPool, workers_of
+from experiments.miniature.moving_shapes import FPS, FRAMES, SETS, SIDE, held_out_scenes, render_videos
+from experiments.miniature.tracking import in_sight, judge, track
 from experiments.miniature.training import decode, vae_quality
 from experiments.provenance import choose_device, environment, threads_for
 from experiments.session import load_pipeline
@@ -36,6 +37,7 @@ from wan.vae import VAE
 GPU_BATCH, CPU_BATCH = 96, 16  # videos of 81 frames: a GPU takes about as long for all of them as for a few
 PASTS = ((-1, 0), (9, 0), (6, 3), (6, 0), (3, 0))  # frames of local_attn_size and sink_size; a block has 3
 DRAWS = 10_000  # of captions, for an interval
+FROZEN_SCENES = 96  # of each set, whose hash an evaluation records
 
 Answers = list[dict[str, bool]]
 
@@ -97,7 +99,7 @@ class Parts:
 
     def __init__(self, path: Path, settings: dict):
         self.path = path
-        self.key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        self.key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         kept: dict[str, Any] = {}
         with suppress(OSError, ValueError):  # not there, or damaged
             kept = unsealed(path.read_text(encoding="utf-8"))
@@ -147,6 +149,23 @@ def weight_hashes(config: RunConfig) -> dict[str, str]:
     return {name.as_posix(): checkpoint.file_sha256(path).result() for path, name in (files | inside).items()}
 
 
+def hashes() -> dict[str, str]:
+    """Return SHA-256 of each set's first 96 scenes with their captions, and of what the tracker sees.
+
+    The tracker's is of its answers to one rendered scene of each set and of a centre for every second, to
+    the hundredth of a side: the same on every CPU, whatever the code looks like.
+    """
+    found, seen = {}, []
+    for name, kinds in SETS.items():
+        scenes = held_out_scenes(kinds, FROZEN_SCENES)
+        listed = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
+        found[f"scenes, {name}"] = sha256(listed.encode()).hexdigest()
+        [video] = render_videos(scenes[:1], FRAMES)
+        centres = track(video, in_sight(scenes[0], SIDE)).centre[::FPS]
+        seen.append([judge(video, scenes[0]), [[round(x, 2) for x in at] for at in centres.tolist()]])
+    return {"tracker": sha256(json.dumps(seen).encode()).hexdigest()} | found
+
+
 def shares(answers: Answers) -> dict[str, float]:
     """Return the share of videos that answer yes, of those asked, by question."""
     asked = {q: [one[q] for one in answers if q in one] for q in dict.fromkeys(chain(*answers))}
@@ -173,8 +192,8 @@ def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: Eval
     chosen = held_out_scenes(SETS[name], count)
     prompts = [scene.caption for scene in chosen]
     sources: dict[str, Callable[[], Answers]] = {
-        "rendered": lambda: pool.judge_all(rendered(chosen, FRAMES), chosen),
-        "vae": lambda: pool.judge_all(mini.reconstructed(rendered(chosen, FRAMES)), chosen),
+        "rendered": lambda: pool.judge_all(render_videos(chosen, FRAMES), chosen),
+        "vae": lambda: pool.judge_all(mini.reconstructed(render_videos(chosen, FRAMES)), chosen),
         "causal": lambda: pool.judge_all(mini.causal(prompts), chosen),
         "base": lambda: pool.judge_all(mini.base(prompts), chosen),
     }

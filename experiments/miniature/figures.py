@@ -21,8 +21,7 @@ from experiments.figures import heads
 from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, save_svg, styled
 from experiments.miniature import SHIPPED
 from experiments.miniature.evaluation import Miniature
-from experiments.miniature.moving_shapes import FRAMES, rendered
-from experiments.miniature.tracking import SETS, held_out_scenes
+from experiments.miniature.moving_shapes import FRAMES, SETS, held_out_scenes, render_videos
 from experiments.running.cli import Parser, main
 from wan.config import load_config
 from wan.files import read_json
@@ -71,7 +70,7 @@ def videos() -> Figure:
     scenes = [scene for name, count in STRIPS.items() for scene in held_out_scenes(SETS[name], count)]
     captions = [scene.caption for scene in scenes]
     made = {
-        "rendered": rendered(scenes, FRAMES),
+        "rendered": render_videos(scenes, FRAMES),
         "causal": mini.causal(captions),
         "base": mini.base(captions),
     }

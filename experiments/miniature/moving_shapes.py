@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
@@ -60,6 +61,7 @@ CORNERS = {
     "bottom right": (0.87, 0.87),
 }
 KINDS = ("single", "landmark", "crossing", "wall")
+SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
 MIN_CONTRAST = 0.60  # RGB distance below which a shape would be lost in its background
 RADII, SPEEDS = (0.16, 0.22), (0.10, 0.25)  # of a shape that moves alone
 SMALL_RADII = (0.11, 0.15)  # of shapes that cross or hide
@@ -156,6 +158,11 @@ def sample_scenes(seed: int, held_out: bool = False, kinds: Iterable[str] = KIND
         yield scene
 
 
+def held_out_scenes(kinds: Iterable[str], count: int) -> list[Scene]:
+    """Return the first held-out scenes of these kinds, the same for every model."""
+    return list(itertools.islice(sample_scenes(HELD_OUT_SEED + 1, True, kinds), count))
+
+
 def _mover(rng: random.Random, combination: tuple[str, ...], radii=RADII, speeds=SPEEDS) -> Mover:
     """Place a mover where it will not bounce for a while."""
     shape, color, direction, _ = combination
@@ -210,6 +217,44 @@ def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
     return scene if hidden[0] == 0 and hidden.max() == 1 and back.max() == 0 else None
 
 
+# --- From a caption to its scene
+def _one_of(name: str, words: Iterable[str]) -> str:
+    return f"(?P<{name}>{'|'.join(words)})"
+
+
+SHAPE_WORDS = _one_of("shape", SHAPES)
+COLOR_WORDS = _one_of("color", COLORS)
+MOVER_WORDS = rf"an? (?:{COLOR_WORDS} )?{SHAPE_WORDS} moving {_one_of('direction', DIRECTIONS)}"
+SCENE_WORDS = (
+    rf"(?: behind an? {_one_of('wall', COLORS)} wall)?"
+    rf" over a {_one_of('background', BACKGROUNDS)} background"
+    rf"(?: with a small {COLOR_WORDS} {SHAPE_WORDS} at the {_one_of('corner', CORNERS)})?"
+)
+
+
+def scene_of(caption: str) -> Scene | None:
+    """Return the scene of a caption, without places and sizes; None for another text."""
+    matches = list(re.finditer(rf"{MOVER_WORDS}(?= and an? | behind | over )", caption))
+    if not 1 <= len(matches) <= 2:
+        return None
+    rest = re.fullmatch(SCENE_WORDS, caption[matches[-1].end() :])
+    if rest is None:
+        return None
+    movers = tuple(
+        Mover(mover["shape"], mover["color"] or "", mover["direction"], x=0, y=0, radius=0, speed=0)
+        for mover in matches
+    )
+    landmark = None
+    if rest["corner"]:
+        landmark = Landmark(rest["shape"], rest["color"], rest["corner"])
+    unnamed_color = not movers[0].color
+    scene = Scene(movers, rest["background"], landmark, rest["wall"], unnamed_color)
+    if scene.caption != caption:  # such as "an red circle"
+        return None
+    return scene
+
+
+# --- From a scene to its video
 def positions(scene: Scene, frames: int) -> Tensor:
     """Return centres of the movers [F, N, 2] (x, y), reflected where the shape would leave the frame."""
     start = torch.tensor([(m.x, m.y) for m in scene.movers])
@@ -230,7 +275,7 @@ def render(scene: Scene, frames: int, size: int) -> Tensor:
     return render_batch([scene], frames, size)[0].transpose(0, 1)
 
 
-def rendered(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
+def render_videos(scenes: Sequence[Scene], frames: int) -> list[Tensor]:
     """Render videos [frames, 3, H, W] in 0..1."""
     with one_thread():
         return [render(scene, frames, SIDE) / 2 + 0.5 for scene in scenes]

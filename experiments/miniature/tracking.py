@@ -1,58 +1,26 @@
-"""Held-out scenes, and the tracker that judges videos of them: background, colour, outline and direction.
+"""The tracker that judges videos of the miniature: background, colour, outline and direction.
 
 Nothing is taken from a caption but where a wall and a landmark would be, which are left out of sight; with
 two movers, also their colours, to tell them apart. Videos are [F, 3, H, W] in 0..1, places in frame sides.
 """
 
-import itertools
-import json
 import math
-import os
-import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
-from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.caches.frames import one_thread
 from experiments.miniature import moving_shapes as made
-from experiments.miniature.moving_shapes import (
-    FPS,
-    FRAMES,
-    HELD_OUT_SEED,
-    SIDE,
-    Landmark,
-    Mover,
-    Scene,
-    coverage,
-    render,
-    sample_scenes,
-)
-
-SETS = {"one shape": ("single", "landmark"), "two that cross": ("crossing",), "behind a wall": ("wall",)}
+from experiments.miniature.moving_shapes import FPS, SIDE, Scene, coverage, scene_of
 
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
 SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
 SLOWEST = 0.03  # sides per second; slower does not move
-FROZEN_SCENES = 96  # of each set, whose hash evaluations record
-PARENT_SECONDS = 0.5  # between two looks whether the parent process is alive
 WHOLE = 0.85  # of its area in the first second; what is smaller is cut off, by a wall or another shape
-
-
-def held_out_scenes(kinds: Iterable[str], count: int) -> list[Scene]:
-    """Return the first held-out scenes of these kinds, the same for every model."""
-    return list(itertools.islice(sample_scenes(HELD_OUT_SEED + 1, True, kinds), count))
 
 
 @dataclass(frozen=True)
@@ -300,119 +268,12 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
     return Seconds(*torch.tensor(answers, dtype=torch.bool).T)
 
 
-def _one_of(name: str, words: Iterable[str]) -> str:
-    return f"(?P<{name}>{'|'.join(words)})"
+def judge_by_caption(video: Tensor, caption: str) -> dict[str, bool]:
+    """Judge a video [F, 3, 64, 64] in 0..1 by its caption, by question.
 
-
-COLOR, SHAPE = _one_of("color", made.COLORS), _one_of("shape", made.SHAPES)
-MOVER = f"an? (?:{COLOR} )?{SHAPE} moving {_one_of('way', made.DIRECTIONS)}"
-WALL = _one_of("wall", made.COLORS)
-MARK = f" with a small {COLOR} {SHAPE} at the {_one_of('corner', made.CORNERS)}"
-REST = f"(?: behind an? {WALL} wall)? over a {_one_of('ground', made.BACKGROUNDS)} background(?:{MARK})?"
-
-
-def scene_of(caption: str) -> Scene | None:
-    """Return the scene of a caption, without places and sizes; None for another text."""
-    movers = [*re.finditer(rf"{MOVER}(?= and an? | behind | over )", caption)]
-    rest = re.fullmatch(REST, caption[movers[-1].end() :]) if movers else None
-    if rest is None:
-        return None
-    scene = Scene(
-        tuple(Mover(m["shape"], m["color"] or "", m["way"], 0, 0, 0, 0) for m in movers),
-        rest["ground"],
-        Landmark(rest["shape"], rest["color"], rest["corner"]) if rest["corner"] else None,
-        rest["wall"],
-        unnamed_color=not movers[0]["color"],
-    )
-    return scene if len(movers) <= 2 and scene.caption == caption else None
-
-
-def answers(caption: str, videos: list[Tensor]) -> dict[str, list[bool]]:
-    """Judge videos [frames, 3, H, W] in 0..1 by their caption -> answers by question.
-
-    Empty for a text that is no caption of the miniature, and for videos of another size.
+    Empty for a text that is no caption of the miniature, and for a video of another size.
     """
     scene = scene_of(caption)
-    if scene is None or any(video.shape[-2:] != (SIDE, SIDE) for video in videos):
+    if scene is None or video.shape[-2:] != (SIDE, SIDE):
         return {}
-    found = [judge(torch.as_tensor(video), scene) for video in videos]
-    return {question: [bool(one[question]) for one in found] for question in found[0]}
-
-
-def workers_of(count: int | None) -> int:
-    """Return the number of processes that judge: the given one, or this process's share of the cores."""
-    if count is not None:
-        return count
-    if not hasattr(os, "sched_getaffinity"):  # macOS, where forking threads is unsafe
-        return 1
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes of this host
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
-
-
-class EvalPool(ProcessPoolExecutor):
-    """Processes that judge videos while the next ones are made; with one worker, this process does it.
-
-    Workers are forked where the platform forks: make them before a GPU is touched, or spawn them.
-    """
-
-    def __init__(self, workers: int, method: str | None = None):
-        super().__init__(max(workers, 1), get_context(method), _start_worker, (os.getpid(),))
-        self.workers = workers
-        self.submit(os.getpid).result()  # all are forked here and now
-
-    def submit(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
-        if self.workers > 1:
-            return super().submit(function, *given, **named)
-        future: Future[Any] = Future()
-        with one_thread():
-            future.set_result(function(*given, **named))
-        return future
-
-    def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> list[dict[str, bool]]:
-        """Judge videos [frames, 3, H, W] in 0..1; they travel as arrays."""
-        pairs = zip(videos, scenes, strict=True)
-        judged = [self.submit(_judge_array, video.numpy(), scene) for video, scene in pairs]
-        return [future.result() for future in judged]
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown(cancel_futures=True)
-
-
-def exit_with_parent(parent: int) -> None:
-    """End this worker when its parent process is gone; a pool's workers would outlive a killed parent."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _start_worker(parent: int) -> None:
-    exit_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they are for the process that asked
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-def _judge_array(video: np.ndarray, scene: Scene) -> dict[str, bool]:
-    return judge(torch.from_numpy(video), scene)
-
-
-@cache
-def hashes() -> dict[str, str]:
-    """Return SHA-256 of each set's first 96 scenes with their captions, and of what the tracker sees.
-
-    The tracker's is of its answers to one rendered scene of each set and of a centre for every second, to
-    the hundredth of a side: the same on every CPU, whatever the code looks like.
-    """
-    found, seen = {}, []
-    for name, kinds in SETS.items():
-        scenes = held_out_scenes(kinds, FROZEN_SCENES)
-        listed = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
-        found[f"scenes, {name}"] = sha256(listed.encode()).hexdigest()
-        video = render(scenes[0], FRAMES, SIDE) / 2 + 0.5
-        centres = track(video, in_sight(scenes[0], SIDE)).centre[::FPS]
-        seen.append([judge(video, scenes[0]), [[round(x, 2) for x in at] for at in centres.tolist()]])
-    return {"tracker": sha256(json.dumps(seen).encode()).hexdigest()} | found
+    return {question: bool(answer) for question, answer in judge(video, scene).items()}

@@ -20,7 +20,7 @@ from experiments.caches.formats import save_cache
 from experiments.extraction.edits import edited
 from experiments.extraction.rollout import observed
 from experiments.extraction.video import to_pixels, write_mp4
-from experiments.miniature.tracking import answers
+from experiments.miniature.tracking import judge_by_caption
 from experiments.provenance import check_outputs, fingerprint, record_of, video_tag
 from experiments.running.cli import videos_of
 from experiments.session import Session, load
@@ -83,9 +83,11 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "psnr": torch.tensor(stats.psnr(without, changed)).float().clamp(max=100),
             "ssim": torch.tensor(stats.ssim(without, changed)).float(),
         }
-        if told := answers(config.prompt, pixels):
-            right = torch.tensor([*told.values()]).T  # [2 videos, questions]
-            cache |= {"questions": list(told), "answers_base": right[0], "answers_edited": right[1]}
+        of_base, of_edited = (judge_by_caption(video, config.prompt) for video in pixels)
+        if of_base:  # a caption of the miniature
+            cache["questions"] = list(of_base)
+            cache["answers_base"] = torch.tensor([*of_base.values()])
+            cache["answers_edited"] = torch.tensor([*of_edited.values()])
         # 3. Save the numbers, and both videos side by side.
         save_cache(args.output_path, cache)
         for video in videos:

@@ -29,8 +29,9 @@ from experiments.extraction.project_files import policy_settings
 from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
 from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
 from experiments.memory import kv_cache
-from experiments.miniature.moving_shapes import Scene, render
-from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes, judge_seconds, workers_of
+from experiments.miniature.judges import EvalPool, workers_of
+from experiments.miniature.moving_shapes import SETS, Scene, held_out_scenes, render
+from experiments.miniature.tracking import judge_seconds
 from experiments.provenance import (
     check_outputs,
     choose_dtype,

@@ -16,7 +16,8 @@ from diffusers import AutoencoderKLWan
 
 from experiments.miniature import evaluation, tracking
 from experiments.miniature.evaluation import Miniature, intervals
-from experiments.miniature.tracking import SETS, EvalPool, held_out_scenes
+from experiments.miniature.judges import EvalPool
+from experiments.miniature.moving_shapes import SETS, held_out_scenes
 from experiments.miniature.training import MODEL
 from wan.checkpoint import read_model_config, read_self_forcing_state, read_transformer_state
 from wan.config import RunConfig, load_config
@@ -46,9 +47,9 @@ class PerfectMiniature:
 
     def _videos(self, captions, name: str):
         self.calls.append(name)
-        scenes = (scene for kinds in tracking.SETS.values() for scene in held_out_scenes(kinds, 2))
+        scenes = (scene for kinds in SETS.values() for scene in held_out_scenes(kinds, 2))
         by_caption = {scene.caption: scene for scene in scenes}
-        return evaluation.rendered([by_caption[caption] for caption in captions], 81)
+        return evaluation.render_videos([by_caption[caption] for caption in captions], 81)
 
     def causal(self, captions, size: int = -1, sink: int = 0):
         return self._videos(captions if size < 0 else captions[:1] * len(captions), f"causal {size}")
@@ -66,7 +67,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_report(tmp_path, monkeypatch):
         "Miniature": PerfectMiniature,
         "measure_vae": lambda mini, clips: {"clips": clips},
     }
-    shorter |= {"SETS": {"behind a wall": tracking.SETS["behind a wall"]}}
+    shorter |= {"SETS": {"behind a wall": SETS["behind a wall"]}}
     for name, value in shorter.items():
         monkeypatch.setattr(evaluation, name, value)
     config, path = RunConfig(ckpt_dir=str(tmp_path)), tmp_path / "partial"
@@ -105,19 +106,19 @@ def test_the_hashes_are_of_what_is_evaluated(tmp_path):
 
 
 def test_hashes_follow_the_tracker_and_the_scenes(monkeypatch):
-    before = tracking.hashes()
+    before = evaluation.hashes()
     logged = json.loads(Path("checkpoints/wan-mini/evaluation.json").read_text())["frozen"]
     scenes = {name: value for name, value in logged.items() if name.startswith("scenes, ")}
     assert len(scenes) == 3 and before == before | scenes
     monkeypatch.setattr(tracking, "SMALLEST", 0.5)
-    monkeypatch.setattr(tracking, "held_out_scenes", lambda kinds, _: held_out_scenes(kinds, 1))
-    assert tracking.hashes.__wrapped__()["tracker"] != before["tracker"]
+    monkeypatch.setattr(evaluation, "held_out_scenes", lambda kinds, _: held_out_scenes(kinds, 1))
+    assert evaluation.hashes()["tracker"] != before["tracker"]
 
 
 def test_workers_are_given_every_bit_and_judge_alike():
-    scenes = [scene for kinds in tracking.SETS.values() for scene in held_out_scenes(kinds, 1)][:2]
+    scenes = [scene for kinds in SETS.values() for scene in held_out_scenes(kinds, 1)][:2]
     noise = torch.Generator().manual_seed(0)
-    videos = [v + 0.3 * torch.randn(v.shape, generator=noise) for v in evaluation.rendered(scenes, 49)]
+    videos = [v + 0.3 * torch.randn(v.shape, generator=noise) for v in evaluation.render_videos(scenes, 49)]
     here = [tracking.judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
     assert len({answer for one in here for answer in one.values()}) == 2  # the noise misleads the tracker
     with EvalPool(2) as pool:

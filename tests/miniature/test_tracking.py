@@ -13,16 +13,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.miniature import moving_shapes
-from experiments.miniature.moving_shapes import COLORS, FPS, KINDS, Mover, Scene, hidden_share, render
-from experiments.miniature.tracking import (
-    answers,
-    exit_with_parent,
+from experiments.miniature import (
+    COLORS,
+    FPS,
+    KINDS,
+    Mover,
+    Scene,
     held_out_scenes,
+    hidden_share,
     judge,
+    judge_by_caption,
     judge_seconds,
+    moving_shapes,
     scene_of,
 )
+from experiments.miniature.judges import exit_with_parent
+from experiments.miniature.moving_shapes import render
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")
@@ -115,17 +121,18 @@ def test_a_video_is_judged_by_its_caption_as_by_its_scene(kind):
         assert found.unnamed_color == scene.unnamed_color and found.landmark == scene.landmark
     video = video_of(scenes[0], 33)
     other = video.flip(3)  # what it shows moves the other way, or is elsewhere
-    said = answers(scenes[0].caption, [video, other])
-    assert {question: first for question, (first, _) in said.items()} == judge(video, scenes[0])
-    assert any(first != second for first, second in said.values()) or kind == "wall"
+    answers = judge_by_caption(video, scenes[0].caption)
+    assert answers == judge(video, scenes[0])
+    assert answers != judge_by_caption(other, scenes[0].caption) or kind == "wall"
 
 
 def test_other_texts_and_sizes_have_no_answers():
     caption = "a red circle moving right over a dark blue background"
-    assert scene_of(caption) is not None and set(answers(caption, [torch.rand(20, 3, 64, 64)])) > {"color"}
+    assert scene_of(caption) is not None
+    assert set(judge_by_caption(torch.rand(20, 3, 64, 64), caption)) > {"color"}
     for text in ("", "a red fox", f"{caption}.", f"{caption} at night", caption.replace("a red", "an red")):
-        assert scene_of(text) is None and answers(text, [torch.rand(20, 3, 64, 64)]) == {}
-    assert answers(caption, [torch.rand(20, 3, 64, 96)]) == {}
+        assert scene_of(text) is None and judge_by_caption(torch.rand(20, 3, 64, 64), text) == {}
+    assert judge_by_caption(torch.rand(20, 3, 64, 96), caption) == {}
 
 
 @pytest.mark.parametrize("direction", ["right", "left", "up", "down"])
