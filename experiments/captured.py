@@ -24,6 +24,7 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
 from experiments.caches.files import CacheError, RunError, require_held
 from experiments.caches.formats import AtlasCache, declared_fields
+from experiments.caches.mp4 import write_mp4
 from experiments.caches.store import require_one_model
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.cache_builders import (
@@ -41,7 +42,7 @@ from experiments.extraction.diffusers_runs import (
     pipeline_runs,
     streamed_runs,
 )
-from experiments.extraction.video import decode, write_mp4
+from experiments.extraction.video import decode
 from experiments.session import CAPTURES, Session, load
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
@@ -693,7 +694,7 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write the three side by side as an mp4."""
-        write_mp4(self.video, path)
+        write_mp4(self.video.numpy(), path)
 
     def __repr__(self) -> str:
         names = [f"{run.edits or 'no edit'}, seed {run.config.seed}" for run in self.runs]

@@ -11,7 +11,7 @@ the first one. docs/long_rollouts.md says what the numbers are.
 from dataclasses import replace
 from itertools import product
 
-from experiments.caches.files import require_ffmpeg
+from experiments.caches.mp4 import require_ffmpeg
 from experiments.running import cli
 from experiments.running.cli import config_from, count, count_or_none, main, run_parser
 

@@ -3,8 +3,8 @@
     python experiments/run_rollout.py --config_path configs/wan_mini.yaml --num_frames 240
     python experiments/run_rollout.py --num_frames 2400 --cache_policy deep_sink --capture last:3
 
-Beside the mp4, which plays at any moment, NAME.latents.safetensors grows, and NAME.attention/ has a file for
-each captured block. docs/long_rollouts.md tells more.
+Beside the mp4, which plays while it grows, NAME.latents/ has a file for each block, and NAME.attention/ has
+one for each captured block. docs/long_rollouts.md tells more.
 """
 
 from experiments.running.cli import config_from, main, run_parser

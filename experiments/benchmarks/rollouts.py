@@ -451,13 +451,13 @@ def with_video(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
     if group is not None:
         choose_device(config.device)  # the rollout's is the current one again
     mass = capturing(capture_requests(config, rollout.sizes.num_layers)["mass"])
-    mp4, append = Path(tempfile.mkdtemp()) / "video.mp4", video.GrowingVideo.append
+    mp4, append = Path(tempfile.mkdtemp()) / "video.mp4", video.VideoWriter.append
     about: Rows = {}
 
     def pictures() -> None:
         latents = rollout.generate()
         if rank.is_first:
-            video.write_mp4(video.to_pixels(vae.decode(latents.to(decoders))).cpu()[0], mp4)
+            video.write_mp4(video.decode(latents.to(decoders), vae).numpy(), mp4)
 
     def timed(call: Callable[[], Any]) -> float:
         if group is None:
@@ -472,24 +472,23 @@ def with_video(args: argparse.Namespace, config: RunConfig) -> Iterator[Part]:
             return
         start, arrived = time.perf_counter(), list[float]()
 
-        def append_timed(self: video.GrowingVideo, pixels: Tensor, first: int) -> None:
+        def append_timed(self: video.VideoWriter, pixels: Any) -> None:
             if encodes:
-                append(self, pixels, first)
+                append(self, pixels)
             arrived.append(time.perf_counter() - start)
 
         with (
             mock.patch.object(video, "load_vae", return_value=vae),
             mock.patch.object(video, "require_ffmpeg"),  # not needed for pictures alone
-            mock.patch.object(video.GrowingVideo, "append", append_timed),
+            mock.patch("experiments.caches.mp4.require_ffmpeg"),
+            mock.patch.object(video.VideoWriter, "append", append_timed),
             video.LiveVideo(config, mp4) as live,
         ):
-            live.begin(decoders)  # on a CPU it would wait for the end
             with gathered(rollout, active):
                 rollout.generate(lambda _, latents: live.add(latents.clone()))
-            for piece in live.pieces:
-                piece.result().result()
-            if encodes:
-                live.video.finish()
+            live.wait()
+            if encodes and live.file is not None:
+                live.file.finish()
         about.setdefault(name, {})["first_pictures_s"] = round(arrived[0], 3)
 
     seconds = rollout.seconds if group is None else partial(shared_seconds, rollout, group)

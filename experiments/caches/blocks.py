@@ -1,10 +1,12 @@
-"""Attention of chosen blocks of a long rollout, a file each.
+"""Files of a long rollout, one for each block: its latents, and the attention of chosen blocks.
 
-folder = Path("outputs/long.attention")
-BlockCapture.read("last:3", step=0).missing(folder, num_blocks, run)   # what a run has yet to make
-[block["logits"] for block in read_blocks(folder)]                     # [layers, H, n, keys] each
+latents = LatentBlocks(Path("outputs/long.latents"), run, config.block_sizes, (16, 60, 104), torch.bfloat16)
+latents.write(0, x0)                                                   # [n, C, h, w]
+BlockCapture.read("last:3", step=0).missing(Path("outputs/long.attention"), num_blocks, run)
+[block["logits"] for block in read_blocks("outputs/long.attention")]   # [layers, H, n, keys] each
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from experiments.caches.files import CacheError, replacing, require_same
@@ -23,6 +27,79 @@ from wan.files import MAX_COUNT, UnreadableError, load_tensors
 from wan.policies import policy_of
 
 
+# --- Latents
+@dataclass(frozen=True)
+class LatentBlocks:
+    """Latents of a long rollout: FOLDER/block_00000.safetensors and so on.
+
+    Each holds "latents" [n, C, h, w] and, as metadata, the fingerprint of its run, its number and the SHA-256
+    of the numbers.
+    """
+
+    folder: Path
+    fingerprint: str
+    sizes: Sequence[int]  # frames of each block
+    frame_shape: tuple[int, int, int]  # C, h, w
+    dtype: torch.dtype
+
+    def path(self, block: int) -> Path:
+        return latents_path(self.folder, block)
+
+    def write(self, block: int, latents: Tensor) -> None:
+        """Write a block [n, C, h, w], and wait until the disk has it."""
+        latents = latents.to("cpu", self.dtype).contiguous()
+        metadata = {"fingerprint": self.fingerprint, "block": str(block), "sha256": sha256_of(latents)}
+        with replacing(self.path(block)) as file:
+            file.write(safetensors_bytes({"latents": latents}, metadata))
+
+    def read(self, block: int) -> Tensor | None:
+        """Read a block [n, C, h, w]; None where it is missing or damaged. CacheError for another run's."""
+        path = self.path(block)
+        if not path.is_file():
+            return None
+        remedy = f"choose another --output_path, or move {self.folder} away"
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                require_same(path, metadata.get("fingerprint"), self.fingerprint, remedy)
+                latents = file.get_tensor("latents")
+        except (SafetensorError, OSError):
+            return None
+        shape = (self.sizes[block], *self.frame_shape)
+        if latents.shape != shape or latents.dtype != self.dtype:
+            held = f"{list(latents.shape)} of {latents.dtype}"
+            raise CacheError(f"{path} holds {held}, not {list(shape)} of {self.dtype}; {remedy}")
+        if metadata.get("block") != str(block) or metadata.get("sha256") != sha256_of(latents):
+            return None
+        return latents
+
+    def take(self, block: int) -> Tensor:
+        """Read a block that is known to be there. CacheError where it is not."""
+        latents = self.read(block)
+        if latents is None:
+            raise CacheError(f"{self.path(block)} was damaged or removed meanwhile; run it again")
+        return latents
+
+    def finished(self) -> int:
+        """Count the blocks before the first one that is missing or damaged.
+
+        Raises CacheError where any block is another run's.
+        """
+        is_whole = [self.read(block) is not None for block in range(len(self.sizes))]
+        return [*is_whole, False].index(False)
+
+
+def latents_path(folder: Path, block: int) -> Path:
+    return folder / f"block_{block:05d}.safetensors"
+
+
+def sha256_of(latents: Tensor) -> str:
+    """Return the SHA-256 of a tensor's numbers."""
+    numbers = latents.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(numbers.tobytes()).hexdigest()
+
+
+# --- Attention
 @dataclass(frozen=True)
 class BlockCapture:
     """Blocks to capture: none, last:N blocks, band:D frames of keys, or all; one pass, all layers."""
@@ -51,16 +128,22 @@ class BlockCapture:
 
     def blocks(self, num_blocks: int) -> range:
         """Return the blocks whose calls are kept."""
-        first = {"none": num_blocks, "last": num_blocks - self.count}.get(self.kind, 0)
-        return range(max(0, first), num_blocks)
+        if self.kind == "none":
+            return range(0)
+        if self.kind == "last":
+            return range(max(0, num_blocks - self.count), num_blocks)
+        return range(num_blocks)
 
     def requests(self, blocks: Sequence[int]) -> list[CaptureRequest]:
         """Return the capture requests of the rollout."""
-        return [CaptureRequest(blocks=list(blocks), steps=[self.step], granularity="frame")] if blocks else []
+        if not blocks:
+            return []
+        return [CaptureRequest(blocks=list(blocks), steps=[self.step], granularity="frame")]
 
     def bytes(self, config: RunConfig, model: ModelConfig) -> int:
         """Return what the files take, but for a few kB each."""
-        sizes, window, total = config.block_sizes, policy_of(config).num_frames or config.num_frames, 0
+        sizes, window = config.block_sizes, policy_of(config).num_frames or config.num_frames
+        total = 0
         for block in self.blocks(len(sizes)):
             keys = min(sum(sizes[: block + 1]), window, self.band or window)
             total += 2 * 4 * model.num_layers * model.num_heads * sizes[block] * keys
@@ -68,36 +151,49 @@ class BlockCapture:
 
     def missing(self, folder: Path, num_blocks: int, run: str) -> list[int]:
         """List wanted blocks that a folder lacks. CacheError for blocks of another run, pass or band."""
-        wanted, kept = self.blocks(num_blocks), set()
+        wanted, finished = self.blocks(num_blocks), set()
         for path in sorted(folder.glob("block_*.pt")):
-            if (block := read_block(path)) is None:
+            block = read_block(path)
+            if block is None:
                 continue
-            require_same(path, block.get("fingerprint"), run, f"move {folder} away, or --overwrite")
+            require_same(path, block["fingerprint"], run, f"move {folder} away, or --overwrite")
             if wanted and (block["step"], block["band"]) != (self.step, self.band):
-                said = "was captured in another pass or with other keys than --capture and --step say"
-                raise CacheError(f"{path} {said}; move {folder} away, or say what they said then")
-            kept.add(block["block"])
-        return [block for block in wanted if block not in kept]
+                raise CacheError(
+                    f"{path} was captured in another pass or with other keys than --capture and --step say; "
+                    f"move {folder} away, or say what they said then"
+                )
+            finished.add(block["block"])
+        return [block for block in wanted if block not in finished]
 
     def save(self, folder: Path, block: int, calls: Sequence[CapturedCall], run: str, row: int = 0) -> None:
         """Write a block's calls of one video: logits and mass [layers, H, n, keys], and the keys.
 
         Where heads keep keys of their own, layers see more or fewer frames: NaN, and frame -9, come before.
         """
-        start = -self.band or None
-        values: dict[str, Any] = {"format": "block_attention", "block": block, "step": self.step}
-        values |= {"band": self.band, "query_frames": list(calls[0]["query_frames"])}
-        values |= {"timestep": calls[0]["timestep"], "fingerprint": run}
+        newest = slice(-self.band if self.band else None, None)  # of the keys
+        matrices = {}
         for name in ("logits", "mass"):
-            of_slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
-            most = max(x.shape[-1] for x in of_slots)
-            of_slots = [F.pad(x, (most - x.shape[-1], 0), value=torch.nan) for x in of_slots]
-            values[name] = torch.stack([x[row, ..., start:].float().cpu() for x in of_slots])
+            slots = [call.values.get(f"slot_{name}", call.values[f"frame_{name}"]) for call in calls]
+            most = max(values.shape[-1] for values in slots)
+            padded = [F.pad(values, (most - values.shape[-1], 0), value=torch.nan) for values in slots]
+            matrices[name] = torch.stack([values[row, ..., newest].float().cpu() for values in padded])
         layouts = [call.layout for call in calls if call.layout is not None]
+        keys = {}
         for name in ("frames", "positions"):
-            rows = [getattr(layout, name) for layout in layouts]
-            rows = [[NO_KEY] * (most - len(row)) + list(row) for row in rows]
-            values[f"key_{name}"] = torch.tensor(rows)[:, start:]
+            rows = [list(getattr(layout, name)) for layout in layouts]
+            padded_rows = [[NO_KEY] * (most - len(numbers)) + numbers for numbers in rows]
+            keys[f"key_{name}"] = torch.tensor(padded_rows)[:, newest]
+        values = {
+            "format": "block_attention",
+            "block": block,
+            "step": self.step,
+            "band": self.band,
+            "query_frames": list(calls[0]["query_frames"]),
+            "timestep": calls[0]["timestep"],
+            "fingerprint": run,
+            **matrices,
+            **keys,
+        }
         with replacing(path_of(folder, block)) as file:
             torch.save(values, file)
 
@@ -106,8 +202,12 @@ def path_of(folder: Path, block: int) -> Path:
     return folder / f"block_{block:05d}.pt"
 
 
-FIELDS = {"block": int, "step": int, "band": int, "query_frames": list, "timestep": float}
-FIELDS |= {
+FIELDS = {
+    "block": int,
+    "step": int,
+    "band": int,
+    "query_frames": list,
+    "timestep": float,
     "fingerprint": str,
     "logits": Tensor,
     "mass": Tensor,
@@ -138,16 +238,18 @@ def read_blocks(folder: str | Path) -> list[dict[str, Any]]:
 
     Raises CacheError for a folder without, for other files, several runs, and a hole among the blocks.
     """
-    found = list[dict[str, Any]]()
+    blocks = list[dict[str, Any]]()
     for path in sorted(Path(folder).glob("block_*.pt")):
-        if (block := read_block(path)) is None:
+        block = read_block(path)
+        if block is None:
             raise CacheError(f"{path} is damaged or no captured block; run run_rollout.py again")
-        if found:
-            require_same(path, block["fingerprint"], found[0]["fingerprint"], f"move {path} away")
-            if block["block"] != found[-1]["block"] + 1:
-                missing = path_of(Path(folder), found[-1]["block"] + 1)
+        if blocks:
+            require_same(path, block["fingerprint"], blocks[0]["fingerprint"], f"move {path} away")
+            following = blocks[-1]["block"] + 1
+            if block["block"] != following:
+                missing = path_of(Path(folder), following)
                 raise CacheError(f"{missing} is missing between others; run run_rollout.py again")
-        found.append(block)
-    if not found:
+        blocks.append(block)
+    if not blocks:
         raise CacheError(f"{folder} holds no captured blocks; run_rollout.py --capture all writes them")
-    return found
+    return blocks

@@ -1,4 +1,4 @@
-"""Write whole files or none, one run per path; compare fingerprints; errors of runs; encode mp4s.
+"""Write whole files or none, one run per path; compare fingerprints; errors of runs.
 
 with replacing("cache/report.json") as file:      # the old file stays until the block has ended
     file.write(content)
@@ -11,30 +11,20 @@ import platform
 import re
 import shutil
 import signal
-import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
-from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from filelock import FileLock, Timeout
 
-from wan.errors import UserError, library_writes, one_line, short_repr
-from wan.seals import checksum
+from wan.errors import UserError, library_writes, short_repr
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
-SEAL_BYTES = 8 + 32  # of a box with a SHA-256, which players leave out
-FPS = 16  # of Wan's videos
 PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be equal to
 
@@ -231,102 +221,3 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
             remedy = f"give your function a name, named(...), and {remedy}"
             said = f"{said} (a function without a name, so that no run equals another)"
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
-
-
-def seal(content: bytes) -> bytes:
-    """Return the box with the checksum of an mp4's content, or of a piece's, which stands behind it."""
-    return SEAL_BYTES.to_bytes(4, "big") + b"free" + checksum(content)
-
-
-def is_sealed(content: bytes) -> bool:
-    """Return whether an mp4, or a piece, is as it was written; True where it has no checksum."""
-    box = content[-SEAL_BYTES:]
-    return box[:8] != seal(b"")[:8] or box == seal(content[:-SEAL_BYTES])
-
-
-def mp4_tag(path: str | Path) -> str | None:
-    """Return the text that encode_mp4 put into an mp4; None if it is missing, damaged, or has none."""
-    # The boxes of a whole file reach to its end
-    boxes = list(mp4_boxes(path)) if Path(path).is_file() else []
-    if not boxes or boxes[-1][2] != Path(path).stat().st_size:
-        return None
-    # Each piece of one that grows has a checksum of its own
-    content, kinds = Path(path).read_bytes(), [(kind, end - start) for kind, start, end in boxes]
-    ends = [0, *(box[2] for box, kind in zip(boxes, kinds, strict=True) if kind == (b"free", SEAL_BYTES))]
-    if not all(is_sealed(content[start:end]) for start, end in pairwise(ends)):
-        return None
-    return next((tag_in(path, start, end) for kind, start, end in boxes if kind == b"moov"), None)
-
-
-def tag_in(path: str | Path, start: int, end: int) -> str | None:
-    """Return the comment of an mp4 from its box of metadata, at start..end."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        box = file.read(end - start)
-    _, found, content = box.partition(b"\xa9cmt")  # its content is a box: size, "data", kind, locale, text
-    return content[16 : int.from_bytes(content[:4], "big")].decode(errors="replace") if found else None
-
-
-def mp4_boxes(path: str | Path) -> Iterator[tuple[bytes, int, int]]:
-    """Yield kind, start and end of the whole boxes of an mp4; what is torn off at the end is left out."""
-    end, total = 0, Path(path).stat().st_size
-    with open(path, "rb") as file:
-        while end + 16 <= total:
-            file.seek(start := end)
-            # ISO 14496-12: 4 bytes of size, 4 of kind; size 1 means that 8 bytes of size follow
-            size, kind, large = struct.unpack(">I4sQ", file.read(16))
-            end += large if size == 1 else size
-            if size in range(2, 8) or not size or end > total:
-                return
-            yield kind, start, end
-
-
-# --- Videos
-def require_ffmpeg(otherwise: str = "") -> str:
-    """Return the path of ffmpeg. Raises CacheError, before anything is computed, where there is none."""
-    try:
-        import_module("imageio")  # both are needed only where a video is written
-        return str(import_module("imageio_ffmpeg").get_ffmpeg_exe())
-    except (ImportError, RuntimeError) as error:
-        remedy = 'run: pip install "imageio[ffmpeg]"' + (f"; or {otherwise}" if otherwise else "")
-        raise CacheError(
-            f"videos are written by ffmpeg, which is not here ({one_line(error)}); {remedy}"
-        ) from None
-
-
-SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged where people look at them
-
-
-def encode_mp4(
-    pixels: "np.ndarray",
-    multiple: int = 8,
-    options: Sequence[str] = (),
-    tag: str = "",
-    about: str = "",
-    shortest: int = 1,
-) -> bytes:
-    """Encode uint8 pixels [frames, height, width, 3]; sides grow to a multiple, the shorter one to shortest.
-
-    options are ffmpeg's. tag says what the video is of, and mp4_tag reads it; about describes it.
-    """
-    require_ffmpeg()
-    import imageio.v3 as iio
-
-    # Repeat pixels: interpolated ones would look like what the model made
-    enlarge = -(-shortest // min(pixels.shape[1:3]))
-    pixels = pixels.repeat(enlarge, 1).repeat(enlarge, 2)
-    described = ["-metadata", f"description={about}"] if about else []
-    # Players guess the matrix of a file that names none by its height, as it is chosen here.
-    height, width = (-(-side // multiple) * multiple for side in pixels.shape[1:3])
-    matrix = "bt709" if height >= 720 else "smpte170m"
-    filters = f"scale={width}:{height}:out_color_matrix={matrix}:out_range=tv"
-    colors = ["-vf", f"{filters},setparams=colorspace={matrix}:color_primaries={matrix}:color_trc=bt709"]
-    return iio.imwrite(
-        "<bytes>",
-        pixels,
-        extension=".mp4",
-        fps=FPS,
-        codec="libx264",
-        macro_block_size=1,
-        output_params=[*(("-metadata", f"comment={tag}") if tag else ()), *described, *colors, *options],
-    )

@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from experiments.caches.files import SHORTEST_SIDE, RunError, encode_mp4, require_suffix
+from experiments.caches.files import RunError, require_suffix
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
     assemble,
@@ -23,6 +24,7 @@ from experiments.caches.frames import (
     query_frame_curves,
     spread_keys,
 )
+from experiments.caches.mp4 import write_mp4
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
@@ -97,7 +99,10 @@ class Run:
         from IPython.display import Video
 
         pixels = self.decoded(self.preview) if self.preview else self.video
-        return Video(encode_mp4(pixels.numpy(), shortest=SHORTEST_SIDE), embed=True, mimetype="video/mp4")
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "video.mp4"
+            write_mp4(pixels.numpy(), path)
+            return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
 
     def __repr__(self) -> str:
         about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)

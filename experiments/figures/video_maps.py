@@ -15,8 +15,9 @@ from PIL import Image
 
 import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
-from experiments.caches.files import CacheError, encode_mp4, mp4_tag, replacing, require_same
+from experiments.caches.files import CacheError, require_same
 from experiments.caches.formats import FORMATS, peek
+from experiments.caches.mp4 import VideoWriter, mp4_tag
 from experiments.caches.store import remedy
 from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
@@ -188,25 +189,23 @@ def _finish(
 def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:
     """Write an mp4 of frames [h, w, 3] uint8 with a map over them; unseen frames pale, noise striped."""
     scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
-    shown = []
-    for n, pixels in enumerate(frames):
-        # Video frame n shows the map of its latent frame
-        frame, size = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
-        out = blend(pixels, seen.values[frame], scale, alpha)
-        if frame in seen.noise_frames:
-            stripes = np.add.outer(*map(np.arange, size)) % STRIPE < 2
-            out[stripes] = out[stripes] // 2 + 127
-        if frame == seen.query[0]:
-            (x, y), wide, high = _query_box(seen, size)
-            left, top, right, bottom = (round(edge) for edge in (x, y, x + wide, y + high))
-            edge = np.zeros(size, bool)
-            edge[top:bottom, left:right] = True
-            edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
-            out[edge] = color
-        shown.append(out)
-    content = encode_mp4(np.stack(shown), multiple=2)
-    with replacing(path) as file:
-        file.write(content)
+    with VideoWriter(path, multiple=2) as movie:
+        for n, pixels in enumerate(frames):
+            # Video frame n shows the map of its latent frame
+            frame, size = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
+            picture = blend(pixels, seen.values[frame], scale, alpha)
+            if frame in seen.noise_frames:
+                stripes = np.add.outer(np.arange(size[0]), np.arange(size[1])) % STRIPE < 2
+                picture[stripes] = picture[stripes] // 2 + 127
+            if frame == seen.query[0]:
+                (x, y), wide, high = _query_box(seen, size)
+                left, top, right, bottom = (round(edge) for edge in (x, y, x + wide, y + high))
+                edge = np.zeros(size, bool)
+                edge[top:bottom, left:right] = True
+                edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
+                picture[edge] = color
+            movie.append(picture[None])
+        movie.finish()
     return Path(path)
 
 
@@ -223,18 +222,18 @@ def video_frames(
     path: str | Path, num_frames: int, height: int, wanted: Container[int] | None = None
 ) -> list[np.ndarray]:
     """Return the wanted frames of the video of num_frames latent frames, [height, W, 3] uint8; None: all."""
-    found, count = [], 0
+    frames, count = [], 0
     with library_reads(f"{path}: a video", CacheError):
         for count, pixels in enumerate(iio.imiter(path, plugin="FFMPEG"), 1):
             if wanted is None or count - 1 in wanted:
                 image = Image.fromarray(pixels)
-                image = image.resize((max(1, round(image.width * height / image.height)), height))
-                found.append(np.asarray(image))
+                width = max(1, round(image.width * height / image.height))
+                frames.append(np.asarray(image.resize((width, height))))
     # Latent frame 0 is one video frame, every other one four
     expected = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
     if count != expected:
         raise CacheError(f"{path} has {count} frames; {num_frames} latent frames are {expected}")
-    return found
+    return frames
 
 
 def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
@@ -244,17 +243,25 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     """
     source = Path(cache_path)
     layers, inside = sorted(source.glob("layer*.pt")), list(source.glob("*.mp4"))  # none of a file
-    path = Path(video) if video is not None else inside[0] if len(inside) == 1 else source.with_suffix(".mp4")
+    path = source.with_suffix(".mp4")
+    if video is not None:
+        path = Path(video)
+    elif len(inside) == 1:
+        path = inside[0]
     if not path.is_file():
         kind = peek(source).get("format")
-        how = remedy(source, (kind,)) if kind in FORMATS else "the script that made the cache writes it"
-        how += " --save_video" * ("--save_video" not in how)
-        raise CacheError(f"{path} not found; to make it with its cache, {how}")
+        command = "the script that made the cache writes it"
+        if kind in FORMATS:
+            command = remedy(source, (kind,))
+        if "--save_video" not in command:
+            command += " --save_video"
+        raise CacheError(f"{path} not found; to make it with its cache, {command}")
     other = "make the cache again with --save_video, or name a video of the same rollout"
     # A fingerprint decides; without one a video must not be older than its cache
-    made_of, tag = peek(layers[0] if layers else source).get("fingerprint"), mp4_tag(path)
-    if made_of and (tag or video is None):
-        require_same(path, (tag or "").partition(" ")[0], made_of, other)
+    cache = peek(layers[0] if layers else source)
+    fingerprint, tag = cache.get("fingerprint"), mp4_tag(path) or ""
+    if fingerprint and (tag or video is None):
+        require_same(path, tag.partition(" ")[0], fingerprint, other)
     elif video is None and not layers and path.stat().st_mtime < source.stat().st_mtime - COPIED:
         raise CacheError(f"{path} is older than {cache_path}, so of an earlier run; {other}")
     return path

@@ -114,7 +114,7 @@ def save(
                 f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
             )
         if watch.video is not None and not result.stopped:
-            watch.video.save(result.latents, result.common["fingerprint"])
+            watch.video.save([result.latents], result.common["fingerprint"])
             lines.append(f"{watch.video.path}: the generated video")
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error

@@ -16,13 +16,13 @@ from typing import Any
 from experiments.caches.files import (
     CacheError,
     claimed,
-    mp4_tag,
     remove_leftovers,
     replacing,
     require_same,
     require_space,
 )
 from experiments.caches.formats import peek
+from experiments.caches.mp4 import mp4_tag
 from experiments.extraction.rollout import Progress, deterministic, observed
 from experiments.extraction.video import check_video
 from experiments.memory import estimate_bytes

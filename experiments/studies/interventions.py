@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from experiments.analysis import stats
-from experiments.caches.files import claimed, replacing, require_ffmpeg, require_same
+from experiments.caches.files import claimed, replacing, require_same
 from experiments.caches.formats import save_cache
+from experiments.caches.mp4 import require_ffmpeg, write_mp4
 from experiments.extraction.edits import edited
 from experiments.extraction.rollout import observed
-from experiments.extraction.video import to_pixels, write_mp4
+from experiments.extraction.video import to_pixels
 from experiments.miniature.tracking import judge_by_caption
 from experiments.provenance import check_outputs, fingerprint, record_of, video_tag
 from experiments.running.cli import videos_of
@@ -92,7 +93,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         save_cache(args.output_path, cache)
         for video in videos:
             beside = to_pixels(torch.cat(pixels, 3)[None])[0]
-            write_mp4(beside, video, tag=video_tag(run, config, "float32"))
+            write_mp4(beside.numpy(), video, tag=video_tag(run, config, "float32"))
             watch.print(f"{video}: without and with the edits")
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")

@@ -24,10 +24,11 @@ from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
-from experiments.caches.files import claimed, mp4_tag, require_writable, save_report
+from experiments.caches.files import claimed, require_writable, save_report
+from experiments.caches.mp4 import mp4_tag, write_mp4
 from experiments.extraction.project_files import policy_settings
 from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
-from experiments.extraction.video import decoded_blocks, to_pixels, write_mp4
+from experiments.extraction.video import decoded_blocks, to_pixels
 from experiments.memory import kv_cache
 from experiments.miniature.judges import EvalPool, workers_of
 from experiments.miniature.moving_shapes import SETS, Scene, held_out_scenes, render
@@ -120,7 +121,7 @@ def measure(
         answers = judge_seconds(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, scene)
         found["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
     for file, shortest in mp4s.items():
-        write_mp4(torch.from_numpy(pixels), file, shortest, about["name"])
+        write_mp4(pixels, file, tag=about["name"], shortest=shortest)
     Results(folder).write(about["name"], {**about, **found})
 
 

@@ -15,7 +15,8 @@ from helpers import synthetic_caches
 from experiments.analysis.first_frame import equal_distance_excess
 from experiments.analysis.measures import head_statistics
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError, encode_mp4
+from experiments.caches.files import CacheError
+from experiments.caches.mp4 import write_mp4
 from experiments.caches.view import open_profiles
 from experiments.figures import html_page as page_data
 from experiments.figures.html_page import MAX_MB, PARTS, SCRIPTS, STYLES, open_passes_of, save_page
@@ -88,12 +89,12 @@ def test_the_video_in_a_folder_of_layers_is_known_by_its_run(tmp_path):
     film = np.zeros((33, 64, 96, 3), np.uint8)
     save_cache(tmp_path / "layer2.pt", synthetic_caches.layer(2) | {"fingerprint": "run"})
     for run, count in (("run", 9), ("another", 0)):
-        (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film, tag=f"{run} vae"))
+        write_mp4(film, tmp_path / "layer2.mp4", tag=f"{run} vae", shortest=1)
         shown, note = pictures_for(tmp_path, None, 9)
         assert len(shown or []) == count and ("belongs to another run" in note) == (not count)
     with pytest.raises(CacheError, match="belongs to another run"):
         pictures_for(tmp_path, tmp_path / "layer2.mp4", 9)
-    (tmp_path / "layer2.mp4").write_bytes(encode_mp4(film))  # says of no run: taken where it is named
+    write_mp4(film, tmp_path / "layer2.mp4", shortest=1)  # says of no run: taken where it is named
     assert pictures_for(tmp_path, None, 9)[0] is None
     assert video_of(tmp_path, tmp_path / "layer2.mp4") == tmp_path / "layer2.mp4"
 
@@ -241,7 +242,7 @@ def test_thumbnails(tmp_path):
         video_of(tmp_path / "a.pt", None)
     named = read_page(save_page(tmp_path / "p.html", tmp_path / "a.pt", video=tmp_path / "a.mp4"))
     assert len(named["thumbnails"]) == 9
-    (tmp_path / "of a.mp4").write_bytes(encode_mp4(film, tag="run vae"))
+    write_mp4(film, tmp_path / "of a.mp4", tag="run vae", shortest=1)
     for run, count in (("run", 9), ("another", 0)):  # of the cache, whatever it is called and how old it is
         save_cache(tmp_path / "of a.pt", synthetic_caches.atlas() | {"fingerprint": run})
         data = read_page(save_page(tmp_path / "p.html", tmp_path / "of a.pt"))

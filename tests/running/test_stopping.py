@@ -14,7 +14,7 @@ from conftest import ROOT
 from test_engine import STOPPED
 
 from experiments.caches import load_cache
-from experiments.caches.files import mp4_tag
+from experiments.caches.mp4 import mp4_tag
 from experiments.running import cli
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

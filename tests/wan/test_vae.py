@@ -11,8 +11,7 @@ from diffusers import AutoencoderKLWan
 from helpers.rollouts import drawn, require_triton
 
 from experiments import load
-from experiments.caches.files import encode_mp4
-from experiments.extraction.video import SHORTEST_SIDE, dtype_of
+from experiments.caches.mp4 import write_mp4
 from wan import vae as vae_module
 from wan.checkpoint import VAE_FILE, CheckpointError
 from wan.vae import VAE, Preview, StreamedDecoder, Sum, feed
@@ -170,8 +169,8 @@ def test_a_video_knows_its_decoder_by_the_weights(weights, preview, tmp_path):
         Preview.from_file(other / "taew2_1.pth", dtype, torch.device("cpu"))
         for dtype in (torch.float64, torch.float32)
     ]
-    assert dtype_of(again) == dtype_of(preview) and again.made_by == of_others[0].made_by
-    assert len({dtype_of(one) for one in (preview, *of_others)}) == 3
+    assert again.identity == preview.identity and again.made_by == of_others[0].made_by
+    assert len({one.identity for one in (preview, *of_others)}) == 3
 
 
 def test_frames_are_those_of_the_definition(preview, weights):
@@ -201,6 +200,7 @@ def test_a_session_shows_it(weights, tmp_path):
         load(mini, preview=tmp_path / "no.pth")
     with contextlib.chdir(ROOT):
         run = load(mini, preview=tmp_path / "taew2_1.pth", num_frames=3, device="cpu").generate(seed=1)
-        videos = run.decoded(run.preview), run.video
-        seen, whole = (encode_mp4(video.numpy(), shortest=SHORTEST_SIDE) for video in videos)
+        write_mp4(run.decoded(run.preview).numpy(), tmp_path / "seen.mp4")
+        write_mp4(run.video.numpy(), tmp_path / "whole.mp4")
+        seen, whole = ((tmp_path / f"{name}.mp4").read_bytes() for name in ("seen", "whole"))
         assert run.show().data == seen != whole
