@@ -21,7 +21,7 @@ from experiments import memory
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson, psnr
 from experiments.caches import load_cache, save_cache
-from experiments.caches.activations import ActivationFolder, Activations, Place, save_activations
+from experiments.caches.activations import Activations, ActivationStore, Place, save_activations
 from experiments.caches.files import CacheError, RunError, require_held
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
@@ -315,7 +315,7 @@ class Captured:
         self, requests: Sequence[CaptureRequest], watcher: SiteCapture | None, folder: str | Path | None
     ):
         self.requests, self.watcher = list(requests), watcher
-        self.folder = None if folder is None else ActivationFolder(folder)
+        self.folder = None if folder is None else ActivationStore(folder)
         self.runs: list[Run] = []
 
     def roll_out(
@@ -346,7 +346,7 @@ class Captured:
         session: Session,
         configs: Sequence[RunConfig],
         make: Callable[[AbstractContextManager[None]], list[Run]],
-        folder: ActivationFolder,
+        folder: ActivationStore,
     ) -> list[Run]:
         """Generate runs and write their activations to the folder, about a block at a time."""
         # 1. Which runs these are, and which of them the folder has. Equal ones of a batch are one.
@@ -382,7 +382,7 @@ class Captured:
                 continue
             if item in missing:
                 known.finish(run.latents)
-            elif known.manifest["batch"] == len(runs) and not torch.equal(run.latents.cpu(), known.latents):
+            elif known.about["batch"] == len(runs) and not torch.equal(run.latents.cpu(), known.latents):
                 raise CacheError(
                     f"{known.path} holds this run with other latents: torch hooks, or weights that were "
                     "changed in place, are in no fingerprint; choose another folder"
@@ -417,7 +417,8 @@ class Captured:
         if self.folder is None:
             return run.activations
         wanted = run.common["fingerprint"]
-        return next(one.tables for one in self.folder.all_runs if one.manifest["fingerprint"] == wanted)
+        stored = [one for one in self.folder.all_runs if one.about["fingerprint"] == wanted]
+        return stored[-1].tables  # behind an earlier run that it has not replaced yet
 
     def __getitem__(self, site: str) -> Activations:
         tables = self.tables

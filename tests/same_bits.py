@@ -37,7 +37,7 @@ TREE = Path.cwd()
 sys.path.insert(0, str(TREE))
 import wan  # noqa: E402
 from experiments import at, capture, compare, intervene, load, x0_lens  # noqa: E402
-from experiments.caches.activations import ActivationFolder  # noqa: E402
+from experiments.caches.activations import ActivationStore  # noqa: E402
 
 Values = dict[str, Any]  # by path: a number or a list as JSON; type, shape and hash of an array
 OUT = Path("out")  # what a case writes
@@ -50,7 +50,7 @@ FINGERPRINT = re.compile("[0-9a-f]{32}")  # under names of their own
 # What --numbers leaves out, by path: identities, mp4s, manifests, and files whose layout may change
 LAYOUT = re.compile(
     r"/(sha256|weights_sha256|hash|read_by|seal|files|config)(/|$)|/interventions/|/_?video_frames"
-    r"|\.mp4|manifest|\.latents|^/stream/|\.lock"
+    r"|\.mp4|manifest|\.latents|^/+stream/|\.lock"
 )
 FRAMES = {False: 21, True: 30}  # latent ones; under a policy more than the largest window
 
@@ -229,7 +229,7 @@ def sites(**settings: Any) -> dict[str, Any]:
     with capture(pipe, "pattern", layers=[2], steps=[0], stream_to=OUT / "stream"):
         pipe.generate(seed=3)
     found = {name: dict(enumerate(seen[name])) for name in names}
-    for number, stored in enumerate(ActivationFolder(OUT / "stream").runs):
+    for number, stored in enumerate(ActivationStore(OUT / "stream").runs):
         found[f"stored {number}"] = {name: dict(enumerate(x)) for name, x in stored.tables.items()}
     return found | {"latents": run.latents, "axes": [" ".join(seen[name].axes) for name in names]}
 

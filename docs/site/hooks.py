@@ -44,7 +44,8 @@ REFERENCE = {
         experiments.caches.store.load_cache
         experiments.caches.view.open_profiles
         experiments.caches.view.Profiles: values
-        experiments.caches.activations.ActivationStore: runs check tensor batches""",
+        experiments.caches.activations.ActivationStore: runs check rows
+        experiments.caches.activations.StoredRun: read tables latents""",
     ),
     "edits": (
         "Edits",

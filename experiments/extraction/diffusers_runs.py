@@ -159,7 +159,7 @@ def streamed_runs(
             text = (prompt[0] if isinstance(prompt, list | tuple) else prompt) or ""
             config, common = _facts(x, text, len(kept[0].where.frames), edits)
             stored = begin(common)
-            common |= {name: stored.manifest[name] for name in ("seed", "fingerprint")}
+            common |= {name: stored.about[name] for name in ("seed", "fingerprint")}
             runs.append(PipelineRun(config, 0, [], torch.empty(0), [], [], common))
         stored.write(tables_of(kept, 0))
 

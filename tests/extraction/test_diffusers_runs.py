@@ -103,23 +103,23 @@ def test_videos_of_a_pipeline_go_to_a_store_as_they_come(pipeline, tmp_path):
     kept = []
     with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen) as streamed:
         assert torch.equal(sample(pipeline), plain)
-        kept.append(len([*tmp_path.rglob("shard*")]))
+        kept.append(len([*tmp_path.rglob("block*")]))
         sample(pipeline, guidance_scale=1.0)
     assert kept == [2] and [run.common["seed"] for run in streamed.runs] == [0, 1]  # the third at its end
     store = ActivationStore(tmp_path)
     store.check()
-    assert [run.manifest["prompt"] for run in store.runs] == ["a circle"] * 2
-    assert len(store.runs[0].shards) == 3  # a step each
+    assert [run.about["prompt"] for run in store.runs] == ["a circle"] * 2
+    assert len(store.runs[0].blocks) == 3  # a step each
     assert torch.equal(store.runs[0].tables["resid_post"].stack(), seen["resid_post"].stack())
-    rows = torch.cat([*store.batches("resid_post", 1, size=100)])
-    assert rows.shape == (3 * (2 + 1) * 48, 48)
+    rows = store.rows("resid_post", 1)
+    assert (len(rows), *rows[0].shape) == (3 * (2 + 1) * 48, 48)
     assert streamed["resid_post"].stack().shape == (1, 1, 3, 1, 48, 48)
     several = pytest.raises(ValueError, match="one after the other, not as a batch")
     with several, capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
         sample(pipeline, num_videos_per_prompt=2)
     with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
         sample(pipeline, num_inference_steps=1)
-    assert [run.manifest["seed"] for run in ActivationStore(tmp_path).runs] == [0, 1, 2]
+    assert [run.about["seed"] for run in ActivationStore(tmp_path).runs] == [0, 1, 2]
 
 
 def fail_in_step(number: int, **more):
@@ -141,7 +141,7 @@ def test_an_error_amid_a_video_loses_no_other_and_is_no_whole_run(pipeline, tmp_
         with pytest.raises(RuntimeError, match="stopped"):
             sample(pipeline, **fail_in_step(1))
         sample(pipeline, num_inference_steps=2)
-    assert [len(run.shards) for run in ActivationStore(tmp_path).runs] == [2]
+    assert [len(run.blocks) for run in ActivationStore(tmp_path).runs] == [2]
 
 
 def test_captures_and_edits_are_of_one_pipeline(pipeline):

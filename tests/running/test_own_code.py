@@ -419,7 +419,7 @@ def test_activations_come_back_from_files_and_folders(pipe, tmp_path):
     chosen = {"layers": [0, 1], "heads": [1, 0], "frames": [1, 4]}
     with capture(pipe, "z", "x0", **chosen, stream_to=tmp_path / "blocks") as seen:
         pipe.generate(seed=1)
-    assert len([*(tmp_path / "blocks").glob("*_seed1/shard_*.safetensors")]) == 2
+    assert len([*(tmp_path / "blocks").glob("*_seed1/block_*.safetensors")]) == 2
     with capture(pipe, "z", "x0", **chosen) as whole:
         pipe.generate(seed=1)
     for table in (seen, load_cache(whole.save(tmp_path / "all.safetensors"))):
