@@ -47,6 +47,20 @@ REFERENCE = {
         experiments.caches.activations.ActivationStore: runs check rows
         experiments.caches.activations.StoredRun: read tables latents""",
     ),
+    "miniature": (
+        "The miniature: scenes and tracker",
+        """experiments.miniature.moving_shapes.Scene: caption kind
+        experiments.miniature.moving_shapes.held_out_scenes
+        experiments.miniature.moving_shapes.sample_scenes
+        experiments.miniature.moving_shapes.scene_of
+        experiments.miniature.moving_shapes.render_videos
+        experiments.miniature.tracking.judge
+        experiments.miniature.tracking.judge_by_caption
+        experiments.miniature.tracking.judge_seconds
+        experiments.miniature.tracking.in_sight
+        experiments.miniature.tracking.track
+        experiments.miniature.tracking.Track: seen color_name shape_name direction""",
+    ),
     "edits": (
         "Edits",
         """experiments.captured.intervene
@@ -93,6 +107,15 @@ EXAMPLES = {
     "Move": 'intervene(Move("sink", position=18, heads=[3], layers=[5], passes="denoise"))',
     "Band": 'intervene(Band(bands=[0], scale=0.0, heads=[3], layers=[5], passes="denoise"))',
     "Jitter": "intervene(Jitter(scale=0.8, seed=0))",
+    "Scene": '[scene.caption for scene in held_out_scenes(["wall"], 2)]',
+    "held_out_scenes": '[scene.caption for scene in held_out_scenes(["wall"], 2)]',
+    "scene_of": "scene_of(prompt).movers[0].color",
+    "render_videos": 'render_videos(held_out_scenes(["crossing"], 1), 81)',
+    "judge": "judge(edited.video.permute(0, 3, 1, 2) / 255, scene_of(prompt))",
+    "judge_by_caption": "judge_by_caption(edited.video.permute(0, 3, 1, 2) / 255, prompt)",
+    "judge_seconds": "judge_seconds(edited.video.permute(0, 3, 1, 2) / 255, scene_of(prompt)).right",
+    "track": "track(edited.video.permute(0, 3, 1, 2) / 255, in_sight(scene_of(prompt), 64)).direction",
+    "Track": "track(edited.video.permute(0, 3, 1, 2) / 255, in_sight(scene_of(prompt), 64)).color_name()",
 } | {
     name: f'load("wan_mini", num_frames=6, cache_policy="{settings}")'
     for name, settings in {

@@ -1,5 +1,6 @@
 """What the findings draw is what is committed, and their articles have the numbers of the committed data."""
 
+import ast
 import json
 import re
 
@@ -80,3 +81,19 @@ def test_the_page_has_the_correlations_of_attribution():
 @pytest.mark.parametrize("page", ["first_frame", "head_memory", "interventions", "long_rollouts"])
 def test_an_article_names_the_commit_at_which_it_ran(page):
     assert "37f7f1f3" in (ROOT / f"docs/{page}.md").read_text()
+
+
+PACKAGES = ("experiments.analysis", "experiments.caches")  # all of their modules are public
+PUBLIC = {
+    *("experiments", "experiments.figures", "experiments.miniature", "experiments.provenance"),
+    *("experiments.running.cli", "wan.files", "wan.interventions", "wan.policies", "wan.sites"),
+}
+
+
+def test_findings_and_studies_are_short_and_import_public_names():
+    for path in RESULTS.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 200, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in ("experiments", "wan"):
+                assert node.module in PUBLIC or node.module.startswith(PACKAGES), f"{path}: {node.module}"
