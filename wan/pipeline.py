@@ -47,7 +47,7 @@ def flow_to_x0(flow: Tensor, x: Tensor, sigma: float) -> Tensor:
     return (x.double() - sigma * flow.double()).to(flow.dtype)
 
 
-def add_noise(x0: Tensor, noise: Tensor, sigma: float) -> Tensor:
+def add_noise(x0: Tensor, noise: Tensor, sigma: float | Tensor) -> Tensor:
     """Return x_t = (1 - sigma) x0 + sigma noise, computed in float32 or wider, in the dtype of x0."""
     wide = torch.promote_types(x0.dtype, torch.float32)
     return ((1 - sigma) * x0.to(wide) + sigma * noise.to(wide)).to(x0.dtype)

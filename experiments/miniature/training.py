@@ -53,7 +53,7 @@ from wan.config import ModelConfig
 from wan.errors import ConfigError
 from wan.files import read_json
 from wan.model import CausalWanModel, TextKeysValues, WanModel
-from wan.pipeline import FlowSchedule
+from wan.pipeline import FlowSchedule, add_noise
 from wan.vae import channels_last, patched
 
 # --- Sizes of the models
@@ -485,10 +485,9 @@ def draw(table: Tensor, *shape: int) -> Tensor:
     return table[torch.randint(len(table), shape, device=table.device)]
 
 
-def add_noise(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Return x_t of the flow path, in the dtype of x0; sigma broadcasts from the left."""
-    sigma = sigma.view(*sigma.shape, *[1] * (x0.ndim - sigma.ndim))
-    return ((1 - sigma) * x0 + sigma * noise).to(x0.dtype)
+def noise_levels(t: Tensor, x: Tensor) -> Tensor:
+    """Return the levels sigma of timesteps [B] or [B, F] with as many axes as latents x."""
+    return (t / 1000).view(*t.shape, *[1] * (x.ndim - t.ndim))
 
 
 def is_block_matrix(name: str, p: Tensor) -> bool:
@@ -511,7 +510,7 @@ def train_base(stage: Stage) -> dict:
         chosen = clips.draw(stage.batch)
         x0, rows = clips.latents[chosen], clips.drop_captions(chosen)  # [B, C, F, h, w]
         noise, t = torch.randn_like(x0), draw(timesteps, len(x0))
-        flow = model(add_noise(x0, noise, t / 1000), t, encode_text(encoder, clips, rows))
+        flow = model(add_noise(x0, noise, noise_levels(t, x0)), t, encode_text(encoder, clips, rows))
         return F.mse_loss(flow.float(), (noise - x0).float())
 
     modules = [model, encoder]
@@ -616,7 +615,7 @@ class TeacherForcing:
         t = torch.where(torch.rand_like(t) < 0.5, sampled, t)
         t = t.repeat_interleave(len(self.blocks[0]), 1)  # [B, blocks] -> [B, F]
         # 3. The flow from clean latents to noise
-        flow = self.predict(past, add_noise(x0, noise, t / 1000), t, text)
+        flow = self.predict(past, add_noise(x0, noise, noise_levels(t, x0)), t, text)
         return F.mse_loss(flow.float(), (noise - x0).float())
 
     def predict(self, past: Tensor, x: Tensor, t: Tensor, text: TextKeysValues) -> Tensor:
@@ -637,8 +636,9 @@ class TeacherForcing:
         if not own_past:
             return x0, text
         t = self.sampler_steps[-1].expand(x0.shape[:2])
-        x = add_noise(x0, torch.randn_like(x0), t / 1000)
-        past = x - t[:, :, None, None, None] / 1000 * self.predict(x0, x, t, text)
+        sigma = noise_levels(t, x0)
+        x = add_noise(x0, torch.randn_like(x0), sigma)
+        past = x - sigma * self.predict(x0, x, t, text)
         return past.to(x.dtype).detach(), text
 
 
