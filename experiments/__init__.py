@@ -6,55 +6,33 @@ session.py loads and generates, captured.py looks at what happens inside. They a
 theirs is asked for: other users of this package need no model.
 """
 
-import atexit
 import importlib
 import importlib.util
-import os
-import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from experiments.attribution import Scores, SiteGradients, attribute, gradients
     from experiments.caches.activations import ActivationStore
-    from experiments.captured import Atlas, Captured, Seen, capture, compare, intervene, x0_lens
-    from experiments.extraction.cache_builders import Run
-    from experiments.session import Pipe, Session, load
+    from experiments.captured import Atlas, Captured, capture, compare, intervene, x0_lens
+    from experiments.session import Run, Session, load
     from wan.identity import named
     from wan.interventions import Source, Steer, at
 
 __all__ = ["Atlas", "Captured", "Run", "Session", "Steer", "at", "capture", "compare", "intervene", "load"]
-__all__ += ["Pipe", "Seen"]  # names of before, for one release
 __all__ += ["ActivationStore", "SiteGradients", "gradients", "x0_lens"]
 __all__ += ["Scores", "Source", "attribute", "named"]
 HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
-    "experiments.session": ("Pipe", "Session", "load"),
-    "experiments.extraction.cache_builders": ("Run",),
-    "experiments.captured": ("Atlas", "Captured", "Seen", "capture", "compare", "intervene", "x0_lens"),
+    "experiments.session": ("Run", "Session", "load"),
+    "experiments.captured": ("Atlas", "Captured", "capture", "compare", "intervene", "x0_lens"),
     "experiments.attribution": ("Scores", "SiteGradients", "attribute", "gradients"),
     "wan.identity": ("named",),
     "wan.interventions": ("Source", "Steer", "at"),
 }
 
 
-def _end(number: int, frame: object) -> None:
-    os.write(2, b"error: stopped\n")
-    os._exit(130)
-
-
 _home = Path(__file__).resolve().parents[1]
-# A script is stopped in one line from its first import on, until running/cli.py's main() sets its own
-# handlers. Ranks that torchrun started leave it to the first of them to speak.
-_script = getattr(sys.modules["__main__"], "__file__", None) or ""
-if Path(_script).resolve().is_relative_to(_home / "experiments") and not os.environ.get("RANK"):
-    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(_number) != signal.SIG_IGN:  # such as nohup's
-            signal.signal(_number, _end)
-            # While Python shuts down nothing is left to stop, and its own handling would end in silence.
-            atexit.register(signal.signal, _number, signal.SIG_IGN)
-
 # `wan` may be another project's package, such as Wan's or Self-Forcing's own.
 _found = importlib.util.find_spec("wan")
 _places = [Path(place).resolve() for place in (_found and _found.submodule_search_locations) or ()]

@@ -24,11 +24,10 @@ from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
 from experiments.captured import check_capture, drawing, resolved_steps, tables
-from experiments.extraction.cache_builders import Run
-from experiments.extraction.edits import source_of
-from experiments.extraction.rollout import observed as observing
+from experiments.edits import source_of
+from experiments.progress import observed as observing
 from experiments.provenance import check_outputs
-from experiments.session import Session, load
+from experiments.session import Run, Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig
 from wan.errors import ConfigError, as_numbers, did_you_mean, require_known, short_repr

@@ -3,24 +3,27 @@
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from experiments.caches.files import StoppedError
 from experiments.caches.formats import FORMATS
-from experiments.extraction.cache_builders import Run, base_atlas_cache, base_layer_cache
-from experiments.extraction.project_files import CONFIGS, config_for
-from experiments.extraction.rollout import Progress, sample
+from experiments.configs import CONFIGS, config_for
+from experiments.extraction.cache_builders import base_atlas_cache, base_layer_cache
+from experiments.memory import out_of_memory
+from experiments.progress import Progress
 from experiments.provenance import threads_for
 from experiments.running.run import BuildCache, make_caches
-from experiments.session import Session, build_model
+from experiments.session import Run, Session, build_model, capturing, check_numbers
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
-from wan.capture import CaptureRequest
+from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import RunConfig, as_one_block, load_config
 from wan.errors import ConfigError, require_known
 from wan.interventions import config_edits, intervene
@@ -52,7 +55,7 @@ class BaseSession(Session):
     def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
         return super().common(config, edits, base=asdict(config.base), **more)
 
-    def _load_pipeline(self, config: RunConfig) -> TextToVideoPipeline:
+    def load_pipeline(self, config: RunConfig) -> TextToVideoPipeline:
         """Load the base weights of ckpt_dir."""
         state, base = checkpoint.read_transformer_state(config.ckpt_dir), config.base
         model = build_model(WanModel, config, self.model_config, state, self.dtype, self.device)
@@ -87,7 +90,8 @@ class BaseSession(Session):
         ):
             edits = active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
-            latents, calls, done = sample(self.pipeline, (prompt, negative), noise, requests, observer)
+            texts = (prompt, negative)
+            latents, calls, done = sample(self.pipeline, texts, noise, requests, observer)
         common = self.common(config, edits, files=files) | {  # how it was sampled
             "orig_num_frames": base.num_video_frames,
             "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
@@ -105,6 +109,35 @@ class BaseSession(Session):
             common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
         timesteps, layers = self.pipeline.pass_timesteps, self.model_config.num_layers
         return [Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)]
+
+
+def sample(
+    pipeline: TextToVideoPipeline,
+    texts: tuple[Tensor, Tensor],
+    noise: Tensor,
+    requests: Sequence[CaptureRequest],
+    observer: Progress,
+) -> tuple[Tensor, list[CapturedCall], int]:
+    """Run the base model's steps -> latents [1, F, C, h, w], captured calls, the number of steps done.
+
+    texts are those of guidance's two branches. Stops and raises as roll_out does.
+    """
+    timesteps, latest = pipeline.pass_timesteps, noise
+    done = checked = 0
+
+    def on_step(step: int, latents: Tensor) -> None:
+        nonlocal latest, done, checked
+        move_to_cpu(records[checked:])
+        check_numbers(pipeline.model, latents, f"step {step}", records[checked:])
+        latest, done, checked = latents, step + 1, len(records)
+        observer.advance("step", step, len(timesteps), f"t = {timesteps[step]:g}")
+        if observer.stopping and done < len(timesteps):
+            raise StoppedError
+
+    phase = out_of_memory(lambda: f"sampling step {done} of {len(timesteps)}", requests)
+    with phase, capturing(requests) as records, suppress(StoppedError):
+        pipeline.inference(noise, *texts, on_step=on_step)
+    return latest, records, done
 
 
 # --- The command extract_attention_wan.py: from flags to caches

@@ -28,7 +28,6 @@ from experiments.caches.mp4 import write_mp4
 from experiments.caches.store import require_one_model
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.cache_builders import (
-    Run,
     atlas_cache,
     atlas_requests,
     map_requests,
@@ -43,7 +42,7 @@ from experiments.extraction.diffusers_runs import (
     streamed_runs,
 )
 from experiments.extraction.video import decode
-from experiments.session import CAPTURES, Session, load
+from experiments.session import CAPTURES, Run, Session, load
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
@@ -453,9 +452,6 @@ class Captured:
         calls = len(self.runs[-1].records) if self.runs else 0
         kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
         return f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
-
-
-Seen = Captured  # its name of before, for one release
 
 
 def drawing() -> Any:

@@ -3,8 +3,8 @@
 GB are 10^9 bytes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from experiments.caches.files import RunError
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.cache import read_switches
@@ -402,3 +403,28 @@ def check_requests(
                 f"step {absent[0]} is a pass of other blocks than block {last}, which has "
                 f"{', '.join(map(str, there))}; first_block_steps differ from denoising_step_list"
             )
+
+
+# --- Memory that did not suffice
+NO_MEMORY = ("can't allocate memory", "not enough memory")  # how torch's CPU allocator says it
+
+
+@contextmanager
+def out_of_memory(doing: str | Callable[[], str], requests: Sequence[CaptureRequest] = ()) -> Iterator[None]:
+    """Say in which phase (a text, or a function that gives it) memory did not suffice, and what helps."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        on_host = isinstance(error, MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
+        if not on_host and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        phase = doing() if callable(doing) else doing
+        if any(request.granularity == "token" for request in requests):
+            remedy = "--granularity frame keeps no token matrices, fewer --layer_indices fewer of them"
+        elif "rolling" in phase or "sampling" in phase:
+            remedy = "take fewer --num_frames, or a --cache_policy with a window"
+        else:
+            remedy = "a GPU that nothing else uses (--gpu_id N), or --device cpu"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        memory = "host" if on_host else "GPU"
+        raise RunError(f"out of {memory} memory while {phase}: {reason}; {remedy}") from error

@@ -9,29 +9,39 @@ its Run into a cache. captured.py looks inside: capture, compare, x0_lens.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import RLock, Thread
-from types import ModuleType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from experiments.caches.files import replacing
-from experiments.caches.formats import READ_BY
-from experiments.caches.frames import one_thread
-from experiments.extraction.cache_builders import Run, videos
-from experiments.extraction.project_files import find_config, policy_settings
-from experiments.extraction.rollout import Progress, out_of_memory, roll_out
-from experiments.memory import check_requests, free_memory, needs_of_run, require_memory
+from experiments.caches.files import RunError, require_suffix
+from experiments.caches.formats import MASS_TOLERANCE, READ_BY, PassTag
+from experiments.caches.frames import (
+    assemble,
+    by_key_frame,
+    curves_to_frames,
+    query_frame_curves,
+    rows_of,
+    stack,
+)
+from experiments.caches.mp4 import write_mp4
+from experiments.configs import find_config, policy_settings
+from experiments.extraction.video import decode, first_latents, load_vae, save_video
+from experiments.memory import check_requests, free_memory, needs_of_run, out_of_memory, require_memory
+from experiments.progress import Progress
+from experiments.prompts import PromptTexts, needs_encoder, with_given_prompt
 from experiments.provenance import (
     choose_device,
     choose_dtype,
@@ -47,30 +57,29 @@ from experiments.provenance import (
     weights_hash,
 )
 from wan import checkpoint
+from wan.blocks import block_frames
 from wan.cache import CachePolicy, PromptSwitch, read_switches
-from wan.capture import CaptureRequest
-from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
+from wan.capture import ATTENTION_WEIGHT_CAPTURE, SMALL, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
-from wan.errors import ConfigError, require_known, require_text, short_repr
-from wan.identity import NUMBERS
+from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import config_edits
 from wan.kernels import start_triton
-from wan.model import CausalWanModel
+from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
 from wan.sites import PIPELINES, active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
+if TYPE_CHECKING:
+    from experiments.caches.activations import Activations
+
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
-PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
+REMEDY = "try --device cpu or another dtype in the config"
 
 ROLLING: ContextVar[bool] = ContextVar("rolling", default=False)  # a video is being made in this context
 
-PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
 # Who captures the videos of a session (captured.py), behind the session's id. It has `requests` for
 # attention, and roll_out(session, configs, make, ...), whose make(watching) gives the runs, made under watch.
 CAPTURES: ContextVar[tuple[tuple[int, Any], ...]] = ContextVar("captures", default=())
@@ -102,9 +111,10 @@ def load(
     ConfigError for missing files and settings that do not fit together.
     """
     # 1. Settings: unknown names are refused, as YAML files' are
-    given: dict[str, Any] = {
-        name: str(v) if isinstance(v, Path) else v for name, v in settings.items() if v is not None
-    }
+    given = dict[str, Any]()
+    for name, value in settings.items():
+        if value is not None:
+            given[name] = str(value) if isinstance(value, Path) else value
     if "size" in given:
         given |= latent_sides(given.pop("size"))
     for name in given:
@@ -118,6 +128,128 @@ def load(
     session = Session(config)
     session.preview = session.read_vae("auto", str(preview)) if preview else None
     return session
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """One rollout, finished or stopped: what was generated and captured, and the fields that caches share.
+
+    >>> run = load("wan_mini", num_frames=6).generate("a red circle moving right", seed=42)
+    >>> run.latents.shape, run.video.shape
+    ([1, 6, 16, 8, 8], [21, 64, 64, 3])
+    >>> run.save("circle.mp4")
+    """
+
+    config: RunConfig
+    num_layers: int
+    records: list[CapturedCall]
+    latents: Tensor  # [1, F, C, h, w]; fewer frames where the run was stopped
+    pass_timesteps: list[float]  # of a block's passes, the clean pass last
+    prompt_tokens: list[str]  # text of each prompt token, without padding
+    common: dict[str, Any]
+    stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
+    preview: Any = None  # a small decoder, for show()
+    activations: dict[str, "Activations"] = field(default_factory=dict)  # by site
+
+    # --- The video
+    @cached_property
+    def video(self) -> Tensor:
+        """uint8 [frames, height, width, 3], decoded when it is first asked for."""
+        return self.decoded()
+
+    def decoded(self, vae: Any = None) -> Tensor:
+        """Decode the latents, by the VAE in float32 where no decoder is given -> as video."""
+        return decode(self.latents, vae or load_vae(self.config))
+
+    @property
+    def edits(self) -> str:
+        """The edits that were made, in words; "" for none."""
+        return self.common.get("interventions", {}).get("words", "")
+
+    def save(self, path: str | Path) -> None:
+        """Write an mp4 of 16 frames a second. CacheError for a name that does not end in .mp4."""
+        require_suffix(path, ".mp4")
+        vae = load_vae(self.config, "auto")
+        save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
+
+    save_video = save
+
+    def show(self) -> Any:
+        """Return the video for a notebook; the session's preview decodes it where there is one."""
+        from IPython.display import Video
+
+        pixels = self.decoded(self.preview) if self.preview else self.video
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "video.mp4"
+            write_mp4(pixels.numpy(), path)
+            return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
+
+    def __repr__(self) -> str:
+        about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)
+        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls"
+
+    # --- What was captured
+    @property
+    def last_block(self) -> list[int]:
+        """Frames of the last finished block."""
+        sizes = self.config.block_sizes
+        return block_frames(sizes, self.common.get("blocks_done", len(sizes)) - 1)
+
+    def pass_tag(self, step: int) -> PassTag:
+        """A pass of the causal rollout, whose last one is the clean pass."""
+        return PassTag(step, self.pass_timesteps[step], step == len(self.pass_timesteps) - 1)
+
+    @cached_property
+    def _calls(self) -> dict[tuple[str, int, int], list[CapturedCall]]:
+        """The calls of every quantity, layer and step, in block order."""
+        calls = defaultdict(list)
+        # Records come in the order of the rollout, so that calls of a pass are in block order.
+        for call in self.records:
+            for name in call.values:
+                calls[name, call.site.layer, call["step"]].append(call)
+        return dict(calls)
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers of which anything was captured."""
+        return sorted({layer for _, layer, _ in self._calls})
+
+    @property
+    def quantities(self) -> set[str]:
+        """Names of what was captured: frame_logits, key_curve, token_logits and so on."""
+        return {name for name, _, _ in self._calls}
+
+    def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
+        """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
+        if (name, layer, step) not in self._calls:
+            raise RunError(f"layer {layer}, step {step}: no {name} was captured")
+        return self._calls[name, layer, step]
+
+    def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
+        """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""
+        S, num_frames, pieces = self.common["frame_seq_length"], self.config.num_frames, []
+        from_tokens = name == "frame_logits" and "token_logits" in self.quantities
+        for call in self.captured("token_logits" if from_tokens else name, layer, step):
+            piece = call.values["token_logits" if from_tokens else name][0]
+            # [H, Lq, Lk] of tokens -> [H, Fq, Fk] of frames
+            if from_tokens:
+                piece = query_frame_curves(piece, S)
+                if "key_frame" in call.values:
+                    keys = call.values["key_frame"][0]
+                    piece = by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
+                else:
+                    piece = curves_to_frames(piece, S)
+            pieces.append((call["query_frames"], call["key_frames"], piece))
+        return assemble(pieces, num_frames)
+
+    def query_rows(self, name: str, layer: int, step: int) -> Tensor:
+        """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
+        calls = self.captured(name, layer, step)
+        return rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
+
+    def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
+        """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
+        return stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
 
 
 class Session:
@@ -160,7 +292,7 @@ class Session:
 
     def read_vae(self, dtype: str = "float32", preview: str | None = None) -> Any:
         """Read the VAE, or a preview's decoder, onto the session's device."""
-        return videos().load_vae(self.config, dtype, preview)
+        return load_vae(self.config, dtype, preview)
 
     @cached_property
     def text_encoder(self) -> TextEncoder:
@@ -231,16 +363,19 @@ class Session:
             self.texts[prompts[0]]
             # 3. Load the model.
             with out_of_memory("loading the model"):
-                pipeline = self._load_pipeline(config)
+                pipeline = self.load_pipeline(config)
             self.require_files()
-            if replays and config.gpus == 1:  # several replay anyway
-                replay_layers(pipeline.model, config, after=FORWARDS)
+            if replays and config.gpus == 1 and self.device.type == "cuda" and not config.offload:
+                from wan.wings.graphs import apply_cuda_graphs  # several GPUs replay anyway
+
+                apply_cuda_graphs(pipeline.model, FORWARDS)
             if not quiet and not self.bidirectional:
                 print(pipeline.weights)
             self.pipeline = pipeline
         return self
 
-    def _load_pipeline(self, config: RunConfig) -> Any:
+    def load_pipeline(self, config: RunConfig) -> Any:
+        """Load the model of a config and set up its sampler."""
         return load_pipeline(config, self.model_config, self.dtype, self.device)
 
     def prompts_of(self, config: RunConfig) -> list[str]:
@@ -329,64 +464,106 @@ class Session:
         watching: AbstractContextManager[None],
         first_frames: Any = None,
     ) -> list[Run]:
-        """Roll out a batch of videos that differ in prompt and seed; captures see them after all edits."""
-        config, sizes = configs[0], self.model_config
-        states, tokens = zip(*(self.texts[each.prompt] for each in configs), strict=True)
+        """Roll out a batch of videos that differ in prompt and seed; captures see them after all edits.
+
+        Fewer frames come back where the observer asked to stop. Raises RunError for numbers that cannot be
+        right, and for memory that does not suffice.
+        """
+        config, sizes, pipeline = configs[0], self.model_config, self.pipeline
+        # 1. Prompts: states [1, text_len, text_dim] and tokens of each video.
+        states, tokens = zip(*(self.texts[item.prompt] for item in configs), strict=True)
+        longest = max(map(len, tokens))
         requests = [  # maps of words are of the prompt's, unless it is said how many
-            replace(r, num_words=max(map(len, tokens)))
-            if r.granularity == "map" and r.num_words is None
-            else r
+            replace(r, num_words=longest) if r.granularity == "map" and r.num_words is None else r
             for r in requests
         ]
-        # Each video has a generator of its own, so that a batch has the noise of its videos alone.
-        drawn = [draw_noise(each, sizes, self.dtype, self.device) for each in configs]
+        # 2. Each video has a generator of its own, so that a batch has the noise of its videos alone.
+        drawn = [draw_noise(item, sizes, self.dtype, self.device) for item in configs]
         noise, renoise = torch.cat([pair[0] for pair in drawn]), torch.cat([pair[1] for pair in drawn], 1)
-        # Given frames take the place of the first ones; noise is drawn for all, so that the others' stays.
-        given = config.first_frames if first_frames is None else first_frames
+        # 3. Given frames [B, G, C, h, w] take the place of the first ones; noise is drawn for all, so that
+        #    the others' stays.
+        beginning = config.first_frames if first_frames is None else first_frames
+        options: dict[str, Any] = {"prompt_schedule": self.switches(config, len(configs))}
         first, start = None, 0
-        if given is not None:
-            first = videos().first_latents(given, config, sizes.in_dim, lambda: self.vae)
+        if beginning is not None:
+            first = first_latents(beginning, config, sizes.in_dim, lambda: self.vae)
             require_no_data((*config_edits(config), *active_edits()), "videos of first_frames")
             first, start = first.to(noise).expand(len(noise), -1, -1, -1, -1), first.shape[1]
+            options |= {"num_given": start, "given": lambda frames: first[:, frames.start : frames.stop]}
         if observer.video is not None:  # a VAE that cannot decode is told now, not after hours
             observer.video.ready()
+        # 4. Roll out block by block.
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
-        schedule = self.switches(config, len(configs))
+        later_noise = TensorNoise(noise[:, start:], renoise[:, :, start:], start=start)
+        blocks = pipeline.block_ranges(start, later_noise.shape[1])
+        shard = (
+            pipeline.model.head_shard
+        )  # with the heads in several processes, these stop and gather together
+        finished, checked = list[Tensor](), 0
+        phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
         with threads_for(noise, sizes), self.edited(config, len(configs)), watching:
             edits = active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
-            drawn_noise = TensorNoise(noise[:, start:], renoise[:, :, start:], start=start)
-            made_of = self.pipeline, drawn_noise, torch.cat(states), schedule, requests, observer
-            latents, records = roll_out(*made_of, first)
-        more, stopped, depends = dict[str, Any](), "", dict[str, Any]()
+            with phase, capturing(requests) as records:
+                for frames, latents in pipeline.blocks(later_noise, torch.cat(states), **options):
+                    # Numbers are checked as they come, so that hours are not spent on NaN.
+                    block = len(finished)
+                    move_to_cpu(records[checked:])
+                    check_numbers(pipeline.model, latents, f"block {block}", records[checked:])
+                    checked = len(records)
+                    # Keep the block and hand it on.
+                    finished.append(latents.clone())
+                    if observer.video is not None:
+                        observer.video.add(finished[-1])
+                    observer.advance("block", block, len(blocks), f"frames {frames.start}-{frames[-1]}")
+                    # All processes of a rollout stop after the same block.
+                    if shard.any_process(observer.stopping) if shard else observer.stopping:
+                        break
+        latents = torch.cat(finished, 1)
+        # A window of Rolling Forcing began blocks that a stop left unfinished.
+        records = [record for record in records if record.at and record.at.block < len(finished)]
+        if shard:
+            records = shard.gather_calls(records)
+        # 5. What caches say of it, beside the settings.
+        about, depends, stopped = dict[str, Any](), dict[str, Any](), ""
         if first is not None:
             digest = hashlib.sha256(first[:1].float().cpu().numpy().tobytes()).hexdigest()
-            more["first_frames"] = f"{start} latent frames, sha256 {digest[:16]}"
+            about["first_frames"] = f"{start} latent frames, sha256 {digest[:16]}"
             if first_frames is not None:  # a file is one of those that the run reads
                 depends["first_frames"] = digest
         if config.sampler == "rolling_forcing":
-            more |= {"schema_version": 2, "rolling_timesteps": self.pipeline.timesteps}
+            about |= {"schema_version": 2, "rolling_timesteps": pipeline.timesteps}
         if latents.shape[1] < config.num_frames:
             done = [0, *accumulate(config.block_sizes)].index(latents.shape[1])
-            more |= {"partial": True, "blocks_done": done}
+            about |= {"partial": True, "blocks_done": done}
             stopped = f"{done} of {len(config.block_sizes)} blocks"
-        # A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w]
-        found = []
-        for item, each in enumerate(configs):
-            own = records
+        # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
+        runs = []
+        for item, own_config in enumerate(configs):
+            calls = records
             if len(configs) > 1:
-                own = [call.of_item(item) for call in records if call.item in (None, item)]
-            made = latents[item : item + 1], self.pipeline.pass_timesteps, tokens[item]
-            common = self.common(each, edits, files=files, **depends) | more
-            found.append(Run(each, sizes.num_layers, own, *made, common, stopped, self.preview))
-        return found
+                calls = [call.of_item(item) for call in records if call.item in (None, item)]
+            runs.append(
+                Run(
+                    config=own_config,
+                    num_layers=sizes.num_layers,
+                    records=calls,
+                    latents=latents[item : item + 1],
+                    pass_timesteps=pipeline.pass_timesteps,
+                    prompt_tokens=tokens[item],
+                    common=self.common(own_config, edits, files=files, **depends) | about,
+                    stopped=stopped,
+                    preview=self.preview,
+                )
+            )
+        return runs
 
     def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
         """Apply a config's edits while the context lasts, and give a user's intervene() the data it lacks."""
         edits = config_edits(config)
         if not (edits or active_edits()):
             return nullcontext()
-        from experiments.extraction.edits import edited  # a run without edits needs no wan.interventions
+        from experiments.edits import edited  # which rolls out by a session
 
         return edited(self, config, edits, batch)
 
@@ -494,7 +671,7 @@ class Session:
 
     def with_weights(self, config: RunConfig) -> Self:
         """Return a session with the weights and rollout settings of another config."""
-        return self.replaced(pipeline=self._load_pipeline(config), config=config, files=None, sha256=None)
+        return self.replaced(pipeline=self.load_pipeline(config), config=config, files=None, sha256=None)
 
     def here(self, cached: Callable[..., Self]) -> Self:
         """Return this session, or in another process the one cached there (engine.cached)."""
@@ -538,145 +715,65 @@ class Session:
         )
 
 
-Pipe = Session  # its name of before, for one release
+# --- Numbers are checked before they are kept, once a block or step
+def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
+    """Capture what is requested; nothing where there is no request."""
+    return ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
 
 
-# --- Prompts to embeddings, once: remembered by prompt and encoder, or given in a file in place of umT5
-# A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir
-# of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
-@dataclass(eq=False)
-class PromptTexts:
-    """States and tokens of many prompts, encoded PROMPTS_AT_ONCE at a time in the order of use."""
+def check_numbers(model: WanModel, latents: Tensor, place: str, calls: Sequence[CapturedCall] = ()) -> None:
+    """Raise RunError for latents that are not finite, naming the weights that are to blame.
 
-    session: Session
-    config: RunConfig
-    prompts: list[str]
-    known: dict[str, PromptStates] = field(default_factory=dict)
-
-    def __getitem__(self, prompt: str) -> PromptStates:
-        if prompt in self.known:
-            return self.known[prompt]
-        there = self.prompts.index(prompt) if prompt in self.prompts else len(self.prompts)
-        some = self.prompts[there:][:PROMPTS_AT_ONCE] or [prompt]
-        # On a GPU a model that is loaded makes room meanwhile
-        session, device = self.session, self.session.device
-        model = session.pipeline and session.pipeline.model
-        moves = model and device.type != "cpu" and encoding_device(self.config, device).type != "cpu"
-        with out_of_memory("encoding the prompt"):
-            if moves:
-                model.to("cpu")
-            session.require_files()
-            try:
-                self.known = encode_prompts(self.config, some, session.model_config, session.dtype, device)
-            finally:
-                if moves:
-                    model.to(device)
-        return self.known[prompt]
-
-
-def encode_prompts(
-    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, PromptStates]:
-    """Return embeddings and tokens of each prompt; load the encoder only if needed, and free it."""
-    if given := config.prompt_embeds:
-        own = with_given_prompt(config, None)
-        if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
-            needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
-            raise ConfigError(f"{given} holds the states of {short_repr(own)}, {needs}")
-        states, tokens = read_states(given, sizes)
-        return {own: (states.to(device, dtype), tokens)}
-    # Remembered states are taken where all that their bits depend on is the same (states_files)
-    where, known = encoding_device(config, device), dict[str, PromptStates]()
-    encoder: TextEncoder | None = None
-    for prompt, path, is_there in states_files(config, prompts, sizes, dtype, where):
-        if path is not None and is_there:
-            with suppress(CheckpointError):  # damaged: to be made again
-                known[prompt] = read_states(path, sizes)
-                continue
-        # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
-        encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
-        with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
-            known[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
-        if path is not None:  # a full disk costs the next run some seconds
-            with suppress(OSError, RuntimeError), replacing(path) as file:
-                kept = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}
-                torch.save(kept | {"fingerprint": path.stem}, file)
-    if encoder is not None and where.type == "cuda":
-        del encoder
-        torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
-    return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
-
-
-def needs_encoder(
-    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Return True where encode_prompts would load umT5."""
-    if config.prompt_embeds:
-        return False
-    files = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
-    return not all(is_there for *_, is_there in files)
-
-
-def states_files(
-    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, Path | None, bool]]:
-    """Return the file of each prompt's states, named by everything its bits depend on, and whether it exists.
-
-    None: states are not stored.
+    And for captured numbers that cannot be right, naming layer, block and pass.
     """
-    if config.embeds_dir is None:
-        yield from ((prompt, None, False) for prompt in prompts)
-        return
-    files = describe_files(encoder_files(config.ckpt_dir))
-    made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "numbers": NUMBERS}
-    for prompt in prompts:
-        path, is_there = Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt", False
-        with suppress(CheckpointError):  # absent or damaged; a file of another name is of other states
-            is_there = read_weights_file(path).get("fingerprint") == path.stem
-        yield prompt, path, is_there
-
-
-def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
-    """Return the prompt of a run with --prompt_embeds: the file's own, or else the given one; not both."""
-    own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
-    if own is not None and not isinstance(own, str):
-        raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
-    if prompt is not None and own is not None and prompt != own:
-        holds = f"{config.prompt_embeds} holds the states of {short_repr(own)}"
-        raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")
-    return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
-
-
-def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
-    """Read embeddings [1, n, text_dim], n at most text_len, and their tokens. CheckpointError for others."""
-    content = read_weights_file(require_file(path, MAKE_ONE))
-    states: Any = content.get("prompt_embeds")
-    states = states[None] if isinstance(states, Tensor) and states.ndim == 2 else states
-    is_known = isinstance(states, Tensor) and states.dtype in FLOATS and bool(states.isfinite().all())
-    fits = is_known and states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
-    if not fits or not 1 <= states.shape[1] <= sizes.text_len:
-        shown = list(states.shape) if is_known else "are missing, or not finite numbers of floating point"
-        wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
-        raise CheckpointError(f"{path}: prompt_embeds {shown}; wanted {wanted}; make one: {MAKE_ONE}")
-    # Padding is zero: the other rows are tokens
-    rows = int(states[0].any(-1).sum())
-    tokens = content.get("tokens", [str(i) for i in range(rows)])
-    texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
-    if not texts or len(tokens) > states.shape[1]:
-        raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
-    for token in tokens:
-        require_text(token, f"{path}: a token")
-    return states, tokens
+    if not latents.isfinite().all():
+        remedy = REMEDY
+        for name, weight in model.named_parameters():
+            if not weight.isfinite().all():
+                remedy = f"nor is the weight {name}: get the file of the weights again"
+                break
+        raise RunError(f"{place}: the latents are not finite, {remedy}")
+    # 1. Mostly all is right, which a few steps show: small values of one shape are checked at once.
+    alike: dict[Any, list[Tensor]] = {}
+    for call in calls:
+        for name, values in call.values.items():
+            if values.numel() <= SMALL and name != "map_mass":
+                alike.setdefault((name, values.shape, values.dtype), []).append(values)
+    right = set()
+    for kind, small in alike.items():
+        together = torch.stack(small).float()
+        is_mass = kind[0].endswith("_mass") or kind[0] == "token_probabilities"
+        adds_up = not is_mass or bool(((together.sum(-1) - 1).abs() <= MASS_TOLERANCE).all())
+        if adds_up and together.isfinite().all():
+            right.add(kind)
+    # 2. What is large, or not right everywhere, is looked at one by one.
+    for call in calls:
+        block, step = (call.at.block, call.at.step) if call.at else (None, None)
+        where = f"layer {call.site.layer}, block {block}, step {step}: "
+        for name, values in call.values.items():
+            if name in ("attended", "map_queries") or (name, values.shape, values.dtype) in right:
+                continue
+            # Policies by head show heads different frames: whole columns of [B, H, Fq, Fk] are NaN
+            heads_differ = False
+            if name.startswith("frame_") and values.ndim == 4 and (missing := values.isnan()).any():
+                heads_differ = not missing.all() and torch.equal(missing.any(2), missing.all(2))
+            left_out = "attended" in call.values and not name.endswith("_mass")  # by an intervention: NaN
+            wrong = values.isinf().any() if left_out else not all(x.isfinite() for x in values.aminmax())
+            if wrong and not heads_differ:
+                half = values.dtype == torch.float16
+                remedy = " in float16; --capture probabilities keeps float32" if half else f"; {REMEDY}"
+                raise RunError(f"{where}{name} is not finite{remedy}")
+            if name == "frame_mass" and ("slot_mass" in call.values or heads_differ):
+                continue  # averages of frames are of no frame
+            if name.endswith("_mass") or name == "token_probabilities":
+                # Maps keep mass times the tokens of a frame
+                unit = call.layout.tokens_per_slot if name == "map_mass" and call.layout else 1
+                off = (values.sum(-1, dtype=torch.float32) / unit - 1).abs().max().item()
+                if off > MASS_TOLERANCE:
+                    raise RunError(f"{where}rows of {name} sum to 1 ± {off:.2g}, not to 1")
 
 
 # --- Loading
-def wings() -> ModuleType:
-    """Import the optional parts (experiments/wings.py), only for a config that uses one."""
-    from experiments import wings
-
-    return wings
-
-
 def build_model(
     kind: type[Any],
     config: RunConfig,
@@ -687,40 +784,50 @@ def build_model(
     **window: Any,
 ) -> Any:
     """Build a model of weights on its device; with offload its layers stay on the host and are streamed."""
-    # Offload converts a layer at a time, so that the device never holds the whole model
     source = config.checkpoint_path or config.ckpt_dir
-    placed = (None, "cpu") if config.offload else (dtype, device)
-    model = checkpoint.build_model(kind, model_config, state, source, *placed, **window)
-    if config.offload:
-        wings().apply_offload(model, dtype, device)
+    if not config.offload:
+        return checkpoint.build_model(kind, model_config, state, source, dtype, device, **window)
+    from wan.wings.offload import apply_offload
+
+    # It converts a layer at a time, so that the device never holds the whole model
+    model = checkpoint.build_model(kind, model_config, state, source, None, "cpu", **window)
+    apply_offload(model, dtype, device)
     return model
 
 
 def load_pipeline(
     config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CausalInferencePipeline:
-    """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model."""
+    """Load the checkpoint's weights, or the base weights where there is none; GPUs share the model.
+
+    ConfigError where gpus are more than the processes that are joined.
+    """
     state, report = checkpoint.read_weights(config, model_config)
     window: dict[str, Any] = {"local_attn_size": config.local_attn_size, "sink_size": config.sink_size}
     model = build_model(CausalWanModel, config, model_config, state, dtype, device, **window)
     if config.gpus > 1:
-        wings().share_heads(model, config)
-        replay_layers(model, config, after=1)
+        from wan.wings import parallel
+        from wan.wings.graphs import apply_cuda_graphs
+
+        group = parallel.joined()
+        if group is None or group.size() != config.gpus:
+            raise ConfigError(
+                f"gpus is {config.gpus}, which the scripts run_extraction*.py know; elsewhere start "
+                f"{config.gpus} processes by torchrun, and let each call wan.wings.parallel.join()"
+            )
+        parallel.apply_head_parallel(model, group)
+        if device.type == "cuda" and not config.offload:
+            apply_cuda_graphs(model, 1)
     pipeline = pipeline_of(model, config)
     pipeline.weights, pipeline.quantised = report, report.quantised
     return pipeline
 
 
-def replay_layers(model: CausalWanModel, config: RunConfig, after: int) -> None:
-    """Replay a GPU model's layers from CUDA graphs after so many calls, unless weights are streamed."""
-    if model.device.type == "cuda" and not config.offload:
-        wings().apply_cuda_graphs(model, after)
-
-
 def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipeline:
     """Set up the rollout of a model by a config: blocks, steps and cache policy."""
-    rolls = config.sampler == "rolling_forcing"
-    sampler = wings().RollingForcingPipeline if rolls else CausalInferencePipeline
+    sampler = CausalInferencePipeline
+    if config.sampler == "rolling_forcing":
+        from wan.wings.rolling_forcing import RollingForcingPipeline as sampler
     return sampler(
         model,
         config.num_frame_per_block,

@@ -46,8 +46,8 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from experiments import memory
 from experiments.caches.files import require_writable, save_report
+from experiments.configs import policy_settings
 from experiments.extraction import video
-from experiments.extraction.project_files import policy_settings
 from experiments.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
 from experiments.running.torchrun import end_at_once, this_rank

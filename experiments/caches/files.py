@@ -10,16 +10,14 @@ import os
 import platform
 import re
 import shutil
-import signal
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from types import FrameType
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -39,38 +37,6 @@ class RunError(UserError, RuntimeError):
 
 class StoppedError(UserError):
     """A run that was asked to stop, and has saved what it could; the message says how to go on."""
-
-
-def interrupt(frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt, from a handler of signals; end the process at once where a module is imported.
-
-    An exception within an import may pass through C++, which ends in terminate(), or through a callback that
-    ignores it: the process would go on. Nothing is lost, for a run imports before it generates.
-    """
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os.write(2, b"error: stopped\n")
-            os._exit(130)
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-@contextmanager
-def handled(handler: Callable[[int, FrameType | None], None], numbers: Iterable[int]) -> Iterator[None]:
-    """Let a function handle these signals while the context lasts, but those that are ignored.
-
-    Nothing changes outside the main thread, where no signals arrive.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in wanted}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 @contextmanager

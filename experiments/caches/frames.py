@@ -10,7 +10,7 @@ name "frame attention"; here they are told apart:
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -82,6 +82,23 @@ def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_
         rows, columns = torch.as_tensor(query_frames), torch.as_tensor(key_frames)
         matrix[:, rows[:, None], columns] = values.float().cpu()
     return matrix
+
+
+def stack(value: Callable[..., Tensor], rows: Iterable[int], columns: Iterable[int]) -> Tensor:
+    """Stack value(row, column), of layers and steps for example -> [rows, columns, ...]."""
+    return torch.stack([torch.stack([value(row, column) for column in columns]) for row in rows])
+
+
+def rows_of(pieces: Iterable[tuple[Sequence[int], Tensor]], num_frames: int, width: int = 0) -> Tensor:
+    """Pieces (query_frames, values [H, Fq, ..., n]) -> [H, F, ..., width or the largest n], NaN elsewhere."""
+    pieces = list(pieces)
+    width = width or max(values.shape[-1] for _, values in pieces)
+    heads, _, *between, _ = pieces[0][1].shape
+    # NaN stays for query frames of blocks that a stopped run did not reach
+    rows = torch.full((heads, num_frames, *between, width), torch.nan)
+    for queries, values in pieces:
+        rows[:, queries, ..., : values.shape[-1]] = values.float()
+    return rows
 
 
 def spread_keys(values: Tensor, key_frames: Sequence[int], num_frames: int) -> Tensor:

@@ -1,31 +1,26 @@
-"""A rollout's Run, and each cache format: what it asks of the capture (*_requests), its dict (*_cache)."""
+"""Each cache format: what it asks of the capture (*_requests), and its dict of a run (*_cache)."""
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import ModuleType
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from experiments.caches.files import RunError, require_suffix
+from experiments.caches.files import RunError
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
     assemble,
     averages_of_slots,
     averages_of_tokens,
-    by_key_frame,
-    curves_to_frames,
     most_averages,
     query_frame_curves,
+    rows_of,
     spread_keys,
+    stack,
 )
-from experiments.caches.mp4 import write_mp4
-from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, block_ranges
+from experiments.session import Run
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
@@ -35,158 +30,12 @@ from wan.policies import policy_of
 from wan.sites import check_indices
 
 if TYPE_CHECKING:
-    from experiments.caches.activations import Activations
+    pass
 
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 PIXELS_OF_A_TOKEN = 16  # of its side: 8 of a latent, 2 latents of a token
-
-
-def videos() -> ModuleType:
-    """Return experiments.extraction.video, with the decoder and ffmpeg: a capture needs neither."""
-    from experiments.extraction import video
-
-    return video
-
-
-@dataclass(frozen=True, repr=False)
-class Run:
-    """One rollout, finished or stopped: what was generated and captured, and the fields that caches share.
-
-    >>> run = load("wan_mini", num_frames=6).generate("a red circle moving right", seed=42)
-    >>> run.latents.shape, run.video.shape
-    ([1, 6, 16, 8, 8], [21, 64, 64, 3])
-    >>> run.save("circle.mp4")
-    """
-
-    config: RunConfig
-    num_layers: int
-    records: list[CapturedCall]
-    latents: Tensor  # [1, F, C, h, w]; fewer frames where the run was stopped
-    pass_timesteps: list[float]  # of a block's passes, the clean pass last
-    prompt_tokens: list[str]  # text of each prompt token, without padding
-    common: dict[str, Any]
-    stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
-    preview: Any = None  # a small decoder, for show()
-    activations: dict[str, "Activations"] = field(default_factory=dict)  # by site
-
-    # --- The video
-    @cached_property
-    def video(self) -> Tensor:
-        """uint8 [frames, height, width, 3], decoded when it is first asked for."""
-        return self.decoded()
-
-    def decoded(self, vae: Any = None) -> Tensor:
-        """Decode the latents, by the VAE in float32 where no decoder is given -> as video."""
-        return videos().decode(self.latents, vae or videos().load_vae(self.config))
-
-    @property
-    def edits(self) -> str:
-        """The edits that were made, in words; "" for none."""
-        return self.common.get("interventions", {}).get("words", "")
-
-    def save(self, path: str | Path) -> None:
-        """Write an mp4 of 16 frames a second. CacheError for a name that does not end in .mp4."""
-        require_suffix(path, ".mp4")
-        vae = videos().load_vae(self.config, "auto")
-        videos().save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
-
-    save_video = save
-
-    def show(self) -> Any:
-        """Return the video for a notebook; the session's preview decodes it where there is one."""
-        from IPython.display import Video
-
-        pixels = self.decoded(self.preview) if self.preview else self.video
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "video.mp4"
-            write_mp4(pixels.numpy(), path)
-            return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
-
-    def __repr__(self) -> str:
-        about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)
-        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls"
-
-    # --- What was captured
-    @property
-    def last_block(self) -> list[int]:
-        """Frames of the last finished block."""
-        sizes = self.config.block_sizes
-        return block_frames(sizes, self.common.get("blocks_done", len(sizes)) - 1)
-
-    def pass_tag(self, step: int) -> PassTag:
-        """A pass of the causal rollout, whose last one is the clean pass."""
-        return PassTag(step, self.pass_timesteps[step], step == len(self.pass_timesteps) - 1)
-
-    @cached_property
-    def _calls(self) -> dict[tuple[str, int, int], list[CapturedCall]]:
-        """The calls of every quantity, layer and step, in block order."""
-        calls = defaultdict(list)
-        # Records come in the order of the rollout, so that calls of a pass are in block order.
-        for call in self.records:
-            for name in call.values:
-                calls[name, call.site.layer, call["step"]].append(call)
-        return dict(calls)
-
-    @property
-    def layers(self) -> list[int]:
-        """Layers of which anything was captured."""
-        return sorted({layer for _, layer, _ in self._calls})
-
-    @property
-    def quantities(self) -> set[str]:
-        """Names of what was captured: frame_logits, key_curve, token_logits and so on."""
-        return {name for name, _, _ in self._calls}
-
-    def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
-        """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
-        if (name, layer, step) not in self._calls:
-            raise RunError(f"layer {layer}, step {step}: no {name} was captured")
-        return self._calls[name, layer, step]
-
-    def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
-        """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""
-        S, num_frames, pieces = self.common["frame_seq_length"], self.config.num_frames, []
-        from_tokens = name == "frame_logits" and "token_logits" in self.quantities
-        for call in self.captured("token_logits" if from_tokens else name, layer, step):
-            piece = call.values["token_logits" if from_tokens else name][0]
-            # [H, Lq, Lk] of tokens -> [H, Fq, Fk] of frames
-            if from_tokens:
-                piece = query_frame_curves(piece, S)
-                if "key_frame" in call.values:
-                    keys = call.values["key_frame"][0]
-                    piece = by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
-                else:
-                    piece = curves_to_frames(piece, S)
-            pieces.append((call["query_frames"], call["key_frames"], piece))
-        return assemble(pieces, num_frames)
-
-    def query_rows(self, name: str, layer: int, step: int) -> Tensor:
-        """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
-        calls = self.captured(name, layer, step)
-        return rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
-
-    def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
-        """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
-        return stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
-
-
-def stack(value: Callable[..., Tensor], rows: Iterable[int], columns: Iterable[int]) -> Tensor:
-    """Stack value(row, column), of layers and steps for example -> [rows, columns, ...]."""
-    return torch.stack([torch.stack([value(row, column) for column in columns]) for row in rows])
-
-
-def rows_of(pieces: Iterable[tuple[Sequence[int], Tensor]], num_frames: int, width: int = 0) -> Tensor:
-    """Pieces (query_frames, values [H, Fq, ..., n]) -> [H, F, ..., width or the largest n], NaN elsewhere."""
-    pieces = list(pieces)
-    width = width or max(values.shape[-1] for _, values in pieces)
-    heads, _, *between, _ = pieces[0][1].shape
-    # NaN stays for query frames of blocks that a stopped run did not reach
-    rows = torch.full((heads, num_frames, *between, width), torch.nan)
-    for queries, values in pieces:
-        rows[:, queries, ..., : values.shape[-1]] = values.float()
-    return rows
 
 
 def padded(values: Tensor, length: int, filler: float) -> Tensor:

@@ -20,12 +20,11 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_t
 from experiments.caches.files import (
     RunError,
     StoppedError,
-    handled,
-    interrupt,
     require_distinct,
     require_suffix,
 )
-from experiments.extraction.project_files import policy_settings
+from experiments.configs import policy_settings
+from experiments.progress import SIGNALS, stop_when_asked
 from wan.config import DType, LoRAFile, RunConfig, load_config
 from wan.errors import (
     ConfigError,
@@ -54,11 +53,12 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
     atexit.register(gc.freeze)  # else Python goes over all objects of torch when it ends, for 0.6 s
     warnings.showwarning = lambda message, *_: print(f"warning: {one_line(message)}", file=sys.stderr)
-    # SIGTERM and a closed terminal stop it as Ctrl-C does. A rollout has its own handler (rollout.observed).
-    stopping = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    earlier = dict[int, Any]()
     try:
-        with handled(lambda number, frame: interrupt(frame), stopping):
-            run(argv)
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # such as nohup's
+                earlier[number] = signal.signal(number, stop_when_asked)
+        run(argv)
     except (KeyboardInterrupt, Exception) as error:
         message, code = explained(error)
         group = sys.modules.get("wan.wings.parallel")
@@ -68,6 +68,9 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
                 traceback.print_exc()
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(code) from None
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def explained(error: BaseException) -> tuple[str, int]:
@@ -319,7 +322,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
-        from experiments.session import with_given_prompt
+        from experiments.prompts import with_given_prompt
 
         config = replace(config, prompt=with_given_prompt(config, args.prompt))
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
-from experiments.caches.files import RunError, StoppedError, handled, replacing
-from experiments.extraction.rollout import Progress
+from experiments.caches.files import RunError, StoppedError, replacing
+from experiments.progress import Progress
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml
 from wan.seals import sealed, unsealed
@@ -335,8 +335,12 @@ def ending_at_once() -> Iterator[None]:
         os.write(2, b"error: stopped\n")
         os._exit(130)
 
-    with handled(end, (signal.SIGINT, signal.SIGTERM)):
+    earlier = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
         yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 def _slurm_cluster(path: str) -> Any:

@@ -27,16 +27,9 @@ from experiments.caches.files import (
     require_space,
 )
 from experiments.caches.mp4 import count_frames, mp4_tag
-from experiments.extraction.rollout import (
-    Progress,
-    capturing,
-    check_numbers,
-    memory,
-    observed,
-    out_of_memory,
-)
 from experiments.extraction.video import LiveVideo
-from experiments.memory import amount
+from experiments.memory import amount, out_of_memory
+from experiments.progress import Progress, memory, observed
 from experiments.provenance import (
     check_outputs,
     choose_device,
@@ -44,7 +37,7 @@ from experiments.provenance import (
     fingerprint,
     threads_for,
 )
-from experiments.session import Session, load
+from experiments.session import Session, capturing, check_numbers, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig

@@ -11,15 +11,16 @@ from typing import Any
 from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import peek, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
-from experiments.extraction.rollout import Progress, memory, observed
+from experiments.extraction.video import LiveVideo
 from experiments.memory import estimate_bytes
+from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs
 from experiments.running.cli import videos_of
-from experiments.session import Session
+from experiments.session import Run, Session
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
-BuildCache = Callable[[cache_builders.Run], dict[str, Any]]
+BuildCache = Callable[[Run], dict[str, Any]]
 
 
 def make_caches(
@@ -77,7 +78,7 @@ def make_caches(
 @contextmanager
 def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
     """Encode blocks to an mp4 while the run generates them."""
-    with cache_builders.videos().LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
+    with LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
         try:
             yield
         finally:
@@ -86,7 +87,7 @@ def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Prog
 
 def save(
     args: argparse.Namespace,
-    result: cache_builders.Run,
+    result: Run,
     outputs: Mapping[str, BuildCache],
     watch: Progress,
 ) -> None:

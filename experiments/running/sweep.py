@@ -23,9 +23,10 @@ from experiments.caches.files import (
 )
 from experiments.caches.formats import peek
 from experiments.caches.mp4 import mp4_tag
-from experiments.extraction.rollout import Progress, deterministic, observed
 from experiments.extraction.video import check_video
 from experiments.memory import estimate_bytes
+from experiments.progress import Progress, deterministic, observed
+from experiments.prompts import encode_prompts, needs_encoder
 from experiments.provenance import (
     check_outputs,
     choose_device,
@@ -37,7 +38,7 @@ from experiments.provenance import (
 from experiments.running.cli import plan, videos_of
 from experiments.running.engine import cached, called, dask_client, work_through
 from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
-from experiments.session import encode_prompts, load, needs_encoder
+from experiments.session import load
 from wan import checkpoint
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config

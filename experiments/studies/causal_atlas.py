@@ -20,8 +20,8 @@ from torch import Tensor
 
 from experiments.caches.files import claimed
 from experiments.caches.formats import save_cache
-from experiments.extraction.edits import MeanRuns, reference_means
-from experiments.extraction.rollout import Progress, memory, observed
+from experiments.edits import MeanRuns, reference_means
+from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs, fingerprint, identity, record_of, threads_for
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, load

@@ -18,10 +18,10 @@ from experiments.analysis import stats
 from experiments.caches.files import claimed, replacing, require_same
 from experiments.caches.formats import save_cache
 from experiments.caches.mp4 import require_ffmpeg, write_mp4
-from experiments.extraction.edits import edited
-from experiments.extraction.rollout import observed
+from experiments.edits import edited
 from experiments.extraction.video import to_pixels
 from experiments.miniature.tracking import judge_by_caption
+from experiments.progress import observed
 from experiments.provenance import check_outputs, fingerprint, record_of, video_tag
 from experiments.running.cli import videos_of
 from experiments.session import Session, load

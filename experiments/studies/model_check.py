@@ -25,9 +25,9 @@ from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders
-from experiments.extraction.rollout import observed
 from experiments.figures.heads import HeadPair, heads_by_agreement
 from experiments.figures.style import save_svg
+from experiments.progress import observed
 from experiments.session import load
 from wan.config import CARDS, RunConfig
 from wan.errors import ConfigError

@@ -26,13 +26,13 @@ from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, require_writable, save_report
 from experiments.caches.mp4 import mp4_tag, write_mp4
-from experiments.extraction.project_files import policy_settings
-from experiments.extraction.rollout import Progress, capturing, deterministic, memory, observed
+from experiments.configs import policy_settings
 from experiments.extraction.video import decoded_blocks, to_pixels
 from experiments.memory import kv_cache
 from experiments.miniature.judges import EvalPool, workers_of
 from experiments.miniature.moving_shapes import SETS, Scene, held_out_scenes, render
 from experiments.miniature.tracking import judge_seconds
+from experiments.progress import Progress, deterministic, memory, observed
 from experiments.provenance import (
     check_outputs,
     choose_dtype,
@@ -44,7 +44,7 @@ from experiments.provenance import (
 )
 from experiments.running.cli import unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
-from experiments.session import Session, load, pipeline_of
+from experiments.session import Session, capturing, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import describe_files
 from wan.config import RunConfig

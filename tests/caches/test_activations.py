@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from experiments import ActivationStore, at, capture, intervene, load, named
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
-from experiments.extraction.rollout import Progress
+from experiments.progress import Progress
 from wan.errors import ConfigError
 
 PROMPTS = ["a red circle", "a blue square"]

@@ -10,8 +10,7 @@ import torch
 import yaml
 from helpers.forked import refused
 
-from experiments import run_extraction_all, run_extraction_figure4
-from experiments import session as sessions
+from experiments import prompts, run_extraction_all, run_extraction_figure4
 from experiments.caches import load_cache
 from wan import checkpoint
 from wan.config import load_config
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def state_file(config, prompt, *given):
-    ((_, path, _),) = sessions.states_files(config, [prompt], *given)
+    ((_, path, _),) = prompts.states_files(config, [prompt], *given)
     return path
 
 
@@ -37,7 +36,7 @@ def short(tiny, tmp_path):
 
 def no_encoder(monkeypatch):
     loaded = lambda *args: pytest.fail("umT5 was loaded")  # noqa: E731
-    monkeypatch.setattr(sessions.TextEncoder, "from_pretrained", loaded)
+    monkeypatch.setattr(prompts.TextEncoder, "from_pretrained", loaded)
 
 
 def made(tmp_path, *flags, script=run_extraction_figure4) -> bytes:
@@ -65,19 +64,19 @@ def test_a_name_for_all_that_the_bits_depend_on(tmp_path, monkeypatch):
     given = [("a", sizes, torch.float32), ("b", sizes, torch.float32), ("a", sizes, torch.bfloat16)]
     given.append(("a", replace(sizes, text_len=32), torch.float32))
     names = [state_file(config, *one, CPU) for one in given]
-    others = {"describe_files": lambda paths: [], "versions": dict, "device_name": lambda device: "other"}
+    others = {"describe_files": lambda paths: [], "NUMBERS": 10**6}
     for changed, value in others.items():
         with monkeypatch.context() as patch:
-            patch.setattr(sessions, changed, value)
+            patch.setattr(prompts, changed, value)
             names.append(state_file(config, "a", sizes, torch.float32, CPU))
     assert len(set(names)) == len(names)
     assert state_file(replace(config, embeds_dir=None), "a", sizes, torch.float32, CPU) is None
     asked = ["a", "b"], sizes, torch.float32, CPU
     for path in names[:2]:  # umT5 is needed until every prompt has its states
-        assert sessions.needs_encoder(config, *asked)
+        assert prompts.needs_encoder(config, *asked)
         torch.save({"fingerprint": path.stem}, path)
-    assert not sessions.needs_encoder(config, *asked)
-    assert sessions.needs_encoder(replace(config, embeds_dir=None), *asked)
+    assert not prompts.needs_encoder(config, *asked)
+    assert prompts.needs_encoder(replace(config, embeds_dir=None), *asked)
 
 
 def test_a_file_takes_the_place_of_umt5_and_no_cache_holds_a_path(tiny, tmp_path, short, monkeypatch):
@@ -117,9 +116,9 @@ def test_a_file_is_of_one_prompt(tmp_path):
     states = {"prompt_embeds": torch.ones(1, 5, 64)}
     for own, named in ("a cat", {"prompt": "a cat"}), (config.prompt, {}):
         torch.save(states | named, config.prompt_embeds)
-        assert own in sessions.encode_prompts(config, [own], sizes, torch.float32, CPU)
+        assert own in prompts.encode_prompts(config, [own], sizes, torch.float32, CPU)
         with pytest.raises(ConfigError, match="and this run needs those of 'a dog'; leave --prompt_embeds"):
-            sessions.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
+            prompts.encode_prompts(config, ["a dog"], sizes, torch.float32, CPU)
     for edit in (Ablate("mean", passes="denoise"), Patch("z", Source("a dog"), passes="denoise")):
         with pytest.raises(ConfigError, match=r"holds the states of one prompt, and .* needs"):
             edit.check_source(config)

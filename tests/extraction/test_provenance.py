@@ -14,10 +14,9 @@ import torch
 from conftest import ROOT
 from safetensors.torch import save_file
 
-from experiments import named, provenance
+from experiments import edits, named, provenance
 from experiments import session as sessions
 from experiments.caches.files import ONLY, CacheError, require_same
-from experiments.extraction import edits
 from experiments.provenance import fingerprint, identity, video_tag
 from experiments.studies.causal_atlas import Study
 from experiments.studies.interventions import base_runs

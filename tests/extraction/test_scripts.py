@@ -14,6 +14,7 @@ from helpers.synthetic_caches import token_matrix_to_frames
 
 from experiments import (
     check_model,
+    configs,
     extract_attention_wan,
     run_extraction,
     run_extraction_all,
@@ -24,8 +25,7 @@ from experiments import session as sessions
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
-from experiments.extraction import project_files, rollout
-from experiments.session import PROMPTS_AT_ONCE
+from experiments.prompts import PROMPTS_AT_ONCE
 from experiments.studies import model_check
 from wan import checkpoint
 from wan.capture import CapturedCall, Pass, Site
@@ -199,12 +199,12 @@ def test_a_directory_chooses_its_settings(monkeypatch):
     sizes, mini = dict(MODELS), checkpoint.read_model_config
     monkeypatch.setattr(checkpoint, "read_model_config", lambda path: sizes.get(str(path)) or mini(path))
     for name, shift, guidance in (("Wan2.1-T2V-1.3B", 8, 6), ("Wan2.1-T2V-14B", 5, 5)):
-        config = load_config(project_files.config_for(name))
+        config = load_config(configs.config_for(name))
         assert (config.model, config.base.shift, config.base.guidance_scale) == (name, shift, guidance)
         assert config.base.negative_prompt == WAN_NEGATIVE_PROMPT and config.base.num_steps == 50
     sizes["strange"] = ModelConfig(dim=96, ffn_dim=128, num_heads=6, num_layers=3)
     with pytest.raises(ConfigError, match=r"3 layers, 6 heads and dim 96 .* with --config_path"):
-        project_files.config_for("strange")
+        configs.config_for("strange")
 
 
 ON_CPU = ["--config_path", "configs/wan_mini.yaml", "--device", "cpu", "--quiet"]
@@ -290,14 +290,14 @@ def test_captured_numbers_that_cannot_be_right_and_those_that_can():
         ({"frame_logits": -ROWS / 0, "attended": ROWS > 0}, "frame_logits is not finite"),
     ):
         with pytest.raises(RunError, match=message):
-            rollout.check_numbers(None, ROWS, "", [call_of(frame_logits=ROWS), call_of(**values)])
+            sessions.check_numbers(None, ROWS, "", [call_of(frame_logits=ROWS), call_of(**values)])
     for values in (
         {"frame_logits": HEADS, "frame_mass": HEADS},  # heads with keys of their own
         {"frame_logits": ROWS * NAN, "attended": ROWS > 0},  # left out by an intervention
         {"frame_mass": ROWS / 2, "slot_mass": ROWS},  # averages, which are no frames, have the rest
         {"frame_mass": ROWS * 1.0009, "key_curve": ROWS, "map_queries": ROWS / 0},
     ):
-        rollout.check_numbers(None, ROWS, "", [call_of(**values)])
+        sessions.check_numbers(None, ROWS, "", [call_of(**values)])
 
 
 def test_weights_leave_the_device_for_the_encoder(monkeypatch):
@@ -311,7 +311,7 @@ def test_weights_leave_the_device_for_the_encoder(monkeypatch):
 
     monkeypatch.setattr(sessions, "choose_device", lambda *given: torch.device("meta"))
     monkeypatch.setattr(sessions, "load_pipeline", lambda *given: pipeline)
-    monkeypatch.setattr(sessions, "encode_prompts", encode)
+    monkeypatch.setattr("experiments.prompts.encode_prompts", encode)
     prompts = [str(i) for i in range(PROMPTS_AT_ONCE + 1)]
     loaded = sessions.load(config).prepare((), prompts)
     loaded.texts[prompts[-1]]

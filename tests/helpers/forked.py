@@ -21,7 +21,7 @@ import torch
 from conftest import require_forks
 
 import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
-from experiments.extraction.rollout import Progress
+from experiments.progress import Progress
 from experiments.running import cli
 
 

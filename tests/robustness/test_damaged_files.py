@@ -18,7 +18,7 @@ from helpers.synthetic_caches import MAKERS, older_figure4, older_inference, old
 from experiments.analysis.published import FIGURE4_CSV, FOLDER, read_curves
 from experiments.caches import load_cache, save_cache
 from experiments.caches.view import open_profiles
-from experiments.session import read_states
+from experiments.prompts import read_states
 from wan import checkpoint
 from wan.checkpoint import read_self_forcing_state
 from wan.config import load_config

@@ -19,7 +19,7 @@ from conftest import ROOT
 from helpers.sleeping import Sleeping, items_of
 
 from experiments.caches.files import RunError, StoppedError
-from experiments.extraction.rollout import Progress
+from experiments.progress import Progress
 from experiments.running import engine
 from experiments.running.engine import Results, work_through
 from wan.errors import ConfigError
@@ -102,7 +102,7 @@ from pathlib import Path
 from helpers.sleeping import Sleeping, items_of
 from experiments.running.cli import main
 from experiments.running.engine import dask_client, work_through
-from experiments.extraction.rollout import observed
+from experiments.progress import observed
 
 def run(argv):
     folder = Path(sys.argv[1])

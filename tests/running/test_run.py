@@ -47,8 +47,8 @@ def beside_the_tiny_model(monkeypatch, tiny):
 
 @pytest.fixture
 def not_loading(monkeypatch):
-    for name in ("load_pipeline", "encode_prompts"):
-        monkeypatch.setattr(sessions, name, lambda *args: pytest.fail("it began"))
+    for name in ("session.load_pipeline", "prompts.encode_prompts"):
+        monkeypatch.setattr(f"experiments.{name}", lambda *args: pytest.fail("it began"))
 
 
 def extract(path, *flags):
@@ -222,7 +222,7 @@ def test_a_bar_of_blocks_and_a_log(tmp_path, capfd, monkeypatch):
     with pytest.raises(CacheError, match="cannot be written"):
         extract(tmp_path / "out.pt", "--log_file", "/proc/log")
     full = open("/dev/full", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    monkeypatch.setattr("experiments.extraction.rollout.open_log", lambda path: full)
+    monkeypatch.setattr("experiments.progress.open_log", lambda path: full)
     run_extraction_each.run([*SHORT[:-1], "--output_path", str(tmp_path / "b.pt"), "--log_file", str(log)])
     assert "the log ends here: No space left on device" in capfd.readouterr().err
     assert load_cache(tmp_path / "b.pt")["format"] == "layer"

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 
 from experiments import Scores, Source, attribute, gradients, intervene, load, memory, run_attribution
-from experiments.extraction.project_files import policy_settings
+from experiments.configs import policy_settings
 from experiments.session import pipeline_of
 from wan.activations import SiteCapture
 from wan.errors import ConfigError

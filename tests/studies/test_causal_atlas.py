@@ -8,7 +8,7 @@ import torch
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError, StoppedError
 from experiments.caches.view import open_profiles
-from experiments.extraction.rollout import Progress
+from experiments.progress import Progress
 from experiments.studies import causal_atlas
 from experiments.studies.causal_atlas import Study, atlas_cache
 from experiments.studies.interventions import ANOTHER_SEED, distance

@@ -12,8 +12,8 @@ from experiments.base_session import BaseSession
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
+from experiments.edits import edited
 from experiments.extraction.cache_builders import atlas_cache, atlas_requests
-from experiments.extraction.edits import edited
 from experiments.session import Session
 from experiments.studies import interventions
 from experiments.studies.interventions import distance
@@ -98,7 +98,7 @@ def test_a_source_is_the_run_that_it_names(given, tiny, tmp_path, monkeypatch):
 
 
 def test_every_ablation_runs_with_what_it_needs(tiny, monkeypatch, tmp_path):
-    monkeypatch.setattr("experiments.extraction.edits.MEANS", tmp_path / "means")
+    monkeypatch.setattr("experiments.edits.MEANS", tmp_path / "means")
     session, few = tiny.session, replace(tiny.config, reference_prompts=tiny.config.reference_prompts[:1])
     plain = session.rollout(few)
 

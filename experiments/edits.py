@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import replacing, require_same
-from experiments.extraction.rollout import Progress
+from experiments.progress import Progress
 from experiments.provenance import fingerprint
 from wan.cache import read_switches
 from wan.config import ModelConfig, RunConfig

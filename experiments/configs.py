@@ -13,7 +13,7 @@ from wan.files import read_yaml
 
 # Flags are read with this module, so that it imports no torch: a --help would wait for it.
 
-HOME = Path(__file__).resolve().parents[2]
+HOME = Path(__file__).resolve().parents[1]
 PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir", "first_frames")
 POLICY_FOLDER = Path("configs/policies")  # the published settings of every policy
 CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")

@@ -1,0 +1,158 @@
+"""Prompts to embeddings: encoded once by umT5, remembered by prompt and encoder, or given in a file.
+
+A file of states is a .pt of {"prompt": str, "tokens": [str], "prompt_embeds": [1, n, text_dim]}; embeds_dir
+of the config holds those that were made before. prompt and tokens may be left out of a file of one's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experiments.caches.files import replacing
+from experiments.caches.frames import one_thread
+from experiments.memory import out_of_memory
+from experiments.provenance import encoding_device, fingerprint
+from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
+from wan.config import ModelConfig, RunConfig
+from wan.errors import ConfigError, require_text, short_repr
+from wan.identity import NUMBERS
+from wan.text_encoder import TextEncoder
+
+if TYPE_CHECKING:
+    from experiments.session import Session
+
+PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
+
+PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
+
+
+@dataclass(eq=False)
+class PromptTexts:
+    """States and tokens of many prompts, encoded PROMPTS_AT_ONCE at a time in the order of use."""
+
+    session: "Session"
+    config: RunConfig
+    prompts: list[str]
+    known: dict[str, PromptStates] = field(default_factory=dict)
+
+    def __getitem__(self, prompt: str) -> PromptStates:
+        if prompt in self.known:
+            return self.known[prompt]
+        there = self.prompts.index(prompt) if prompt in self.prompts else len(self.prompts)
+        some = self.prompts[there:][:PROMPTS_AT_ONCE] or [prompt]
+        # On a GPU a model that is loaded makes room meanwhile
+        session, device = self.session, self.session.device
+        model = session.pipeline and session.pipeline.model
+        moves = model and device.type != "cpu" and encoding_device(self.config, device).type != "cpu"
+        with out_of_memory("encoding the prompt"):
+            if moves:
+                model.to("cpu")
+            session.require_files()
+            try:
+                self.known = encode_prompts(self.config, some, session.model_config, session.dtype, device)
+            finally:
+                if moves:
+                    model.to(device)
+        return self.known[prompt]
+
+
+def encode_prompts(
+    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, PromptStates]:
+    """Return embeddings and tokens of each prompt; load the encoder only if needed, and free it."""
+    if given := config.prompt_embeds:
+        own = with_given_prompt(config, None)
+        if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
+            needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
+            raise ConfigError(f"{given} holds the states of {short_repr(own)}, {needs}")
+        states, tokens = read_states(given, sizes)
+        return {own: (states.to(device, dtype), tokens)}
+    # Remembered states are taken where all that their bits depend on is the same (states_files)
+    where, known = encoding_device(config, device), dict[str, PromptStates]()
+    encoder: TextEncoder | None = None
+    for prompt, path, is_there in states_files(config, prompts, sizes, dtype, where):
+        if path is not None and is_there:
+            with suppress(CheckpointError):  # damaged: to be made again
+                known[prompt] = read_states(path, sizes)
+                continue
+        # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
+        encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
+        with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
+            known[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
+        if path is not None:  # a full disk costs the next run some seconds
+            with suppress(OSError, RuntimeError), replacing(path) as file:
+                kept = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}
+                torch.save(kept | {"fingerprint": path.stem}, file)
+    if encoder is not None and where.type == "cuda":
+        del encoder
+        torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
+    return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
+
+
+def needs_encoder(
+    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return True where encode_prompts would load umT5."""
+    if config.prompt_embeds:
+        return False
+    files = states_files(config, prompts, sizes, dtype, encoding_device(config, device))
+    return not all(is_there for *_, is_there in files)
+
+
+def states_files(
+    config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Path | None, bool]]:
+    """Return the file of each prompt's states, named by everything its bits depend on, and whether it exists.
+
+    None: states are not stored.
+    """
+    if config.embeds_dir is None:
+        yield from ((prompt, None, False) for prompt in prompts)
+        return
+    files = describe_files(encoder_files(config.ckpt_dir))
+    made_of = {"files": files, "text_len": sizes.text_len, "dtype": str(dtype), "numbers": NUMBERS}
+    for prompt in prompts:
+        path, is_there = Path(config.embeds_dir) / f"{fingerprint(made_of, prompt=prompt)}.pt", False
+        with suppress(CheckpointError):  # absent or damaged; a file of another name is of other states
+            is_there = read_weights_file(path).get("fingerprint") == path.stem
+        yield prompt, path, is_there
+
+
+def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
+    """Return the prompt of a run with --prompt_embeds: the file's own, or else the given one; not both."""
+    own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
+    if own is not None and not isinstance(own, str):
+        raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
+    if prompt is not None and own is not None and prompt != own:
+        holds = f"{config.prompt_embeds} holds the states of {short_repr(own)}"
+        raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")
+    return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
+
+
+def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:
+    """Read embeddings [1, n, text_dim], n at most text_len, and their tokens. CheckpointError for others."""
+    content = read_weights_file(require_file(path, MAKE_ONE))
+    states: Any = content.get("prompt_embeds")
+    states = states[None] if isinstance(states, Tensor) and states.ndim == 2 else states
+    is_known = isinstance(states, Tensor) and states.dtype in FLOATS and bool(states.isfinite().all())
+    fits = is_known and states.ndim == 3 and states.shape[::2] == (1, sizes.text_dim)
+    if not fits or not 1 <= states.shape[1] <= sizes.text_len:
+        shown = list(states.shape) if is_known else "are missing, or not finite numbers of floating point"
+        wanted = f"[1, at most {sizes.text_len}, {sizes.text_dim}], as this model's are"
+        raise CheckpointError(f"{path}: prompt_embeds {shown}; wanted {wanted}; make one: {MAKE_ONE}")
+    # Padding is zero: the other rows are tokens
+    rows = int(states[0].any(-1).sum())
+    tokens = content.get("tokens", [str(i) for i in range(rows)])
+    texts = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    if not texts or len(tokens) > states.shape[1]:
+        raise CheckpointError(f"{path}: tokens are not a list of at most {states.shape[1]} texts")
+    for token in tokens:
+        require_text(token, f"{path}: a token")
+    return states, tokens
