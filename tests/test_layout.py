@@ -23,7 +23,7 @@ LEVELS = {
 }
 LEVELS |= {"wan": -1}
 NO_MODELS = ("experiments.analysis", "experiments.figures")  # of wan they know these modules alone
-WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files"}
+WITHOUT_TORCH_MODELS = {"wan.blocks", "wan.config", "wan.errors", "wan.files", "wan.keys"}
 
 LONGEST_CHAIN = 12  # of imports, each when the one before is imported
 LATE_IMPORTS = 25  # within functions, outside the scripts: what is heavy and optional

@@ -44,11 +44,13 @@ from wan.keys import (
     ROPE_THETA,
     HeadShard,
     KeyBias,
-    RotaryTable,
     as_index,
+    rope_dims,
+    rope_frequencies,
     rotate,
     select,
     send,
+    time_frequencies,
 )
 from wan.sites import (
     BESIDE_GRAPHS,
@@ -347,15 +349,6 @@ def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, ne
     return x
 
 
-def time_frequencies(head_dim: int, bases: Tensor | None = None) -> Tensor:
-    """Radians per frame of each pair of the temporal share, float64 [heads or 1, pairs]; bases [heads]."""
-    # base^(-2i / dims of time), arXiv 2104.09864, Sec. 3.2.2, as RotaryTable has it.
-    share = RotaryTable(head_dim).axes_dim[0]
-    exponents = torch.arange(0, share, 2, dtype=torch.float64) / share
-    bases = torch.tensor([ROPE_THETA], dtype=torch.float64) if bases is None else bases
-    return bases[:, None] ** -exponents
-
-
 def turn(x: Tensor, angles: Tensor) -> Tensor:
     """Turn the temporal share of x [B, F·S, heads, D] by angles [F, heads or 1, pairs]; return float32."""
     return rotate(x.float(), *_tables(angles, x.shape[1] // len(angles), x.shape[3], x.device))
@@ -608,7 +601,8 @@ class Jitter(Edit):
         # q and k stand where RoPE of base 10000 put them; another base moves each pair by a drift on top.
         numbers = [call.numbers[head] for head in heads]
         bases = self.bases(call.site.layer, call.shard.total)[numbers]
-        drift = time_frequencies(head_dim, bases) - time_frequencies(head_dim)  # [heads, pairs]
+        frequencies = rope_frequencies(rope_dims(head_dim)[0], bases[:, None])
+        drift = frequencies - time_frequencies(head_dim)  # [heads, pairs]
         if call.drift is None:
             call.drift = torch.zeros(call.q.shape[2], drift.shape[1], dtype=torch.float64)
         call.drift[heads] += drift
@@ -634,7 +628,7 @@ class Band(Edit):
     scale: Number = 1.0
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
-        heads, pairs = heads_in(self, call), time_frequencies(call.q.shape[3]).shape[1]
+        heads, pairs = heads_in(self, call), len(time_frequencies(call.q.shape[3]))
         check_indices("band", self.bands, pairs)
         chosen = torch.zeros(pairs, dtype=torch.float64)
         chosen[list(self.bands)] = 1

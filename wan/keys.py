@@ -57,8 +57,27 @@ def select(x: Tensor, numbers: Sequence[int], dim: int) -> Tensor:
 ROPE_THETA = 10000.0
 
 
+def rope_dims(head_dim: int) -> tuple[int, int, int]:
+    """Return how many of a head's dims turn with time, height and width."""
+    spatial = 2 * (head_dim // 6)
+    return head_dim - 2 * spatial, spatial, spatial
+
+
+def rope_frequencies(
+    dims: int, base: float | Tensor = ROPE_THETA, device: torch.device | None = None
+) -> Tensor:
+    """Return base^(-2i / dims), the radians per step of each pair i of dims, float64 [..., dims / 2]."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.float64, device=device) / dims
+    return 1 / base**exponents
+
+
+def time_frequencies(head_dim: int) -> Tensor:
+    """Return the radians per latent frame of a head's pairs that turn with time, fastest first, float64."""
+    return rope_frequencies(rope_dims(head_dim)[0])
+
+
 class RotaryTable:
-    """Rotary position embedding over time, height, width: D-4·(D//6), 2·(D//6) and 2·(D//6) of a head's dims.
+    """Rotary position embedding over time, height and width (rope_dims).
 
     Time is the absolute latent frame, without limit. Tables are computed in float64, once per block of a
     rollout.
@@ -66,26 +85,28 @@ class RotaryTable:
 
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
-        spatial = 2 * (head_dim // 6)
-        self.axes_dim = (head_dim - 2 * spatial, spatial, spatial)
+        self.axes_dim = rope_dims(head_dim)
         self._last: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     @property
     def bands(self) -> dict[str, int]:
         """Consecutive bands of a head's dims, name -> size: one per time frequency, then height and width."""
-        time, height, width = self.axes_dim
-        periods = [2 * math.pi * ROPE_THETA ** (2 * i / time) for i in range(time // 2)]  # frames
-        named = {f"time, period {period:.{0 if period > 100 else 2}f} frames": 2 for period in periods}
-        return named | {"height": height, "width": width}
+        bands = {}
+        for frequency in time_frequencies(self.head_dim).tolist():
+            period, decimals = 2 * math.pi / frequency, 2  # frames
+            if period > 100:
+                decimals = 0
+            bands[f"time, period {period:.{decimals}f} frames"] = 2
+        _, height, width = self.axes_dim
+        return bands | {"height": height, "width": width}
 
     def freqs_cis(self, axis: int, positions: Tensor) -> Tensor:
         """Return exp(i position frequency) of each pair of dims along time (0), height (1) or width (2).
 
         positions [n] -> complex128 [n, axes_dim / 2].
         """
-        dim = self.axes_dim[axis]
-        exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
-        angles = torch.outer(positions.double(), 1 / ROPE_THETA**exponents)
+        frequencies = rope_frequencies(self.axes_dim[axis], device=positions.device)
+        angles = torch.outer(positions.double(), frequencies)
         return torch.polar(torch.ones_like(angles), angles)
 
     def __call__(

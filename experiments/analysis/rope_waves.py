@@ -19,22 +19,16 @@ from experiments.analysis.panels import BlockPanel, HeadMap, HeadPanel, PartsPan
 from experiments.analysis.stats import RESOLUTION, varying
 from experiments.caches.view import Profiles
 from wan.blocks import block_ranges
+from wan.keys import time_frequencies
 
 # Of Wan2.1 1.3B and 14B; 22 of its 64 complex pairs turn with time.
 WAN_HEAD_DIM = 128
 NUM_BANDS = 6  # of 22: the elbow of R² and of |E q| / E|q| in the real model
 
 
-def temporal_frequencies(head_dim: int, base: float = 10000.0) -> np.ndarray:
-    """Return the temporal RoPE frequencies of a head, in radians a latent frame, fastest first."""
-    # Wan gives height and width 2 (D // 6) channels each and time the rest; two make a frequency
-    count = (head_dim - 4 * (head_dim // 6)) // 2
-    return base ** (-np.arange(count) / count)
-
-
 def rope_coherence(distances: np.ndarray) -> np.ndarray:
     """Re C(Δ), the mean over Wan's temporal frequencies ω of cos(ω Δ), at distances [n] in latent frames."""
-    return np.cos(np.outer(distances, temporal_frequencies(WAN_HEAD_DIM))).mean(1)
+    return np.cos(np.outer(distances, time_frequencies(WAN_HEAD_DIM).numpy())).mean(1)
 
 
 def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -> list[tuple[int, float]]:
@@ -53,7 +47,7 @@ def fitted_frequencies(view: Profiles, longest_period: float) -> np.ndarray:
     """
     if view.quantity != "mean_logit" or view.head_dim is None or not view.context_frames:
         return np.empty(0)
-    frequencies = temporal_frequencies(view.head_dim)[:NUM_BANDS]
+    frequencies = time_frequencies(view.head_dim).numpy()[:NUM_BANDS]
     return frequencies[2 * np.pi / frequencies <= longest_period]
 
 

@@ -55,6 +55,7 @@ from wan.files import read_json
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule, add_noise
 from wan.vae import channels_last, patched
+from wan.wings.graphs import Recorder, Replay
 
 # --- Sizes of the models
 MODEL = ModelConfig(dim=192, ffn_dim=640, num_heads=12, num_layers=8, freq_dim=64, text_dim=64, text_len=64)
@@ -260,7 +261,7 @@ def fit(
         return [module.to(torch.bfloat16).requires_grad_(False) for module in copies]
 
     # 3. The loop. It ends after the stage's steps or minutes, whichever are over first.
-    call = CudaGraphs() if on_gpu else lambda kind, function: function()
+    call = CudaGraphs(stage.device) if on_gpu else lambda kind, function: function()
     step, curve, begin = 0, [], time.monotonic()
     while True:
         seconds = time.monotonic() - begin
@@ -298,9 +299,11 @@ class CudaGraphs:
     graph and 49 without.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.calls: Counter[str] = Counter()
-        self.graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.replays: dict[str, Replay] = {}
+        self.values: dict[str, Tensor] = {}  # what a call returned, in its graph's memory
 
     def __call__(self, kind: str, function: Callable[[], Tensor]) -> Tensor:
         self.calls[kind] += 1
@@ -311,14 +314,14 @@ class CudaGraphs:
                 value = function()
             current.wait_stream(side)
             return value
-        if kind not in self.graphs:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                value = function()
-            self.graphs[kind] = graph, value
-        graph, value = self.graphs[kind]
-        graph.replay()
-        return value
+        if kind not in self.replays:
+
+            def run() -> None:
+                self.values[kind] = function()
+
+            self.replays[kind] = Recorder(self.device).record(run)  # each kind has memory of its own
+        self.replays[kind]()
+        return self.values[kind]
 
 
 # --- Stage 1: the VAE, on short clips first, then on clips longer than it can see back

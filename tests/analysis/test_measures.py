@@ -20,11 +20,11 @@ from experiments.analysis.first_frame import (
 )
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.panels import choose_heads, table
-from experiments.analysis.rope_waves import Waves, fit_waves, temporal_frequencies
+from experiments.analysis.rope_waves import Waves, fit_waves
 from experiments.caches import load_cache
 from experiments.caches.files import CacheError
 from experiments.caches.view import open_profiles
-from wan.keys import RotaryTable, later_block, rotate
+from wan.keys import RotaryTable, later_block, rotate, time_frequencies
 from wan.reductions import temporal_means
 
 
@@ -236,7 +236,7 @@ def test_a_table_is_aligned_and_numbers_keep_four_digits():
 def some_waves(seed: int, heads: int = 3, bands: int = 4) -> Waves:
     draw = np.random.default_rng(seed).normal
     of_bands = draw(size=heads), draw(size=(heads, bands)), draw(size=(heads, bands))
-    return Waves(temporal_frequencies(128)[:bands], *of_bands)
+    return Waves(time_frequencies(128).numpy()[:bands], *of_bands)
 
 
 @settings(deadline=None, max_examples=8)
@@ -292,7 +292,7 @@ def test_means_before_rope_are_those_of_queries_and_keys(seed, block_sizes, star
     # each token its own, and all frames the same
     q, k = (torch.randn(1, 1, S, H, head_dim, generator=draw).expand(1, F, -1, -1, -1) for _ in range(2))
     rotated = [rotate(x.flatten(1, 2), *tables) for x in (q, k)]
-    temporal = 2 * len(temporal_frequencies(head_dim))
+    temporal = 2 * len(time_frequencies(head_dim))
     means = [temporal_means(x, range(start, start + F))[0].double().numpy() for x in rotated]
     for found, x in zip(means, (q, k), strict=True):
         expected = x[0, ..., :temporal].mean(1).transpose(0, 1).unflatten(-1, (-1, 2))

@@ -145,7 +145,7 @@ class Recorder:
                         graph.capture_end()  # else the stream records for ever, and the process has lost it
             except RuntimeError as error:
                 self.stream = None
-                message = f"layers run without CUDA graphs, since recording one failed: {one_line(error)}"
+                message = f"calls run without CUDA graphs, since recording one failed: {one_line(error)}"
                 warnings.warn(message, stacklevel=2)
                 return call
             finally:
