@@ -116,7 +116,9 @@ class Source:
 
 def as_source(value: Any) -> Any:
     """Return a mapping, as YAML has it, as a Source; anything else stays."""
-    return from_values(Source, value, "source: ") if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return from_values(Source, value, "source: ")
+    return value
 
 
 SourceOfRun = Annotated[Source, BeforeValidator(as_source)]
@@ -139,7 +141,7 @@ class Edit(ABC):
     passes: Passes
     branch: Literal["cond", "uncond"] | None = None  # of classifier-free guidance
 
-    def __new__(cls, *given: Any, **named: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if cls.__abstractmethods__:
             raise ConfigError(f"{cls.__name__} has no apply(): take one of {', '.join(KINDS)}, or write it")
         return super().__new__(cls)
@@ -147,10 +149,12 @@ class Edit(ABC):
     def __post_init__(self) -> None:
         check_fields(self)
         # Equal edits compare, hash and print alike: [3, 1, 3] is (1, 3), names of frames come behind numbers.
-        for each in fields(self):
-            if type(value := getattr(self, each.name)) is tuple and each.type != Direction:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if type(value) is tuple and setting.type != Direction:
                 numbers = sorted({n for n in value if isinstance(n, int)})
-                self._set(each.name, (*numbers, *dict.fromkeys(n for n in value if isinstance(n, str))))
+                names = dict.fromkeys(n for n in value if isinstance(n, str))
+                self._set(setting.name, (*numbers, *names))
         self.check()
 
     def _set(self, name: str, value: Any) -> None:
@@ -187,14 +191,20 @@ class Edit(ABC):
     @property
     def needs(self) -> str:
         """Name the data that the edit requires; most require none."""
-        return "its source as a RunInStep" if isinstance(getattr(self, "source", None), Source) else ""
+        if isinstance(getattr(self, "source", None), Source):
+            return "its source as a RunInStep"
+        return ""
 
     @property
     def files(self) -> list[str]:
         """Files that it reads: one of means, or a source's weights (a checkpoint, or "base")."""
         source = getattr(self, "source", None)
-        named = source.weights if isinstance(source, Source) else source
-        return [named] if named else []
+        file = source
+        if isinstance(source, Source):
+            file = source.weights
+        if file:
+            return [file]
+        return []
 
     def check_source(self, config: RunConfig) -> None:
         """Raise ConfigError, with the remedy, where a run cannot give it the file, prompt or run it needs."""
@@ -215,8 +225,8 @@ class Edit(ABC):
             raise ConfigError(f"source: {file} not found; {remedy}")
         if not isinstance(source, Source):
             return
-        own = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
-        if all(getattr(source, name) in (None, value) for name, value in own.items()):
+        run = {"prompt": config.prompt, "seed": config.seed, "weights": config.checkpoint_path or "base"}
+        if all(getattr(source, name) in (None, value) for name, value in run.items()):
             raise ConfigError(f"source: {source} is the run itself; name another prompt, seed or weights")
         if config.offload and source.weights is None:
             raise ConfigError(f"streamed layers cannot serve two runs in step; leave offload out for {self}")
@@ -248,7 +258,8 @@ class Edit(ABC):
     def check(self, plan: RolloutPlan | None = None) -> None:
         """Raise ConfigError where fields contradict each other or, with a plan, no call can be edited."""
         # 1. Of the edit alone.
-        if problem := self.conflict():
+        problem = self.conflict()
+        if problem:
             raise ConfigError(f"{type(self).__name__}: {problem}")
         if plan is None:
             return
@@ -268,17 +279,23 @@ class Edit(ABC):
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not at their defaults; one frame or index alone, several as a list."""
-        found = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.default is MISSING or value != each.default:
-                is_many = isinstance(value, tuple)
-                found[each.name] = value[0] if is_many and len(value) == 1 else [*value] if is_many else value
-        return found
+        values = {}
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.default is not MISSING and value == setting.default:
+                continue
+            if isinstance(value, tuple):
+                value = list(value)
+                if len(value) == 1:
+                    value = value[0]
+            values[setting.name] = value
+        return values
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON, which edit_from_dict reads."""
-        values = {name: x.to_dict() if isinstance(x, Source) else x for name, x in self.given().items()}
+        values = self.given()
+        if isinstance(values.get("source"), Source):
+            values["source"] = values["source"].to_dict()
         return {"edit": type(self).__name__.lower(), **values}
 
     def identity_values(self) -> dict[str, Any]:
@@ -300,11 +317,11 @@ def slots_in(call: Call, names: Frames) -> list[int]:
 
     ConfigError where a number or "first" meets a slot that holds another frame for each batch item.
     """
-    found = [n for n, named in enumerate(call.layout.names) if not named.isdisjoint(names)]
+    slots = [n for n, of_slot in enumerate(call.layout.names) if not of_slot.isdisjoint(names)]
     # "past" and "sink" mean the same slots in every batch item, whatever frames these hold.
     if set(names) - {"past", "sink"}:
-        check_items(call, found)
-    return found
+        check_items(call, slots)
+    return slots
 
 
 def check_items(call: Call, slots: Iterable[int]) -> None:
@@ -316,10 +333,10 @@ def check_items(call: Call, slots: Iterable[int]) -> None:
 
 def tokens_in(call: Call, slots: Sequence[int]) -> Tokens:
     """Return the tokens of slots among the keys, as an index."""
-    S, some = call.layout.tokens_per_slot, as_index(slots, call.k.device)
-    if isinstance(some, slice):
-        return slice(some.start * S, some.stop * S)
-    return (some[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
+    S, index = call.layout.tokens_per_slot, as_index(slots, call.k.device)
+    if isinstance(index, slice):
+        return slice(index.start * S, index.stop * S)
+    return (index[:, None] * S + torch.arange(S, device=call.k.device)).flatten()
 
 
 def replace_values(
@@ -328,8 +345,9 @@ def replace_values(
     """Replace q, k or v [B, tokens, heads, D] in this call; the cache is not changed."""
     # q, k and v may be views of the cache, which later calls read.
     x, columns = getattr(call, name).clone(), as_index(heads, call.q.device)
-    rows = tokens if isinstance(tokens, slice) or isinstance(columns, slice) else tokens[:, None]
-    x[:, rows, columns] = values.to(x.dtype)
+    if not isinstance(tokens, slice) and not isinstance(columns, slice):
+        tokens = tokens[:, None]
+    x[:, tokens, columns] = values.to(x.dtype)
     setattr(call, name, x)
 
 
@@ -340,9 +358,10 @@ def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, ne
         return new.clone()
     # Heads may be numbered from a shard's first one, and a call may have some of them alone.
     axis = SITES[where.site].split().index("H")
-    first = where.shard.heads.start if where.shard else 0
     numbers = where.of_heads or range(x.shape[axis])
-    here = [n for n, number in enumerate(numbers) if number + first in heads]
+    if where.shard:
+        numbers = [number + where.shard.heads.start for number in numbers]
+    here = [n for n, number in enumerate(numbers) if number in heads]
     index = (slice(None),) * axis + (as_index(here, x.device),)
     x = x.clone()
     x[index] = new[index]
@@ -381,7 +400,20 @@ def positions_of(call: Call, slots: Sequence[int]) -> list[int]:
     if any(slot.position == MIXED for slot in chosen):
         remedy = "move them by offset=, or take a policy that knows the position of every key"
         raise ConfigError(f"these keys stand at several positions: {remedy}")
-    return [slot.position if slot.is_rotated else 0 for slot in chosen]
+    positions = []
+    for slot in chosen:
+        if slot.is_rotated:
+            positions.append(slot.position)
+        else:
+            positions.append(0)
+    return positions
+
+
+def output_site(site: str, attention: Attention) -> str:
+    """Return the site of an attention's outputs where z is meant, else the site itself."""
+    if site == "z" and attention == "cross":
+        return "cross_z"
+    return site
 
 
 # --- The edits
@@ -400,11 +432,16 @@ class KeySelection(Edit):
 
     @property
     def kind(self) -> str:
-        return "self" if self.frames is not None else "cross"
+        if self.frames is None:
+            return "cross"
+        return "self"
 
     def apply(self, call: Call, where: ActivationSite, data: Any = None) -> Call | None:
         # 1. Which keys: slots of frames in self-attention, single tokens of the prompt in cross-attention.
-        slots = list(self.tokens or ()) if self.frames is None else slots_in(call, self.frames)
+        if self.frames is None:
+            slots, count = list(self.tokens or ()), call.k.shape[1]
+        else:
+            slots, count = slots_in(call, self.frames), len(call.layout.slots)
         if not slots:
             return None
         heads = torch.tensor(heads_in(self, call), dtype=torch.long)
@@ -412,8 +449,7 @@ class KeySelection(Edit):
             return call  # all of them are in other processes
         # 2. Edits of one call add up in one bias [H, slots], which its attention adds to the logits.
         if call.bias is None:
-            size = call.k.shape[1] if self.frames is None else len(call.layout.slots)
-            call.bias = KeyBias(torch.zeros(call.q.shape[2], size), call.k.shape[1] // size)
+            call.bias = KeyBias(torch.zeros(call.q.shape[2], count), call.k.shape[1] // count)
         call.bias.values[heads[:, None], torch.tensor(slots)] += self.b
         return call  # attention() raises ConfigError for a head that loses all its keys
 
@@ -457,11 +493,13 @@ class Ablate(Edit):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        return ("cross_z" if (self.site, self.attention) == ("z", "cross") else self.site,)
+        return (output_site(self.site, self.attention),)
 
     @property
     def needs(self) -> str:
-        return "means of outputs" if "mean" in self.how else super().needs
+        if "mean" in self.how:
+            return "means of outputs"
+        return super().needs
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
         if self.how == "zero":
@@ -470,7 +508,9 @@ class Ablate(Edit):
             return with_heads(x, where, self.heads, data.value(where))
         # A frame's mean stands in for each of its tokens: [B or 1, Fq, H, D] -> [B or 1, Lq, H, D].
         means = data.of(where)
-        means = send((where.shard.of(means) if where.shard else means).to(x.dtype), x.device)
+        if where.shard:
+            means = where.shard.of(means)
+        means = send(means.to(x.dtype), x.device)
         return with_heads(x, where, self.heads, means.repeat_interleave(x.shape[1] // means.shape[1], 1))
 
 
@@ -495,11 +535,13 @@ class Patch(Edit):
     def sites(self) -> tuple[str, ...]:
         if self.what in ("qk", "kv"):
             return super().sites
-        return ("cross_z" if (self.what, self.attention) == ("z", "cross") else self.what,)
+        return (output_site(self.what, self.attention),)
 
     @property
     def key_frames(self) -> Frames | None:
-        return (self.frames or ("past",)) if self.what == "kv" else None
+        if self.what == "kv":
+            return self.frames or ("past",)
+        return None
 
     def apply(self, x: Any, where: ActivationSite, data: Any = None) -> Any:
         if self.what not in ("qk", "kv"):
@@ -518,8 +560,8 @@ class Patch(Edit):
             chosen = slots or range(len(mine.slots))
             others = [n for n in chosen if mine.slots[n].by_item != theirs.slots[n].by_item]
             if mine.chosen and theirs.chosen and {*mine.chosen.slots} & {*chosen}:
-                one, other = mine.chosen.on_host, theirs.chosen.on_host
-                if not (torch.equal(one.frames, other.frames) and torch.equal(one.indices, other.indices)):
+                a, b = mine.chosen.on_host, theirs.chosen.on_host
+                if not (torch.equal(a.frames, b.frames) and torch.equal(a.indices, b.indices)):
                     others += mine.chosen.slots
             if others:
                 raise ConfigError(
@@ -649,9 +691,8 @@ class Steer(Edit):
     scale: Number = 1.0
 
     def __post_init__(self) -> None:
-        given: Any = self.direction
-        if isinstance(given, (Tensor, np.ndarray)):
-            self._set("direction", given.tolist())
+        if isinstance(self.direction, (Tensor, np.ndarray)):
+            self._set("direction", self.direction.tolist())
         super().__post_init__()
 
     @property
@@ -663,9 +704,8 @@ class Steer(Edit):
         return super().conflict()
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor:
-        size, given = x.shape[-1], len(self.direction)
-        if size != given:
-            raise ConfigError(f"{where}: the direction has {given} numbers, not {size}")
+        if len(self.direction) != x.shape[-1]:
+            raise ConfigError(f"{where}: the direction has {len(self.direction)} numbers, not {x.shape[-1]}")
         direction = send(torch.tensor(self.direction, dtype=x.dtype), x.device)
         return with_heads(x, where, self.heads, x + self.scale * direction)
 
@@ -701,20 +741,24 @@ class Custom(Edit):
         """Return the edit of a function, or of a class or object with such a method apply."""
         if isinstance(function, type):
             function = function()
-        applied = function if callable(function) else getattr(function, "apply", None)
-        problem = "" if callable(applied) else "is no function of x and where, and has no method apply"
-        with suppress(TypeError, ValueError):  # some functions of C do not say what they take
-            known = (
-                inspect.signature(getattr(applied, "forward", applied)).parameters.values() if applied else []
-            )
-            if not problem and not any(one.kind not in (one.KEYWORD_ONLY, one.VAR_KEYWORD) for one in known):
-                problem = "takes no argument: give it x, or x and where"
+        applied = function
+        if not callable(function):
+            applied = getattr(function, "apply", None)
+        problem = "is no function of x and where, and has no method apply"
+        if callable(applied):
+            problem = ""
+            with suppress(TypeError, ValueError):  # some functions of C do not say what they take
+                parameters = inspect.signature(getattr(applied, "forward", applied)).parameters.values()
+                if all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
+                    problem = "takes no argument: give it x, or x and where"
         if problem:
             raise ConfigError(f"an edit at {', '.join(self.sites)}: {short_repr(function)} {problem}")
         return replace(self, function=function)
 
     def apply(self, x: Tensor, where: ActivationSite, data: Any = None) -> Tensor | None:
-        function = self.function if callable(self.function) else self.function.apply
+        function = self.function
+        if not callable(function):
+            function = function.apply
         copied = x.clone()
         version = copied._version
         new = call_hook(function, copied, where)
@@ -729,12 +773,15 @@ class Custom(Edit):
         # A tensor of another shape or dtype would broadcast, or run on, and fail layers later.
         returned = f"a {type(new).__name__}"
         if isinstance(new, Tensor):
-            theirs, mine = ((list(each.shape), each.dtype, each.device) for each in (new, x))
-            is_plain = new.layout == torch.strided
-            if theirs == mine and is_plain and not new.isnan().any():
+            theirs, mine = ((list(y.shape), y.dtype, y.device) for y in (new, x))
+            if new.layout != torch.strided:
+                returned = f"a tensor of {new.layout}"
+            elif theirs != mine:
+                returned = "{} {} on {}, not {} {} on {}".format(*theirs, *mine)
+            elif new.isnan().any():
+                returned = "NaN"
+            else:
                 return new
-            returned = "NaN" if theirs == mine else "{} {} on {}, not {} {} on {}".format(*theirs, *mine)
-            returned = returned if is_plain else f"a tensor of {new.layout}"
         raise ConfigError(f"{self._code.__qualname__} at {where}: it returned {returned}")
 
     @property
@@ -781,8 +828,9 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     Raises ConfigError for a name, a field or a value that is not one.
     """
     remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
-    name: Any = values.get("edit") if isinstance(values, Mapping) else None
-    shown = short_repr(values if name is None else name)
+    name, shown = None, short_repr(values)
+    if isinstance(values, Mapping) and values.get("edit") is not None:
+        name, shown = values["edit"], short_repr(values["edit"])
     require_known(name, KINDS, f"edit {shown} is none; {remedy}")
     with in_context(name):
         return from_values(KINDS[name], {key: value for key, value in values.items() if key != "edit"})
@@ -802,9 +850,9 @@ def edits_of(values: Any, where: str) -> list[Edit]:
     if not isinstance(values, list):
         raise ConfigError(f"{where} holds no list of interventions; {FORM}")
     edits = []
-    for number, each in enumerate(values, 1):
+    for number, settings in enumerate(values, 1):
         with in_context(f"{where}: intervention {number}"):
-            edits.append(edit_from_dict(each))
+            edits.append(edit_from_dict(settings))
     return edits
 
 
@@ -813,7 +861,8 @@ def read_edits(path: str | Path) -> list[Edit]:
     values = read_yaml(path, "interventions", object, MAX_BYTES, FORM)
     if isinstance(values, Mapping) and [*values] == ["interventions"]:
         values = values["interventions"]
-    if not (edits := edits_of(values, str(path))):
+    edits = edits_of(values, str(path))
+    if not edits:
         raise ConfigError(f"{path} holds no intervention; {FORM}")
     return edits
 
@@ -889,18 +938,27 @@ class Edits(Watcher):
                 data.value(where)
             # Cache policies of heads make a call for some heads, which may be none of the edit's.
             if isinstance(x, Call) and x.of_heads is not None and not heads_in(edit, x):
-                heads = range(x.shard.total) if edit.heads is None else edit.heads
+                heads: Sequence[int] = range(x.shard.total)
+                if edit.heads is not None:
+                    heads = edit.heads
                 self.changed[number] += any(head not in x.shard.heads for head in heads)  # in other processes
                 continue
             self.reached[number] += isinstance(edit, Custom)
             # Code of one's own edits videos of a batch one by one, as if each were alone.
             is_own = isinstance(edit, Custom) or type(edit).__module__.partition(".")[0] not in OURS
-            parts = x.split(1) if is_own and isinstance(x, Tensor) else [x]
-            made = [edit.apply(part, where, data) for part in parts]
-            if any(new is not None for new in made):
+            parts = [x]
+            if is_own and isinstance(x, Tensor):
+                parts = list(x.split(1))
+            changed = False
+            for item, part in enumerate(parts):
+                new = edit.apply(part, where, data)
+                if new is not None:
+                    parts[item], changed = new, True
+            if changed:
                 self.changed[number] += 1
-                both = [part if new is None else new for part, new in zip(parts, made, strict=True)]
-                x = both[0] if len(both) == 1 else torch.cat(both)
+                x = parts[0]
+                if len(parts) > 1:
+                    x = torch.cat(parts)
         return x
 
 
@@ -915,13 +973,14 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
     if data is not None and not isinstance(data, Mapping):
         raise ConfigError(f"intervene: data {short_repr(data)} is no mapping of edits")
     # 1. at(...) without a function takes the argument behind it.
-    given, chosen = list(edits), list[Any]()
-    while given:
-        each = given.pop(0)
-        if isinstance(each, Custom) and each.function is None and given and not isinstance(given[0], Edit):
-            each = each(given.pop(0))
-        chosen.append(each)
-    is_edit = [isinstance(one, Edit) and getattr(one, "function", one) is not None for one in chosen]
+    remaining, chosen = list(edits), list[Any]()
+    while remaining:
+        edit = remaining.pop(0)
+        lacks_function = isinstance(edit, Custom) and edit.function is None
+        if lacks_function and remaining and not isinstance(remaining[0], Edit):
+            edit = edit(remaining.pop(0))
+        chosen.append(edit)
+    is_edit = [isinstance(edit, Edit) and getattr(edit, "function", edit) is not None for edit in chosen]
     if not chosen or not all(is_edit):
         raise ConfigError(
             f"intervene takes edits, at least one: {', '.join(KINDS)}; or at(...) and a function"
@@ -982,6 +1041,12 @@ def record_head_outputs(*sites: str) -> Iterator[HeadOutputs]:
                 recorded[key] = outputs.shard.gather(values, dim=2)
 
 
+def add_padded(a: Tensor, b: Tensor) -> Tensor:
+    """Add tensors [n, ...] of which one may be longer, as if the other one had zeros there."""
+    longest, ends = max(len(a), len(b)), [0, 0] * (a.ndim - 1)
+    return F.pad(a, (*ends, 0, longest - len(a))) + F.pad(b, (*ends, 0, longest - len(b)))
+
+
 @dataclass(frozen=True, eq=False)
 class ReferenceMeans:
     """Mean z over a reference set, per place of a frame in its block: float32 [offsets, H, D] by call."""
@@ -996,14 +1061,11 @@ class ReferenceMeans:
             for (key, _), means in run.means.items():
                 # 1. The first block may have fewer frames than others: each place has a count of its own.
                 count = torch.full((means.shape[1], *[1] * (means.ndim - 2)), float(len(means)))
-                more = means.sum(0), count
+                total = means.sum(0)
                 # 2. Add to the sums so far, padded to the longer block, [offsets, H, D].
-                if before := sums.get(key):
-                    longest = max(len(before[0]), len(count))
-                    ends = [*[0, 0] * (count.ndim - 1), 0]
-                    padded = [[F.pad(x, (*ends, longest - len(x))) for x in pair] for pair in (before, more)]
-                    more = padded[0][0] + padded[1][0], padded[0][1] + padded[1][1]
-                sums[key] = more
+                if key in sums:
+                    total, count = add_padded(sums[key][0], total), add_padded(sums[key][1], count)
+                sums[key] = total, count
         return cls({key: total / count for key, (total, count) in sums.items()})
 
     def of(self, where: ActivationSite) -> Tensor:
