@@ -5,7 +5,7 @@ and the call brings its KeyLayout. Kept values are computed beside the call from
 (wan/reductions.py).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -77,7 +77,6 @@ class CapturedCall(Mapping[str, Any]):
     @property
     def named(self) -> dict[str, Any]:
         """Site, pass and keys of the call, None for what is unknown; then its values."""
-        at, layout = self.at, self.layout
         facts: dict[str, Any] = {
             "layer_idx": call_index(self.site),
             "layer": self.site.layer,
@@ -86,18 +85,22 @@ class CapturedCall(Mapping[str, Any]):
             "k_shape": list(self.k_shape),
             "is_logits": self.is_logits,
         }
-        for name in ("block", "step", "timestep", "is_clean_pass", "branch", "model"):
-            facts[name] = None if at is None else getattr(at, name)
-        facts["query_frames"] = None if at is None else list(at.query_frames)
-        # An absent frame counts as clean.
-        levels = {} if at is None else dict(at.levels) or dict.fromkeys(at.query_frames, at.timestep)
-        facts |= {
-            "frame_timesteps": levels,
-            "key_frames": None if layout is None else list(layout.columns),  # of the columns of frame_logits
-            "slot_frame": None if layout is None else list(layout.frames),
-            "slot_position": None if layout is None else list(layout.positions),
-            "slot_tokens": None if layout is None else [layout.tokens_per_slot] * len(layout.slots),
-        }
+        of_pass = ("block", "step", "timestep", "is_clean_pass", "branch", "model")
+        facts |= dict.fromkeys((*of_pass, "query_frames")) | {"frame_timesteps": {}}
+        if self.at is not None:
+            facts |= {name: getattr(self.at, name) for name in of_pass}
+            facts["query_frames"] = list(self.at.query_frames)
+            # An absent frame counts as clean.
+            levels = dict(self.at.levels) or dict.fromkeys(self.at.query_frames, self.at.timestep)
+            facts["frame_timesteps"] = levels
+        facts |= dict.fromkeys(("key_frames", "slot_frame", "slot_position", "slot_tokens"))
+        if self.layout is not None:
+            facts |= {
+                "key_frames": list(self.layout.columns),  # of the columns of frame_logits
+                "slot_frame": list(self.layout.frames),
+                "slot_position": list(self.layout.positions),
+                "slot_tokens": [self.layout.tokens_per_slot] * len(self.layout.slots),
+            }
         for name in ("token_logits", "token_probabilities"):
             if name in self.values:
                 facts["attn_weights"] = self.values[name]
@@ -188,9 +191,9 @@ class CaptureRequest:
         object.__setattr__(self, "queries", queries)
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
         of_frames = self.granularity == "frame" and "self" in self.kinds
-        kind, known = self.granularity, ("token", "key", "frame", "map")
-        if kind not in known:
-            raise ConfigError(f"granularity {kind!r} is not one of {', '.join(known)}")
+        kind, granularities = self.granularity, ("token", "key", "frame", "map")
+        if kind not in granularities:
+            raise ConfigError(f"granularity {kind!r} is not one of {', '.join(granularities)}")
         if not {*self.kinds} <= {*get_args(Kind)}:
             raise ConfigError(f"kinds {self.kinds} may hold {', '.join(get_args(Kind))}")
         if kind == "key" and not self.is_logits:
@@ -232,6 +235,7 @@ class CaptureRequest:
 
 
 MASS_OF = {"cross": "cross_mass", "cross_image": "image_mass"}  # of every token, where there are no frames
+MATRIX = {True: "token_logits", False: "token_probabilities"}  # by is_logits
 
 
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
@@ -241,14 +245,16 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if call.mask is not None or any(call.around) or any(call.around_q):
         return _masked_values(request, call)
     q, k = call.q, call.k
-    on_host = None if call.bias is None else call.bias.per_token()
-    bias = None if on_host is None else send(on_host, q.device)
+    on_host: Tensor | None = None
+    bias: Tensor | None = None
+    if call.bias is not None:
+        on_host = call.bias.per_token()
+        bias = send(on_host, q.device)
     # 2. Matrices and curves of tokens need no frames.
     if request.granularity == "token":
-        name = "token_logits" if request.is_logits else "token_probabilities"
         matrix = reductions.token_matrix(q, k, request.is_logits, request.token_dtype, bias)
         attended = _attended((*matrix.shape[:2], 1, matrix.shape[3]), on_host, q.device)
-        return {name: matrix} | attended | reductions.key_names(call.layout, k)
+        return {MATRIX[request.is_logits]: matrix} | attended | reductions.key_names(call.layout, k)
     if request.granularity == "key":
         curve = reductions.with_bias(reductions.key_curve(q, k), bias)
         attended = _attended(curve.shape, on_host, q.device)
@@ -263,15 +269,18 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         mass = reductions.token_mass(q, k, num_query_frames, bias)
         return {MASS_OF[call.site.kind]: mass} | _attended(mass.shape, on_host, q.device)
     layout = call.layout
-    bands = list(RotaryTable(q.shape[-1]).bands.values()) if request.rope_bands else []
+    bands = []
+    if request.rope_bands:
+        bands = list(RotaryTable(q.shape[-1]).bands.values())
     values = reductions.frame_values(
         q, k, call.lse, layout, num_query_frames, request.mass, bands, call.bias, call.tails
     )
     # 5. Means of q and of the block's own k before RoPE, from which curves over distance follow.
     if request.query_key_means and call.at is not None:
-        S, own = layout.tokens_per_slot, [n for n in layout.own if layout.frames[n] in call.at.query_frames]
-        positions = [layout.positions[n] for n in own]
-        own_k = k.unflatten(1, (-1, S))[:, own[0] : own[-1] + 1].flatten(1, 2)
+        S = layout.tokens_per_slot
+        slots = [n for n in layout.own if layout.frames[n] in call.at.query_frames]
+        positions = [layout.positions[n] for n in slots]
+        own_k = k[:, slots[0] * S : (slots[-1] + 1) * S]
         values["query_means"] = reductions.temporal_means(q, positions)
         values["key_means"] = reductions.temporal_means(own_k, positions)
     return values
@@ -303,7 +312,7 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if call.bias is not None:
         bias = send(F.pad(call.bias.per_token(), (before, behind)), k.device)
     if request.granularity == "token":
-        name = "token_logits" if request.is_logits else "token_probabilities"
+        name = MATRIX[request.is_logits]
         return {name: reductions.token_matrix(call.q, k, request.is_logits, request.token_dtype, bias, mask)}
     keys = slice(before, k.shape[1] - behind)
     rows = slice(call.around_q[0], call.q.shape[1] - call.around_q[1])
@@ -336,28 +345,18 @@ def _masked_maps(
     request: CaptureRequest, call: Call, at: Pass, parts: tuple[Tensor, Tensor, Any, Any], keys: slice
 ) -> dict[str, Tensor]:
     """_map_values of such a call: its q, k, mask and bias, and the keys that are of frames."""
-    heads = list(range(call.q.shape[2])) if request.heads is None else list(request.heads)
-    check_indices("head", heads, call.q.shape[2])
+    heads = _heads_of(request, range(call.q.shape[2]), call.q.shape[2])
     q, k, mask, bias = parts
-    q, k, bias = select(q, heads, 2), select(k, heads, 2), None if bias is None else select(bias, heads, 0)
+    q, k, bias = select(q, heads, 2), select(k, heads, 2), _selected(bias, heads, 0)
     if mask is not None and mask.shape[1] > 1:
         mask = select(mask, heads, 1)
     if call.site.kind != "self":
-        found = (
-            part.softmax(-1)[..., : request.num_words].half()
-            for part in reductions.scaled_logits(q, k, bias, mask)
-        )
-        return {"word_map": torch.cat([*found], 2)}
+        return {"word_map": word_map(q, k, request.num_words, bias, mask)}
     queries, S = queries_of(request.queries, at.query_frames), call.layout.tokens_per_slot
     check_indices("token", [query.token for query in queries if query.token != ALL], S)
     logits, masses = [], []
     for query in queries:
-        first = 0 if query.frame == ALL else at.query_frames.index(query.frame) * S
-        rows = slice(first, first + S)
-        if query.frame == ALL:
-            rows = slice(0, q.shape[1])
-        elif query.token != ALL:
-            rows = slice(first + query.token, first + query.token + 1)
+        rows = _rows_of(query, at.query_frames, S, q.shape[1])
         sums, pairs, mass = reductions.visible_sums(
             q[:, rows], k, 1, reductions.rows_of_mask(mask, rows), bias
         )
@@ -370,23 +369,51 @@ def _masked_maps(
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:
     """Return what a request for maps keeps of a call, whose bias [H, Lk] is on the host."""
     shard = call.shard
-    heads = list(shard.heads) if request.heads is None else list(request.heads)
-    check_indices("head", heads, shard.total)
+    heads = _heads_of(request, shard.heads, shard.total)
     if not shard.is_whole and heads != sorted(heads):
         raise ConfigError(f"several GPUs keep maps of heads in ascending order, not of {heads}")
     # Every process keeps its own heads; gathering puts them one behind the other.
     here = shard.local(heads)
-    some = here or [0]  # a process without any of them keeps maps of 0 heads
-    q, k = select(call.q, some, 2), select(call.k, some, 2)
-    of_heads = None if bias is None else select(bias, some, 0)
-    added = None if of_heads is None else send(of_heads, q.device)
+    computed = here or [0]  # a process without any of them keeps maps of 0 heads
+    q, k, bias = select(call.q, computed, 2), select(call.k, computed, 2), _selected(bias, computed, 0)
+    on_device = None
+    if bias is not None:
+        on_device = send(bias, q.device)
     if call.site.kind != "self":
-        values = {"word_map": word_map(q, k, request.num_words, added)}
+        values = {"word_map": word_map(q, k, request.num_words, on_device)}
     else:
-        S, lse = call.layout.tokens_per_slot, None if call.lse is None else select(call.lse, some, 1)
-        values = key_maps(q, k, lse, request.queries, at.query_frames, S, added)
-        values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), of_heads, q.device)
-    return values if here else {n: x if n == "map_queries" else x[:, :0] for n, x in values.items()}
+        S, lse = call.layout.tokens_per_slot, _selected(call.lse, computed, 1)
+        values = key_maps(q, k, lse, request.queries, at.query_frames, S, on_device)
+        values |= _attended((*values["map_mass"].shape[:2], 1, k.shape[1]), bias, q.device)
+    if not here:
+        for name in values.keys() - {"map_queries"}:
+            values[name] = values[name][:, :0]
+    return values
+
+
+def _heads_of(request: CaptureRequest, here: range, count: int) -> list[int]:
+    """Return the heads of a request for maps, those here where it names none; ConfigError beyond count."""
+    if request.heads is None:
+        return list(here)
+    check_indices("head", request.heads, count)
+    return list(request.heads)
+
+
+def _selected(x: Tensor | None, numbers: Sequence[int], dim: int) -> Tensor | None:
+    """select() of a tensor that may be absent."""
+    if x is None:
+        return None
+    return select(x, numbers, dim)
+
+
+def _rows_of(query: MapQuery, query_frames: Sequence[int], tokens: int, length: int) -> slice:
+    """Return the rows of a query among length queries of frames of so many tokens."""
+    if query.frame == ALL:
+        return slice(0, length)
+    first = query_frames.index(query.frame) * tokens
+    if query.token == ALL:
+        return slice(first, first + tokens)
+    return slice(first + query.token, first + query.token + 1)
 
 
 def key_maps(
@@ -404,38 +431,42 @@ def key_maps(
     was left out. Mass is times tokens_per_slot; logits that were left out are NaN.
     """
     # 1. Which rows of q the queries of this call are: frame f holds rows f·S to f·S + S - 1.
-    found = queries_of(queries, query_frames)
+    queries = queries_of(queries, query_frames)
     S = q.shape[1] // len(query_frames)
-    check_indices("token", [query.token for query in found if query.token != ALL], S)
-    shape = (q.shape[0], q.shape[2], len(found), k.shape[1])
+    check_indices("token", [query.token for query in queries if query.token != ALL], S)
+    shape = (q.shape[0], q.shape[2], len(queries), k.shape[1])
     logits, mass = (torch.empty(shape, dtype=torch.float16, device=q.device) for _ in range(2))
     # 2. Single tokens: their rows of the softmax are formed.
-    alone = [row for row, query in enumerate(found) if query.token != ALL]
-    places = [query_frames.index(found[row].frame) * S + found[row].token for row in alone]
-    number = 0
-    for rows in reductions.scaled_logits(select(q, places, 1), k, bias) if alone else ():
-        for of_token, of_mass in zip(rows.unbind(2), rows.softmax(-1).unbind(2), strict=True):
-            logits[:, :, alone[number]] = reductions.absent(of_token)
-            mass[:, :, alone[number]] = of_mass * tokens_per_slot
-            number += 1
+    alone = [row for row, query in enumerate(queries) if query.token != ALL]
+    if alone:
+        places = [query_frames.index(queries[row].frame) * S + queries[row].token for row in alone]
+        rows_left = iter(alone)
+        for part in reductions.scaled_logits(select(q, places, 1), k, bias):
+            for of_token, of_mass in zip(part.unbind(2), part.softmax(-1).unbind(2), strict=True):
+                row = next(rows_left)
+                logits[:, :, row] = reductions.absent(of_token)
+                mass[:, :, row] = of_mass * tokens_per_slot
     # 3. Whole frames or calls: means over their queries, without the matrix.
-    for row, query in enumerate(found):
+    for row, query in enumerate(queries):
         if query.token == ALL:
-            first = 0 if query.frame == ALL else query_frames.index(query.frame) * S
-            some = slice(first, q.shape[1] if query.frame == ALL else first + S)
-            of_rows = None if lse is None else lse[:, :, some]
-            means, columns = reductions.key_token_means(q[:, some], k, of_rows, bias)
+            rows = _rows_of(query, query_frames, S, q.shape[1])
+            lse_rows = None
+            if lse is not None:
+                lse_rows = lse[:, :, rows]
+            means, columns = reductions.key_token_means(q[:, rows], k, lse_rows, bias)
             logits[:, :, row], mass[:, :, row] = means, columns * tokens_per_slot
-    return {"map_logits": logits, "map_mass": mass, "map_queries": torch.tensor(found)}
+    return {"map_logits": logits, "map_mass": mass, "map_queries": torch.tensor(queries)}
 
 
-def word_map(q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None) -> Tensor:
+def word_map(
+    q: Tensor, k: Tensor, num_words: int | None, bias: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Softmax of cross-attention of every query on the first words -> float16 [B, H, Lq, words].
 
     DAAM's map (arXiv 2210.04885). num_words None keeps all text tokens, padding too.
     """
-    rows = (part.softmax(-1)[..., :num_words].half() for part in reductions.scaled_logits(q, k, bias))
-    return torch.cat([*rows], 2)
+    parts = reductions.scaled_logits(q, k, bias, mask)
+    return torch.cat([part.softmax(-1)[..., :num_words].half() for part in parts], 2)
 
 
 # --- Heads of one layer that see keys of their own, as one call
@@ -461,7 +492,8 @@ def items_of(calls: Sequence[Call]) -> Iterator[tuple[Sequence[Call], int | None
 
     A frame that some item lacks has no column of its own then, as in that item's run alone.
     """
-    if any(call.layout is not None and call.layout.differs for call in calls):
+    is_batch = len(calls[0].q) > 1
+    if is_batch and any(call.layout is not None and call.layout.differs for call in calls):
         for item in range(len(calls[0].q)):
             yield [call.of_item(item) for call in calls], item
     else:
@@ -502,27 +534,32 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
         if layout is None or layout.chosen or at is None or at.parts:
             return 0
         requests = [request for request in self.requests if request.wants(site, at)]
-        weighs = any(request.granularity == "frame" and request.mass for request in requests)
-        return len(layout.slots) if weighs else 0
+        if any(request.granularity == "frame" and request.mass for request in requests):
+            return len(layout.slots)
+        return 0
 
     @torch.no_grad()
     def observe(self, call: Call) -> None:
         """Compute and keep what is requested of a finished call."""
-        for part in call.parts() if call.at is not None and call.at.parts else (call,):
-            asked = [request for request in self.requests if request.wants(part.site, part.at)]
-            if not asked:
+        parts: Iterable[Call] = (call,)
+        if call.at is not None and call.at.parts:
+            parts = call.parts()
+        for part in parts:
+            requests = [request for request in self.requests if request.wants(part.site, part.at)]
+            if not requests:
                 continue
-            for [one], item in items_of([part]) if len(part.q) > 1 else [([part], None)]:
-                layout, shapes = one.layout and one.layout.on_host, (one.q.shape, one.k.shape)
-                for request in asked:
-                    self._keep(one, values_of(request, one), *shapes, layout, item)
+            for [of_item], item in items_of([part]):
+                layout = of_item.layout and of_item.layout.on_host
+                for request in requests:
+                    values = values_of(request, of_item)
+                    self._keep(of_item, values, of_item.q.shape, of_item.k.shape, layout, item)
 
     @torch.no_grad()
     def observe_groups(self, calls: Sequence[Call]) -> None:
         """Keep frame values of heads with keys of their own as of one call; NaN for frames a head lacks."""
         if calls and self.wants(calls[0].site):
-            for own, item in items_of(calls) if len(calls[0].q) > 1 else [(calls, None)]:
-                self._observe_groups(own, item)
+            for of_item, item in items_of(calls):
+                self._observe_groups(of_item, item)
 
     def _observe_groups(self, calls: Sequence[Call], item: int | None) -> None:
         for request in self.requests:
@@ -612,7 +649,9 @@ class AttentionCapture:
         """
         self.disable()
         check_indices("call index", layer_indices, num_layers or 1 << 30)
-        indices = None if layer_indices is None else frozenset(layer_indices)
+        indices = None
+        if layer_indices is not None:
+            indices = frozenset(layer_indices)
         request = CaptureRequest(
             kinds=("self", "cross"), is_logits=capture_logits, call_indices=indices, num_calls=num_layers
         )
