@@ -90,15 +90,17 @@ UMT5_TO_TRANSFORMERS = {
 
 def renamed(state: StateDict, table: Mapping[str, str]) -> StateDict:
     """Replace prefixes of names by a table, in which N stands for a block's number; keep other names."""
-    found: StateDict = {}
+    new_state: StateDict = {}
     for name, tensor in state.items():
+        general, number = name, "N"
         in_block = re.match(r"((?:encoder\.)?blocks?)\.(\d+)\.", name)
-        general = f"{in_block[1]}.N.{name[in_block.end() :]}" if in_block else name
-        if old := next((old for old in table if general.startswith(old)), None):
-            general = table[old] + general[len(old) :]
-            name = general.replace(".N.", f".{in_block[2]}.") if in_block else general
-        found[name] = tensor
-    return found
+        if in_block:
+            general, number = f"{in_block[1]}.N.{name[in_block.end() :]}", in_block[2]
+        old = next((old for old in table if general.startswith(old)), None)
+        if old is not None:
+            name = (table[old] + general[len(old) :]).replace(".N.", f".{number}.")
+        new_state[name] = tensor
+    return new_state
 
 
 def to_diffusers_names(state: StateDict) -> StateDict:
@@ -125,10 +127,15 @@ PARTS = {
 
 def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = False) -> Path:
     """Return the path of a file, or of a model directory. Raise CheckpointError where there is none."""
-    if not (Path(path).is_dir() if is_folder else Path(path).is_file()):
-        mini = f"; or --config_path {MINIATURE}, whose weights are here" * hint.startswith(DOWNLOAD_HINT)
-        raise CheckpointError(f"{'model directory ' * is_folder}{path} not found; run: {hint}{mini}")
-    return Path(path)
+    path, name = Path(path), str(path)
+    exists = path.is_file()
+    if is_folder:
+        exists, name = path.is_dir(), f"model directory {path}"
+    if not exists:
+        if hint.startswith(DOWNLOAD_HINT):
+            hint += f"; or --config_path {MINIATURE}, whose weights are here"
+        raise CheckpointError(f"{name} not found; run: {hint}")
+    return path
 
 
 def is_native(ckpt_dir: str | Path) -> bool:
@@ -143,29 +150,39 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
     text_len is not diffusers' to say, nor text_dim the original's: 512 and 4096 unless the file has them.
     """
     native = is_native(ckpt_dir)
-    path = Path(ckpt_dir) / ("config.json" if native else "transformer/config.json")
+    path, kind = Path(ckpt_dir) / "transformer/config.json", "WanTransformer3DModel of diffusers"
+    if native:
+        path, kind = Path(ckpt_dir) / "config.json", "WanModel of Wan2.1"
     config = read_json(require_file(path), CheckpointError)
-    kind = "WanModel of Wan2.1" if native else "WanTransformer3DModel of diffusers"
     with in_context(f"{path} is not the config of a {kind}", CheckpointError):
         if not native:
             table = {"num_heads": "num_attention_heads", "in_dim": "in_channels", "out_dim": "out_channels"}
             config |= {ours: config[theirs] for ours, theirs in table.items() if theirs in config}
             heads, dim = config.get("num_heads"), config.get("attention_head_dim")
-            config["dim"] = heads * dim if type(heads) is type(dim) is int else dim
-        known = [each.name for each in fields(ModelConfig)]
-        return from_values(ModelConfig, {name: config[name] for name in known if name in config})
+            config["dim"] = dim
+            if type(heads) is type(dim) is int:
+                config["dim"] = heads * dim
+        names = [field.name for field in fields(ModelConfig)]
+        return from_values(ModelConfig, {name: config[name] for name in names if name in config})
 
 
 def part_file(ckpt_dir: str | Path, part: str) -> Path:
     """Return the weights of a part of a model directory: one file, or the index of its shards."""
-    path = Path(ckpt_dir) / PARTS[part][0 if is_native(ckpt_dir) else 1]
+    native, of_diffusers = PARTS[part]
+    path = Path(ckpt_dir) / of_diffusers
+    if is_native(ckpt_dir):
+        path = Path(ckpt_dir) / native
     index = path.with_name(f"{path.name}.index.json")
-    return index if index.is_file() else require_file(path)
+    if index.is_file():
+        return index
+    return require_file(path)
 
 
 def encoder_files(ckpt_dir: str | Path) -> tuple[Path, Path]:
     """Return all that prompt embeddings depend on: umT5's weights, and the folder of the tokenizer."""
-    tokenizer = Path(ckpt_dir) / (TOKENIZER_DIR if is_native(ckpt_dir) else "tokenizer")
+    tokenizer = Path(ckpt_dir) / "tokenizer"
+    if is_native(ckpt_dir):
+        tokenizer = Path(ckpt_dir) / TOKENIZER_DIR
     return part_file(ckpt_dir, "text_encoder"), require_file(tokenizer, is_folder=True)
 
 
@@ -213,12 +230,13 @@ def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
     """
     # diffusers' layout holds umT5 and the VAE under the names of the classes that run.
     native, state = is_native(ckpt_dir), read_weights_file(part_file(ckpt_dir, part))
-    if part == "transformer":
-        return state if native else to_native_names(state)
+    if part == "transformer" and not native:
+        return to_native_names(state)
     if part == "text_encoder":
         state = dequantise(state)  # ComfyUI's umT5 comes in scaled FP8
-        return renamed(state, UMT5_TO_TRANSFORMERS) if native else state
-    if not native:
+        if native:
+            return renamed(state, UMT5_TO_TRANSFORMERS)
+    if part != "vae" or not native:
         return state
     from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
@@ -246,7 +264,7 @@ def shards(path: Path) -> list[Path]:
 
 # Step counts and losses beside the weights, as training scripts save them: numbers of numpy, and no more
 SCALAR = np.float64(0).__reduce__()[0]
-NUMPY_NUMBERS: list[Any] = [
+NUMPY_NUMBERS = [
     np.dtype,
     *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
     *((SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
@@ -264,7 +282,10 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
     for file in shards(Path(path)):
         numpys = torch.serialization.safe_globals(NUMPY_NUMBERS)
         with library_reads(require_file(file), CheckpointError, "get it again"), numpys:
-            state |= load_file(file) if file.suffix == ".safetensors" else load_tensors(file)
+            if file.suffix == ".safetensors":
+                state |= load_file(file)
+            else:
+                state |= load_tensors(file)
     return state
 
 
@@ -368,16 +389,16 @@ class LoadReport:
     ignored: str = ""
 
     def __str__(self) -> str:
-        prefixes = ", ".join(f"{lead}* of {count}" for lead, count in self.prefixes.items())
-        parts = [
-            f"{self.file}: {self.loaded} tensors of {self.container}",
-            f"{self.names} names",
-            prefixes and f"without the prefix {prefixes}",
-            self.quantised,
-            self.merged,
-            f"ignored: {self.ignored}" if self.ignored else "nothing ignored",
-        ]
-        return one_line("; ".join(filter(None, parts)))
+        parts = [f"{self.file}: {self.loaded} tensors of {self.container}", f"{self.names} names"]
+        if self.prefixes:
+            prefixes = ", ".join(f"{lead}* of {count}" for lead, count in self.prefixes.items())
+            parts.append(f"without the prefix {prefixes}")
+        parts += filter(None, (self.quantised, self.merged))
+        if self.ignored:
+            parts.append(f"ignored: {self.ignored}")
+        else:
+            parts.append("nothing ignored")
+        return one_line("; ".join(parts))
 
 
 def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, LoadReport]:
@@ -387,21 +408,23 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     that use_ema asks for). Raise CheckpointError for any other file.
     """
     # 1. The state dict, in the file itself or in one of its entries, which may hold one in turn.
-    report, state, where, aside = (
-        LoadReport(Path(path).name),
-        read_weights_file(path),
-        list[str](),
-        list[str](),
-    )
-    order = (*EMA, *CONTAINERS) if use_ema else (*CONTAINERS, *EMA)
-    while chosen := next((name for name in order if isinstance(state.get(name), dict)), None):
-        others = {str(name): value for name, value in state.items() if name != chosen}
-        aside += [f"{n} ({len(x)})" if isinstance(x, dict) else n for n, x in others.items()]
-        state, where = state[chosen], [*where, chosen]
+    report, state = LoadReport(Path(path).name), read_weights_file(path)
+    where, ignored = list[str](), list[str]()
+    order, wanted = (*CONTAINERS, *EMA), "generator"
+    if use_ema:
+        order, wanted = (*EMA, *CONTAINERS), EMA[0]
+    while any(isinstance(state.get(name), dict) for name in order):
+        chosen = next(name for name in order if isinstance(state.get(name), dict))
+        for name, value in state.items():
+            if name != chosen and isinstance(value, dict):
+                ignored.append(f"{name} ({len(value)})")
+            elif name != chosen:
+                ignored.append(str(name))
+        state = state[chosen]
+        where.append(chosen)
     if where:
         report.container = ".".join(where)
         if where[0] in {*EMA, "generator"} and (where[0] in EMA) != use_ema:
-            wanted = EMA[0] if use_ema else "generator"
             warnings.warn(f"{path} holds no {wanted}; its {where[0]} is used", stacklevel=3)
     # Counters of training beside the weights, numpy's too, are left aside
     numbers = [name for name, value in state.items() if isinstance(value, Number | str | None)]
@@ -412,27 +435,29 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
             f"{path} holds no state dict of tensors, but: {names}; expected weights by name, perhaps within "
             f"{', '.join((*EMA, *CONTAINERS))}"
         )
-    report.ignored = ", ".join([*aside, *map(str, numbers)])
+    report.ignored = ", ".join([*ignored, *map(str, numbers)])
     state = {name: value for name, value in state.items() if name not in numbers}
 
     # 2. Names without what training wrappers put before or into them.
-    found: StateDict = {}
+    weights: StateDict = {}
     for name, tensor in state.items():
         if str(name).endswith("scaled_fp8"):  # marks ComfyUI's files
             continue
         inner = WRAPPERS.sub("", str(name))
+        report.prefixes.update(list(dict.fromkeys(WRAPPERS.findall(str(name)))))
         lead = LEAD.match(inner)[0]  # type: ignore[index]  # which matches nothing, too
-        report.prefixes.update([*dict.fromkeys(WRAPPERS.findall(str(name))), *[lead] * bool(lead)])
+        if lead:
+            report.prefixes[lead] += 1
         bare = inner.removeprefix(lead)
-        if bare in found:
+        if bare in weights:
             raise CheckpointError(f"{path} has two keys for {bare}, such as {name}")
-        found[bare] = tensor
+        weights[bare] = tensor
     # 3. Native names, and weights of floating point.
-    if any(name.startswith(("condition_embedder.", "proj_out.")) for name in found):
-        report.names, found = "diffusers'", to_native_names(found)
-    found = dequantise(found, report)
-    report.loaded = len(found)
-    return found, report
+    if any(name.startswith(("condition_embedder.", "proj_out.")) for name in weights):
+        report.names, weights = "diffusers'", to_native_names(weights)
+    weights = dequantise(weights, report)
+    report.loaded = len(weights)
+    return weights, report
 
 
 # --- FP8 as ComfyUI stores it: W = q · scale, one scale a weight, or none where values were only rounded
@@ -454,22 +479,22 @@ def dequantise(state: StateDict, report: LoadReport | None = None) -> StateDict:
     """
     if not any(tensor.dtype in FP8 for tensor in state.values()):
         return state
-    found: StateDict = {}
+    weights: StateDict = {}
     stored: Counter[str] = Counter()
     for name, tensor in state.items():
         if name.endswith(SCALES + NOT_WEIGHTS):
             continue
         if tensor.dtype in FP8:
-            names = [name.removesuffix(".weight") + end for end in SCALES]
-            scale = next((state[one].float() for one in names if one in state), torch.ones(()))
             stored[str(tensor.dtype).removeprefix("torch.")] += 1
-            rows = scale.reshape(-1, *[1] * (tensor.ndim - 1)) if scale.numel() > 1 else scale.reshape(())
-            tensor = (tensor.float() * rows).to(torch.bfloat16)
-        found[name] = tensor
+            names = [name.removesuffix(".weight") + end for end in SCALES]
+            scales = [state[key].float() for key in names if key in state] or [torch.ones(())]
+            scale = scales[0].reshape(-1, *[1] * (tensor.ndim - 1))  # one of all, or one a row
+            tensor = (tensor.float() * scale).to(torch.bfloat16)
+        weights[name] = tensor
     parts = ", ".join(f"{count} tensors of {dtype}" for dtype, count in stored.items())
     if report is not None:
         report.quantised = f"{parts} dequantised to bfloat16"
-    return found
+    return weights
 
 
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
@@ -521,10 +546,13 @@ class LoRA:
         alphas = sorted({*self.alphas.values()})
         parts = []
         for name, numbers in (("rank", ranks), ("alpha", alphas)):
-            ends = dict.fromkeys((*numbers[:1], *numbers[-1:]))
-            parts += [f"{name} {' to '.join(f'{number:g}' for number in ends)}"] * bool(numbers)
-        parts += [f"{len(self.diffs)} whole changes"] * bool(self.diffs)
-        parts += [f"strength {self.strength:g}"] * (self.strength != 1)
+            if numbers:
+                ends = dict.fromkeys((numbers[0], numbers[-1]))
+                parts.append(f"{name} {' to '.join(f'{number:g}' for number in ends)}")
+        if self.diffs:
+            parts.append(f"{len(self.diffs)} whole changes")
+        if self.strength != 1:
+            parts.append(f"strength {self.strength:g}")
         return f"{self.file} merged into {len(self.pairs)} layers ({', '.join(parts)})"
 
 
@@ -549,26 +577,24 @@ def lora_of(
     halves: tuple[StateDict, StateDict] = {}, {}
     alphas, diffs, strange, in_comfy = dict[str, float](), dict[str, Tensor](), list[str](), False
     for name, value in state.items():
-        if kind := next(
-            (kind for kind, parts in OTHER_KINDS.items() if any(p in str(name) for p in parts)), ""
-        ):
-            raise CheckpointError(
-                f"{path} holds a {kind} ({name}), not a LoRA; merge it into the weights first"
-            )
+        for kind, parts in OTHER_KINDS.items():
+            if any(part in str(name) for part in parts):
+                remedy = "merge it into the weights first"
+                raise CheckpointError(f"{path} holds a {kind} ({name}), not a LoRA; {remedy}")
         bare = PEFT.sub("", WRAPPERS.sub("", str(name)), count=1)
-        if match := KOHYA.fullmatch(bare):
-            layer = KOHYA_LAYERS.get(match[3], match[3])
-            bare = ".".join(filter(None, (match[1], match[2], layer, match[4])))
+        of_kohya = KOHYA.fullmatch(bare)
+        if of_kohya:
+            layer = KOHYA_LAYERS.get(of_kohya[3], of_kohya[3])
+            bare = ".".join(filter(None, (of_kohya[1], of_kohya[2], layer, of_kohya[4])))
         stem, dot, end = bare.rpartition(".")
-        match = LORA_KEY.fullmatch(bare)
-        layer = native_layer(match[1] if match else stem)
-        if match:
-            halves[match[2] in ("lora_B", "lora_up")][layer] = value
-            in_comfy |= match[2] in ("lora_down", "lora_up")
+        half = LORA_KEY.fullmatch(bare)
+        if half:
+            halves[half[2] in ("lora_B", "lora_up")][native_layer(half[1])] = value
+            in_comfy |= half[2] in ("lora_down", "lora_up")
         elif end == "alpha":
-            alphas[layer] = float(value)
+            alphas[native_layer(stem)] = float(value)
         elif dot + end in DIFFS:
-            diffs[f"{layer}{DIFFS[dot + end]}"] = value
+            diffs[f"{native_layer(stem)}{DIFFS[dot + end]}"] = value
         else:
             strange.append(str(name))
     if strange:
@@ -589,11 +615,14 @@ def lora_of(
     others = {value for value in alphas.values() if alpha not in (None, value)}
     lacking = [layer for layer in pairs if layer not in alphas]
     if others or (lacking and alpha is None and not in_comfy):
-        said = (
-            " and ".join(f"{value:g}" for value in sorted({*others, *([alpha] if alpha else [])})) or "none"
-        )
-        raise CheckpointError(f"{path} and lora_alpha say alpha {said}; give one lora_alpha in the config")
-    alphas |= {layer: float(len(pairs[layer][0]) if alpha is None else alpha) for layer in lacking}
+        if alpha:
+            others.add(alpha)
+        values = " and ".join(f"{value:g}" for value in sorted(others)) or "none"
+        raise CheckpointError(f"{path} and lora_alpha say alpha {values}; give one lora_alpha in the config")
+    for layer in lacking:
+        alphas[layer] = float(len(pairs[layer][0]))
+        if alpha is not None:
+            alphas[layer] = float(alpha)
     return LoRA(Path(path).name, pairs, {layer: alphas[layer] for layer in pairs}, diffs, strength)
 
 
@@ -613,12 +642,12 @@ def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
     merged, along, size, noise = dict(state), 0.0, 0.0, 0.0
     for name, change in lora.changes():
         layer = name.removesuffix(".weight")
-        if name not in state or state[name].shape != change.shape:
-            has = list(state[name].shape) if name in state else "nothing"
-            raise CheckpointError(
-                f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {has} there; give a LoRA "
-                "of this model"
-            )
+        shape = "nothing"
+        if name in state:
+            shape = str(list(state[name].shape))
+        if shape != str(list(change.shape)):
+            problem = f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {shape} there"
+            raise CheckpointError(f"{problem}; give a LoRA of this model")
         weight, square = state[name].float(), float(change.square().sum())
         merged[name] = weight + change
         along, size = along + float((weight * change).sum()), size + square
@@ -644,8 +673,8 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(part_file(source, "transformer").name, loaded=len(state))
         state = dequantise(state, report)
-    for each in config.loras:
-        lora = read_lora(each.path, each.rank, each.alpha, each.strength)
+    for settings in config.loras:
+        lora = read_lora(settings.path, settings.rank, settings.alpha, settings.strength)
         state = merge_lora(state, lora, Path(source).name)
         report.merged = "; ".join(filter(None, [report.merged, str(lora)]))
     return state, report
@@ -696,19 +725,24 @@ def assign(
             if state[name].shape != wanted[name].shape
         ],
     }
-    found = [
-        f"{len(names)} of {len(wanted)} keys {what}: {', '.join(names[:3])}{' ...' * (len(names) > 3)}"
-        for what, names in problems.items()
-        if names
-    ]
-    if found:
-        raise CheckpointError(f"{source} does not fit the model: {'; '.join(found)}")
+    lines = []
+    for problem, names in problems.items():
+        shown = ", ".join(names[:3])
+        if len(names) > 3:
+            shown += " ..."
+        if names:
+            lines.append(f"{len(names)} of {len(wanted)} keys {problem}: {shown}")
+    if lines:
+        raise CheckpointError(f"{source} does not fit the model: {'; '.join(lines)}")
     # 2. Several weights move at a time: one is read from disk while another is copied to the GPU.
     device = torch.empty(0, device=device).device  # with the number that other threads do not know
     moving = {id(tensor): tensor for tensor in state.values()}  # one with two names moves once
     becomes = {x.dtype: dtype or x.dtype for x in moving.values()}
-    travels = {x: min(x, to, key=lambda one: one.itemsize) for x, to in becomes.items()}  # the fewer bytes
-    with ThreadPoolExecutor(1 if device.type == "cpu" else MOVES_AT_ONCE) as pool:
+    travels = {x: min(x, to, key=lambda dtype: dtype.itemsize) for x, to in becomes.items()}  # fewer bytes
+    at_once = MOVES_AT_ONCE
+    if device.type == "cpu":
+        at_once = 1
+    with ThreadPoolExecutor(at_once) as pool:
         moves = pool.map(lambda x: x.to(travels[x.dtype]).to(device).to(becomes[x.dtype]), moving.values())
         moved = dict(zip(moving, moves, strict=True))
     model.load_state_dict({name: moved[id(x)] for name, x in state.items()}, assign=True)
