@@ -358,7 +358,7 @@ def with_heads(x: Tensor, where: ActivationSite, heads: Sequence[int] | None, ne
         return new.clone()
     # Heads may be numbered from a shard's first one, and a call may have some of them alone.
     axis = SITES[where.site].split().index("H")
-    numbers = where.of_heads or range(x.shape[axis])
+    numbers = list(where.of_heads or range(x.shape[axis]))
     if where.shard:
         numbers = [number + where.shard.heads.start for number in numbers]
     here = [n for n, number in enumerate(numbers) if number in heads]
@@ -691,8 +691,9 @@ class Steer(Edit):
     scale: Number = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.direction, (Tensor, np.ndarray)):
-            self._set("direction", self.direction.tolist())
+        direction: object = self.direction
+        if isinstance(direction, (Tensor, np.ndarray)):
+            self._set("direction", direction.tolist())
         super().__post_init__()
 
     @property
@@ -828,7 +829,7 @@ def edit_from_dict(values: Mapping[str, Any]) -> Edit:
     Raises ConfigError for a name, a field or a value that is not one.
     """
     remedy = "write {edit: knockout, frames: first, passes: denoise, ...}"
-    name, shown = None, short_repr(values)
+    name, shown = "", short_repr(values)
     if isinstance(values, Mapping) and values.get("edit") is not None:
         name, shown = values["edit"], short_repr(values["edit"])
     require_known(name, KINDS, f"edit {shown} is none; {remedy}")
