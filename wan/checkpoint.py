@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -264,11 +264,8 @@ def shards(path: Path) -> list[Path]:
 
 # Step counts and losses beside the weights, as training scripts save them: numbers of numpy, and no more
 SCALAR = np.float64(0).__reduce__()[0]
-NUMPY_NUMBERS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-    np.dtype,
-    *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"},
-    *((SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
-]
+NUMPY_NUMBERS: list[Any] = [np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
+NUMPY_NUMBERS += [(SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
 
 
 def read_weights_file(path: str | Path) -> dict[Any, Any]:
