@@ -15,7 +15,7 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from os.path import isfile
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from experiments.caches.files import (
     RunError,
@@ -75,19 +75,27 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
 
 def explained(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for an error."""
-    # Loaded only where several processes make one rollout. One of them prints the reason
+    # 1. Several processes make one rollout: one of them prints the reason
     group = sys.modules.get("wan.wings.parallel")
-    if group is not None and (trouble := group.trouble_with_others(error)):
-        if trouble == "lost":  # the other process, or its launcher, prints the reason
-            return "another process of this rollout has ended", LOST
+    trouble = group.trouble_with_others(error) if group is not None else ""
+    if trouble == "lost":  # the other process, or its launcher, prints the reason
+        return "another process of this rollout has ended", LOST
+    if group is not None and trouble:
         return f"another process of this rollout did not answer in {group.TIMEOUT.seconds} s", 1
+    # 2. What a user can mend
+    if isinstance(error, StoppedError):
+        return str(error), 130
+    if isinstance(error, RunError):
+        return str(error), 1
     if isinstance(error, UserError):
-        return str(error), 130 if isinstance(error, StoppedError) else 1 if isinstance(error, RunError) else 2
+        return str(error), 2
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
-    if isinstance(error, OSError):  # of a file; or of Dask, which says where no scheduler answers
-        named = f"{error.filename or 'a file'}: " if error.errno is not None else ""
-        return one_line(f"{named}{error.strerror or error}"), 2
+    if isinstance(error, OSError) and error.errno is not None:
+        return one_line(f"{error.filename or 'a file'}: {error.strerror or error}"), 2
+    if isinstance(error, OSError):  # of Dask, which says where no scheduler answers
+        return one_line(error), 2
+    # 3. What nobody foresaw
     how = "please report it with the traceback, which --debug prints"
     message = OF_CLASSES.get(type(error).__name__, f"unexpected {type(error).__name__}: {{reason}}: {how}")
     return one_line(message.format(reason=reason_of(error))), 1
@@ -135,8 +143,6 @@ class Parser(argparse.ArgumentParser):
     names flags that a script does not offer; their values are None.
     """
 
-    LIMITED: ClassVar = {int: whole_number, float: finite_number}
-
     def __init__(self, without: Sequence[str] = (), **options: Any):
         self.without = without
         # No abbreviations: --prompt of a script without it would mean --prompt_embeds
@@ -144,11 +150,12 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="also print the traceback of an error")
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        if (name := names[0].removeprefix("--")) in self.without:
+        name = names[0].removeprefix("--")
+        if name in self.without:
             self.set_defaults(**{name: None})
             return argparse.Action([], name)
-        if options.get("type") in self.LIMITED:
-            options["type"] = self.LIMITED[options["type"]]
+        if options.get("type") is int:
+            options["type"] = whole_number
         return super().add_argument(*names, **options)
 
     def exclude(self, *names: str) -> None:
@@ -161,32 +168,45 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         """Raises CacheError where an output flag names an input, ConfigError for words that are no text."""
-        # 1. Words that are no text would fail in the middle of a run, when a file's name is printed
         words = sys.argv[1:] if args is None else list(args)
-        for before, word in zip(["", *words], words, strict=False):
-            require_text(word, before if before.startswith("-") else "a word")
-            flag, has_value, value = word.partition("=") if word[:2] == "--" else (before, True, word)
-            if has_value and not value.strip() and flag not in ("--prompt", "--negative_prompt"):
-                self.error(f"a word behind {flag} is empty; leave it out")  # it would be passed over
-        found = super().parse_args(words, namespace)
-        # 2. Whatever names an existing file is an input, also behind FIELD=
+        self.check_words(words)
+        parsed = super().parse_args(words, namespace)
+        # Whatever names an existing file is an input, also behind FIELD=
         inputs, outputs = list[str](), list[str]()
-        for name, value in vars(found).items():
-            texts = [str(one) for one in (value if isinstance(value, list) else [value]) if one]
+        for name, value in vars(parsed).items():
+            values = value if isinstance(value, list) else [value]
+            texts = [str(item) for item in values if item]
             if name in OUTPUT_FLAGS:
                 outputs += texts
-            else:
-                inputs += [path for text in texts for path in (text, text.partition("=")[2]) if isfile(path)]
+                continue
+            for text in texts:
+                inputs += [path for path in (text, text.partition("=")[2]) if isfile(path)]
         require_distinct(outputs, inputs)
-        found.inputs, found.words = inputs, words  # words are for the processes of --gpus
-        return found
+        parsed.inputs, parsed.words = inputs, words  # words are for the processes of --gpus
+        return parsed
+
+    def check_words(self, words: Sequence[str]) -> None:
+        """Refuse words that are no text, which would fail when a name is printed, and empty ones.
+
+        An empty word would be passed over in silence, as if the flag were not there.
+        """
+        flag = ""
+        for word in words:
+            require_text(word, flag or "a word")
+            value: str | None = word
+            if word.startswith("--"):
+                flag, equals, value = word.partition("=")
+                if not equals:
+                    value = None
+            if value is not None and not value.strip() and flag not in ("--prompt", "--negative_prompt"):
+                self.error(f"a word behind {flag} is empty; leave it out")
 
     def error(self, message: str) -> NoReturn:
-        named, _, words = message.partition("unrecognized arguments: ")
-        flags = [one for action in self._actions for one in action.option_strings]
-        unknown = next((word for word in words.split() if word.startswith("--")), "")
-        if not named and get_close_matches(unknown, flags, 1):
-            message += did_you_mean(unknown, flags)
+        before, _, words = message.partition("unrecognized arguments: ")
+        unknown = [word for word in words.split() if word.startswith("--")]
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        if not before and unknown and get_close_matches(unknown[0], flags, 1):
+            message += did_you_mean(unknown[0], flags)
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
