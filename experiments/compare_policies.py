@@ -11,7 +11,6 @@ the first one. docs/long_rollouts.md says what the numbers are.
 from dataclasses import replace
 from itertools import product
 
-from experiments.caches.mp4 import require_ffmpeg
 from experiments.running import cli
 from experiments.running.cli import config_from, count, count_or_none, main, run_parser
 
@@ -39,8 +38,6 @@ def run(argv=None):
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240, vae_dtype="float32")
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
-    if args.videos or args.vbench_dir:
-        require_ffmpeg("write none by --videos 0, without --vbench_dir")
     args.controls = list(CONTROLS) if args.controls is None else args.controls
     config, scenes = config_from(args), {}
     config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)

@@ -25,7 +25,7 @@ from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, require_writable, save_report
-from experiments.caches.mp4 import mp4_tag, write_mp4
+from experiments.caches.mp4 import mp4_tag, require_ffmpeg, write_mp4
 from experiments.configs import policy_settings
 from experiments.extraction.video import decoded_blocks, to_pixels
 from experiments.memory import kv_cache
@@ -330,6 +330,8 @@ class PolicyRuns:
 # --- From flags to a table
 def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
+    if args.videos or args.vbench_dir:
+        require_ffmpeg("write none by --videos 0, without --vbench_dir")
     planned = plan(args, runs, scenes)
     path = planned.folder / TABLE
     with (
