@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
@@ -46,6 +47,7 @@ from experiments.running.cli import unique_slugs
 from experiments.running.engine import Results, cached, called, dask_client, work_through
 from experiments.session import Session, capturing, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
+from wan.capture import CapturedCall
 from wan.checkpoint import describe_files
 from wan.config import RunConfig
 from wan.errors import ConfigError
@@ -96,8 +98,9 @@ def held_out(count: int) -> dict[str, Scene]:
     # Twice as many of each kind: some captions repeat.
     by_kind = [held_out_scenes(kinds, 2 * count) for kinds in SETS.values()]
     scenes: dict[str, Scene] = {}
-    for scene in (scene for row in zip(*by_kind, strict=True) for scene in row):
-        scenes.setdefault(scene.caption, scene)
+    for row in zip(*by_kind, strict=True):
+        for scene in row:
+            scenes.setdefault(scene.caption, scene)
     return dict(list(scenes.items())[:count])
 
 
@@ -111,18 +114,20 @@ def measure(
     """
 
     def short(value: float) -> float | None:
-        return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
+        if not np.isfinite(value):
+            return None
+        return float(f"{value:.{DIGITS}g}")
 
-    found: dict[str, Any] = {
+    measures: dict[str, Any] = {
         "seconds": {name: [short(x) for x in values] for name, values in drift.per_second(pixels).items()},
         "whole": {name: short(value) for name, value in drift.summaries(pixels).items()},
     }
     if scene is not None:
         answers = judge_seconds(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, scene)
-        found["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
+        measures["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
     for file, shortest in mp4s.items():
         write_mp4(pixels, file, tag=about["name"], shortest=shortest)
-    Results(folder).write(about["name"], {**about, **found})
+    Results(folder).write(about["name"], {**about, **measures})
 
 
 # --- What is compared
@@ -173,16 +178,18 @@ class PolicyRuns:
     @cached_property
     def items(self) -> list[Item]:
         """All videos, grouped by policy."""
-        controls = {label: {"control": label} for label in self.controls} if self.scenes else {}
-        paths = {str(one["file"]) for one in self.policies.values() if one.get("file")}
-        classes = {path: describe_files([path]) for path in paths}  # CSVs of head classes
-        # Prompt -> its name in files, where VBench reads it; disks take names of 255 bytes.
-        # VBench reads the prompt from the file's name.
+        settings_of = dict(self.policies)
+        if self.scenes:
+            settings_of |= {label: {"control": label} for label in self.controls}
+        # VBench reads the prompt from the file's name; disks take names of 255 bytes.
         names = unique_slugs({run.prompt: run.prompt.replace("/", " ") for run in self.runs}, PROMPT_BYTES)
-        shown, found = list(names)[: self.videos], list[Item]()
-        for label, settings in (*self.policies.items(), *controls.items()):
-            # What an item's name depends on: settings, and the content of the policy's CSV.
-            own = {"policy": dict(settings), "classes": classes.get(str(settings.get("file")))}
+        shown = list(names)[: self.videos]
+        items = []
+        for label, settings in settings_of.items():
+            # What an item's name depends on: settings, and the content of the policy's CSV of head classes.
+            policy: dict[str, Any] = {"policy": dict(settings), "classes": None}
+            if settings.get("file"):
+                policy["classes"] = describe_files([str(settings["file"])])
             file, seeds = label.replace("/", "_"), Counter[str]()
             for run in self.runs:
                 scene, index, mp4s = self.scenes.get(run.prompt), seeds[run.prompt], {}
@@ -192,20 +199,19 @@ class PolicyRuns:
                 if self.vbench is not None:
                     mp4s[self.vbench / file / f"{names[run.prompt]}-{index}.mp4"] = 1
                 about = {"prompt": run.prompt, "seed": run.seed, "scene": scene and asdict(scene)}
-                name = fingerprint(self.identity, **own, **about)
-                found.append(Item(label, settings, run, name, mp4s))
-        return found
+                name = fingerprint(self.identity, **policy, **about)
+                items.append(Item(label, settings, run, name, mp4s))
+        return items
 
     def groups(self) -> dict[str, Group]:
         """Return items of one policy that are made together, by the name of the group."""
-        found: dict[str, Group] = {}
-        # Items of a policy stand together.
+        groups = {}
         for _, of_label in groupby(self.items, key=lambda item: item.label):
             items = list(of_label)
             for start in range(0, len(items), self.batch):
-                some = items[start : start + self.batch]
-                found[fingerprint({"items": [item.name for item in some]})] = Group(some)
-        return found
+                group = items[start : start + self.batch]
+                groups[fingerprint({"items": [item.name for item in group]})] = Group(group)
+        return groups
 
     def is_done(self, name: str, group: Group) -> bool:
         return all(map(self.has, group.items))
@@ -228,9 +234,11 @@ class PolicyRuns:
         """
         watch.log("rollout", videos=str(group))
         assert self.session is not None
-        session, items = self.session.here(cached), group.items
+        session = self.session.here(cached)
         on_gpu = session.device.type == "cuda"
-        judges = workers_of(self.judges if self.judges is not None or on_gpu else 0)
+        judges = self.judges
+        if judges is None and not on_gpu:
+            judges = 0
 
         def load_vae() -> VAE:
             # the decoder's convolutions are always of one size
@@ -238,93 +246,104 @@ class PolicyRuns:
             dtype = choose_dtype(self.vae_dtype, session.device)
             return VAE.from_pretrained(session.config.ckpt_dir, dtype, session.device)
 
-        # Each judge has one core; threads of NumPy would fight for it.
+        # 1. Processes that judge have one core each; threads of NumPy would fight for it.
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are about to start
+        judges = workers_of(judges)
         pool = cached("judges", str(judges), lambda: EvalPool(judges, "spawn"))
+        # 2. Make the videos.
         with deterministic() if self.deterministic else nullcontext():
             vae = cached("vae", fingerprint(self.identity), load_vae)
-            pixels, cost = self._rolled_out(session, vae, items)
-        # Other processes measure the videos of a group at the same time.
+            control = group.items[0].settings.get("control")
+            if control is None:
+                videos, cost = self._roll_out(session, vae, group.items)
+            else:
+                videos, cost = self._control(session, vae, control, group.items), {}
+        # 3. Measure those of a group at the same time.
         measured = []
-        for item, video in zip(items, pixels, strict=True):
-            if not self.has(item):
-                prompt, seed = item.config.prompt, item.config.seed
-                about = {"label": item.label, "name": item.name, "prompt": prompt, "seed": seed, "cost": cost}
-                scene = self.scenes.get(prompt)
-                measured.append(pool.submit(measure, video, scene, about, self.store.folder, item.mp4s))
+        for item, video in zip(group.items, videos, strict=True):
+            if self.has(item):
+                continue
+            prompt, seed = item.config.prompt, item.config.seed
+            about = {"label": item.label, "name": item.name, "prompt": prompt, "seed": seed, "cost": cost}
+            scene = self.scenes.get(prompt)
+            measured.append(pool.submit(measure, video, scene, about, self.store.folder, item.mp4s))
         for future in measured:
             future.result()
 
-    def _rolled_out(
+    def _roll_out(
         self, session: Session, vae: VAE, items: Sequence[Item], num_frames: int | None = None
     ) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Make videos uint8 [T, H, W, 3] of a policy or a control; return them and their cost."""
-        first, control = items[0].config, items[0].settings.get("control")
-        if control is not None:
-            return self._control(session, vae, control, items), {}
-        config = replace(first, cache_policy=dict(items[0].settings), **NO_WINDOW)
+        """Make videos uint8 [T, H, W, 3] of a policy; return them and their cost.
+
+        num_frames: latent frames of a video that is cut short, whose attention is not kept.
+        """
+        # 1. A pipeline of the policy. Each video has the noise of its own generator, whatever the batch.
+        config = replace(items[0].config, cache_policy=dict(items[0].settings), **NO_WINDOW)
         pipeline = pipeline_of(session.pipeline.model, config)
         configs = [item.config for item in items]
-        # Each video has the noise of its own generator: it is the same in a batch of any size.
         noise = seeded_noise(configs, session.model_config, session.dtype, session.device)
-        text = torch.cat([session.texts[one.prompt][0] for one in configs])
-        capture = self.capture if num_frames is None else BlockCapture()
-        requests, seconds = capture.requests(capture.blocks(len(first.block_sizes))), list[float]()
+        text = torch.cat([session.texts[config.prompt][0] for config in configs])
+        capture = self.capture
+        if num_frames is not None:
+            capture = BlockCapture()
+        requests = capture.requests(capture.blocks(len(config.block_sizes)))
+        # 2. Roll out and decode; time the blocks alone, and save the attention of each.
+        seconds: list[float] = []
         on_gpu = session.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(session.device)
-        with (
-            threads_for(torch.empty(1, *noise.shape[1:]), session.model_config),
-            capturing(requests) as calls,
-        ):
 
-            def blocks() -> Iterator[torch.Tensor]:
-                """Yield the latents of each block, timed without the decoder; save its attention."""
-                start = time.monotonic()
-                for number, (_, latents) in enumerate(pipeline.blocks(noise, text, num_frames=num_frames)):
-                    if on_gpu:
-                        torch.cuda.synchronize(session.device)
-                    seconds.append(time.monotonic() - start)
-                    for row, item in enumerate(items if calls else ()):
+        def timed_blocks(calls: list[CapturedCall]) -> Iterator[Tensor]:
+            start = time.monotonic()
+            for number, (_, latents) in enumerate(pipeline.blocks(noise, text, num_frames=num_frames)):
+                if on_gpu:
+                    torch.cuda.synchronize(session.device)
+                seconds.append(time.monotonic() - start)
+                if calls:
+                    for row, item in enumerate(items):
                         capture.save(self.attention(item), number, calls, item.name, row)
                     calls.clear()
-                    yield latents
-                    start = time.monotonic()
+                yield latents
+                start = time.monotonic()  # without the decoder
 
-            pixels = torch.cat(list(decoded_blocks(vae, blocks())), 1).numpy()
-        # The first block is left out: it compiles and warms up.
-        few = max(1, len(seconds) // 10)  # medians of a tenth of the blocks
+        one_video = torch.empty(1, *noise.shape[1:])
+        with threads_for(one_video, session.model_config), capturing(requests) as calls:
+            pixels = torch.cat(list(decoded_blocks(vae, timed_blocks(calls))), 1).numpy()
+        # 3. The cost: medians of a tenth of the blocks. The first block compiles and warms up.
+        few = max(1, len(seconds) // 10)
+        early = seconds[1 : 1 + few] or seconds
         cost: dict[str, Any] = {
             "seconds": round(sum(seconds), 6),
             "last_block_seconds": round(float(np.median(seconds[-few:])), 6),
-            "first_block_seconds": round(float(np.median(seconds[1 : 1 + few] or seconds)), 6),
+            "first_block_seconds": round(float(np.median(early)), 6),
+            "batch": len(items),
+            # What the cache holds for one video, not what the allocator does.
+            "cache_bytes": kv_cache(config, session.model_config, session.dtype),
         }
+        if policy_of(config).by_heads:  # how many heads are of which class shows in the rollout alone
+            cost["cache_bytes"] = pipeline.cache_bytes // len(items)
         if on_gpu:
             cost["peak_bytes"] = torch.cuda.max_memory_allocated(session.device)
-        # What the cache holds for one video, not what the allocator does.
-        held = kv_cache(config, session.model_config, session.dtype)
-        if policy_of(config).by_heads:  # how many heads are of which class shows in the rollout alone
-            held = pipeline.cache_bytes // len(items)
-        return list(pixels), cost | {"batch": len(items), "cache_bytes": held}
+        return list(pixels), cost
 
     def _control(self, session: Session, vae: VAE, control: str, items: Sequence[Item]) -> list[np.ndarray]:
         """Return the first frame for ever, or the scenes as rendered, or those after the VAE."""
         first = items[0].config
         length = 1 + VIDEO_FRAMES_PER_LATENT * (first.num_frames - 1)
         if control == "frozen":
-            whole = [replace(item, settings={"name": FULL}) for item in items]
-            videos, _ = self._rolled_out(session, vae, whole, first.num_frame_per_block)
+            with_past = [replace(item, settings={"name": FULL}) for item in items]
+            videos, _ = self._roll_out(session, vae, with_past, first.num_frame_per_block)
             return [np.repeat(video[:1], length, 0) for video in videos]
-        found: dict[str, np.ndarray] = {}
+        by_prompt: dict[str, np.ndarray] = {}
         for prompt in dict.fromkeys(item.config.prompt for item in items):
             # -1..1 -> 0..1, with a batch of one: [1, T, 3, H, W]
             video = render(self.scenes[prompt], length, 8 * first.height)[None] / 2 + 0.5
             if control == "vae":
                 latents = vae.encode(video.to(session.device))
-                found[prompt] = torch.cat(list(decoded_blocks(vae, latents.split(3, 1))), 1)[0].numpy()
+                by_prompt[prompt] = torch.cat(list(decoded_blocks(vae, latents.split(3, 1))), 1)[0].numpy()
             else:
-                found[prompt] = to_pixels(video)[0].numpy()
-        return [found[item.config.prompt] for item in items]
+                by_prompt[prompt] = to_pixels(video)[0].numpy()
+        return [by_prompt[item.config.prompt] for item in items]
 
 
 # --- From flags to a table
@@ -375,10 +394,11 @@ def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, 
         vae_dtype=args.vae_dtype,
         deterministic=args.deterministic,
     )
+    # No two files of one name, and none that the disk refuses: the longest of each folder is tried now.
     videos = [path for item in planned.items for path in item.mp4s]
-    if twins := [path for path, count in Counter(videos).items() if count > 1]:
-        raise ConfigError(f"two of --policies would write {twins[0]}; rename a file of one")
-    # The longest name of each folder is tried now: a disk refuses names of over 255 bytes.
+    for path, count in Counter(videos).items():
+        if count > 1:
+            raise ConfigError(f"two of --policies would write {path}; rename a file of one")
     longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
     for path in (*(folder / TABLE for folder in folders), *longest.values()):
         require_writable(path)
@@ -395,22 +415,20 @@ def prepared(planned: PolicyRuns, batch: int | None, watch: Progress | None = No
 def with_session(session: Session, planned: PolicyRuns, batch: int | None) -> PolicyRuns:
     """Return the plan with the weights and files that a session has read."""
     plain = replace(planned.runs[0], prompt="", seed=0)
-    return replace(
-        planned,
-        session=session,
-        identity=session.identity(plain, vae=vae_files(plain), vae_dtype=planned.vae_dtype),
-        batch=batch or (GPU_BATCH if session.device.type == "cuda" else CPU_BATCH),
-    )
+    if batch is None:
+        batch = GPU_BATCH if session.device.type == "cuda" else CPU_BATCH
+    made_of = session.identity(plain, vae=vae_files(plain), vae_dtype=planned.vae_dtype)
+    return replace(planned, session=session, identity=made_of, batch=batch)
 
 
 def merged(comparison: PolicyRuns) -> dict[str, Any]:
     """Return all items of a comparison as one table: policies, prompts, seeds, and a row for each video."""
-    read = [comparison.store.read(item.name) for item in comparison.items]
-    rows = [row for row in read if row is not None and "seconds" in row]
-    # A policy's cost is that of its first batch.
+    results = [comparison.store.read(item.name) for item in comparison.items]
+    rows = [row for row in results if row is not None and "seconds" in row]
     costs: dict[str, Any] = {}
     for row in rows:
-        if cost := row.pop("cost"):
+        cost = row.pop("cost")
+        if cost:  # a policy's cost is that of its first batch
             costs.setdefault(row["label"], cost)
     prompts = list(dict.fromkeys(run.prompt for run in comparison.runs))
     scenes = [comparison.scenes[prompt] for prompt in prompts if prompt in comparison.scenes]
@@ -422,7 +440,7 @@ def merged(comparison: PolicyRuns) -> dict[str, Any]:
         "model": comparison.runs[0].model,
         "num_frames": comparison.runs[0].num_frames,
         "weights_sha256": comparison.identity.get("weights_sha256", ""),
-        "missing": len(read) - len(rows),
+        "missing": len(results) - len(rows),
         "costs": costs,
         "videos": rows,
     }

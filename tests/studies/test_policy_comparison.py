@@ -58,8 +58,8 @@ def test_every_policy_and_control_has_every_video(made):
 
 def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, tiny, monkeypatch):
     (folder, table), calls = made, []
-    rolled_out = PolicyRuns._rolled_out
-    monkeypatch.setattr(PolicyRuns, "_rolled_out", lambda *a, **k: calls.append(1) or rolled_out(*a, **k))
+    rolled_out = PolicyRuns._roll_out
+    monkeypatch.setattr(PolicyRuns, "_roll_out", lambda *a, **k: calls.append(1) or rolled_out(*a, **k))
     assert compare(tiny, folder)["videos"] == table["videos"] and not calls
     torn = folder / "items" / f"{table['videos'][0]['name']}.json"
     torn.write_text(torn.read_text()[:100])
