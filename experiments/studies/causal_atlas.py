@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,17 @@ def measure(runs: Runs, edits: Mapping[Any, EditOfBlock]) -> dict[Any, Tensor]:
 
     def under(edit_of: EditOfBlock) -> Callable[[int, Denoise], Tensor | None]:
         def denoised(block: int, denoise: Denoise) -> Tensor | None:
-            if (edit := edit_of(block)) is None:
+            edit = edit_of(block)
+            if edit is None:
                 return None
             # A warning for each block and unit would bury the progress.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # a block without such keys is NaN
                 with intervene(edit, data={edit: _needed(runs, edit)}) as active:
                     x0 = denoise()
-            return x0 if active.changed[0] else None
+            if not active.changed[0]:
+                return None
+            return x0
 
         return denoised
 
@@ -114,28 +118,32 @@ def denoised_again(
     runs: Runs, ways: Mapping[Any, Callable[[int, Denoise], Tensor | None]]
 ) -> dict[Any, Tensor]:
     """Denoise every block in other ways over the unedited past -> effects float64 [B, F]; None is NaN."""
-    found = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in ways}
+    effects = {name: torch.full(runs.between_seeds.shape, torch.nan, dtype=torch.float64) for name in ways}
 
     def probe(block: int, denoise: Denoise) -> None:
-        # The past stays the unedited one: what is found is the direct effect of this block's edit.
-        own = slice(runs.ranges[block].start, runs.ranges[block].stop)
+        # The past stays the unedited one: the difference is the direct effect of this block's edit.
+        frames = slice(runs.ranges[block].start, runs.ranges[block].stop)
         for name, way in ways.items():
-            if (x0 := way(block, denoise)) is not None:
-                found[name][:, own] = distance(x0, runs.latents[:, own])
+            x0 = way(block, denoise)
+            if x0 is not None:
+                effects[name][:, frames] = distance(x0, runs.latents[:, frames])
 
     runs.rollout(probe=probe)
-    return {name: values / runs.between_seeds for name, values in found.items()}
+    return {name: values / runs.between_seeds for name, values in effects.items()}
 
 
 def _needed(runs: Runs, edit: Edit) -> object:
-    """Return the means that an ablation takes."""
-    how = edit.how if isinstance(edit, Ablate) else None
-    if isinstance(edit, Ablate) and how == "mean":
-        key = edit.source, edit.sites
-        if key not in runs.means:
-            runs.means[key] = reference_means(runs.session, runs.configs[0], *key)
-        return runs.means[key]
-    return runs.outputs if how == "frame_mean" else None
+    """Return the means that an ablation takes; None for other edits."""
+    if not isinstance(edit, Ablate):
+        return None
+    if edit.how == "frame_mean":
+        return runs.outputs
+    if edit.how != "mean":
+        return None
+    key = edit.source, edit.sites
+    if key not in runs.means:
+        runs.means[key] = reference_means(runs.session, runs.configs[0], *key)
+    return runs.means[key]
 
 
 def measure_floor(runs: Runs) -> Tensor:
@@ -144,22 +152,27 @@ def measure_floor(runs: Runs) -> Tensor:
         backend = Bias(FLOOR_BIAS, frames=("past",), passes="denoise")
         return measure(runs, {"floor": lambda block: backend})["floor"]
     # In float32 the floor is noise far below what any edit does.
-    more = torch.randn(runs.noise.shape, generator=torch.Generator().manual_seed(0)).to(runs.noise)
-    shaken = [(runs.noise + FLOOR_NOISE * more)[:, own.start : own.stop] for own in runs.ranges]
+    generator = torch.Generator().manual_seed(0)
+    noise = runs.noise + FLOOR_NOISE * torch.randn(runs.noise.shape, generator=generator).to(runs.noise)
+    shaken = [noise[:, frames.start : frames.stop] for frames in runs.ranges]
     return denoised_again(runs, {"floor": lambda block, denoise: denoise(shaken[block])})["floor"]
 
 
 def on_a_random_frame(edit: Edit, block_sizes: Sequence[int], salt: str) -> EditOfBlock:
     """Move an edit of frames to as many other earlier frames, drawn anew for each block."""
     # The edit's own frames are no control.
-    named = {0 if name == "first" else name for name in edit.key_frames or ()}
+    edited_frames = set(edit.key_frames or ())
+    if "first" in edited_frames:
+        edited_frames = edited_frames - {"first"} | {0}
     ranges = block_ranges(list(block_sizes))
 
     def edit_of(block: int) -> Edit | None:
-        others = [frame for frame in range(ranges[block].start) if frame not in named]
-        chosen = random.Random(f"{salt} {block}").sample(others, min(len(others), len(named)))
-        of_others: dict[str, Any] = {"frames": tuple(chosen)}
-        return replace(edit, **of_others) if chosen else None
+        others = [frame for frame in range(ranges[block].start) if frame not in edited_frames]
+        count = min(len(others), len(edited_frames))
+        if count == 0:
+            return None
+        frames = tuple(random.Random(f"{salt} {block}").sample(others, count))
+        return replace(edit, frames=frames)  # type: ignore[call-arg]  # an edit of frames
 
     return edit_of
 
@@ -187,28 +200,34 @@ class Study:
     session: Session
 
     def __post_init__(self) -> None:
-        edit, each = self.edit, self.each
-        ablates, of_frames = isinstance(edit, Ablate), isinstance(edit, (KeySelection, Move))
-        # What has no direct effect, or none in these units.
-        wrong = {
-            f"direct effects take no edit with a source: {edit}": "source" in edit.needs,
-            "a causal atlas edits self-attention: frames, not tokens": edit.kind != "self",
-            "a clean pass has no direct effect on its block: take passes denoise": edit.passes == "clean",
-            "--each site needs an ablate without heads": each == "site" and (not ablates or edit.heads),
-            "--each frame needs knockout, bias or move, of frames": each == "frame" and not of_frames,
+        edit, each, sizes = self.edit, self.each, self.session.model_config
+        # 1. Refuse what has no direct effect, or none in these units.
+        if "source" in edit.needs:
+            raise ConfigError(f"direct effects take no edit with a source: {edit}")
+        if edit.kind != "self":
+            raise ConfigError("a causal atlas edits self-attention: frames, not tokens")
+        if edit.passes == "clean":
+            raise ConfigError("a clean pass has no direct effect on its block: take passes denoise")
+        if each == "site" and (not isinstance(edit, Ablate) or edit.heads):
+            raise ConfigError("--each site needs an ablate without heads")
+        if each == "frame" and not isinstance(edit, (KeySelection, Move)):
+            raise ConfigError("--each frame needs knockout, bias or move, of frames")
+        # 2. Layers are edited one by one; frames in all layers together (None).
+        self.layers: list[int | None] = [*(edit.layers or range(sizes.num_layers))]
+        if each == "frame":
+            self.layers = [None]
+        # 3. Rows of an item: heads, frames, sites, or the one layer.
+        units = {
+            "head": edit.heads or range(sizes.num_heads),
+            "site": range(len(ADDED)),
+            "frame": range(self.configs[0].num_frames),
+            "layer": range(1),
         }
-        for message in (message for message, is_so in wrong.items() if is_so):
-            raise ConfigError(message)
-        sizes = self.session.model_config
-        # Layers that are edited one by one; [None] where frames are edited in all layers.
-        own = [*(edit.layers or range(sizes.num_layers))]
-        self.layers: list[int | None] = [None] if each == "frame" else [*own]
-        units = {"head": edit.heads or range(sizes.num_heads), "site": range(len(ADDED))}
-        units |= {"frame": range(self.configs[0].num_frames), "layer": range(1)}
-        self.units = [*units[each]]  # rows of an item: heads, frames, or the one layer
-        # Sites whose outputs a mean over the run itself takes.
-        of_run = isinstance(edit, Ablate) and edit.how == "frame_mean"
-        self.recorded = (ADDED if each == "site" else edit.sites) if of_run else ()
+        self.units = [*units[each]]
+        # 4. Sites whose outputs a mean over the run itself takes.
+        self.recorded: Sequence[str] = ()
+        if isinstance(edit, Ablate) and edit.how == "frame_mean":
+            self.recorded = ADDED if each == "site" else edit.sites
         self.store = Results(self.folder / "items")
 
     @cached_property
@@ -265,24 +284,26 @@ class Study:
 
     def edits(self, layer: int | None) -> Iterator[tuple[tuple[str, int], EditOfBlock]]:
         """Yield ("effect" or "frame_control", unit) and a function from a block to its edit."""
+        # The past and the own block as wholes have no other frames to compare with.
+        edit = self.edit
+        of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
         for unit in self.units:
-            fields: dict[str, Any] = {} if layer is None else {"layers": (layer,)}
+            fields: dict[str, Any] = {}
+            if layer is not None:
+                fields["layers"] = (layer,)
             if self.each == "site":
                 fields["site"] = ADDED[unit]
             elif self.each != "layer":
                 fields[f"{self.each}s"] = (unit,)
-            # An edit of one unit; where frames are edited one by one, of all layers together.
-            edit = replace(self.edit, **fields)
+            unit_edit = replace(self.edit, **fields)
 
-            def always(block: int, edit: Edit = edit) -> Edit:
+            def always(block: int, edit: Edit = unit_edit) -> Edit:
                 return edit
 
             yield ("effect", unit), always
-            # The past and the own block as wholes have no other frames to compare with.
-            of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
             if of_frames and self.each != "frame":
                 sizes = self.configs[0].block_sizes
-                yield ("frame_control", unit), on_a_random_frame(edit, sizes, f"{layer} {unit}")
+                yield ("frame_control", unit), on_a_random_frame(unit_edit, sizes, f"{layer} {unit}")
 
 
 def run(study: Study, batch: int, watch: Progress, client: Any = None) -> None:
@@ -295,29 +316,41 @@ def run(study: Study, batch: int, watch: Progress, client: Any = None) -> None:
 def merged(study: Study) -> dict[str, Tensor]:
     """Return the tensors of an atlas of R runs, N layers, U units and F frames: effects [R, N, U, F]."""
     rows = [study.store.read(name) for name in study.items]
-    done = [row for row in rows if row is not None]
-    assert len(done) == len(rows), "an item is missing"  # run() makes all of them, or raises
+    items = [row for row in rows if row is not None]
+    assert len(items) == len(rows), "an item is missing"  # run() makes all of them, or raises
 
     def stacked(name: str) -> Tensor:
         # [R · N, ...] -> [R, N, ...]
-        values = torch.tensor([row[name] for row in done], dtype=torch.float64)
+        values = torch.tensor([item[name] for item in items], dtype=torch.float64)
         return values.unflatten(0, (len(study.configs), len(study.layers))).float()
 
     effects = stacked("effect")
-    atlas = {"effects": effects} | {name: stacked(name)[:, 0] for name in ("floor", "between_seeds")}
-    if "frame_control" in done[0]:
+    atlas = {
+        "effects": effects,
+        "floor": stacked("floor")[:, 0],
+        "between_seeds": stacked("between_seeds")[:, 0],
+    }
+    if "frame_control" in items[0]:
         atlas["frame_control"] = stacked("frame_control")
     if study.each in ("head", "site"):
-        atlas["head_control"] = control = torch.full_like(effects, torch.nan)  # another unit of the layer
-        units = range(effects.shape[2])
-        for layer in range(effects.shape[1]) if len(units) > 1 else ():
-            for unit in units:
-                # The same draw in every run, so that the control is paired.
-                other = random.Random(f"{layer} {unit}").choice([n for n in units if n != unit])
-                control[:, layer, unit] = effects[:, layer, other]
+        atlas["head_control"] = another_unit(effects)
     if study.each == "head":
         atlas["head_norms"] = stacked("norm")
     return atlas
+
+
+def another_unit(effects: Tensor) -> Tensor:
+    """Return effects [R, N, U, F] of a random other unit of the layer; NaN where there is no other.
+
+    The draw is the same in every run, so that the control is paired.
+    """
+    control = torch.full_like(effects, torch.nan)
+    num_layers, num_units = effects.shape[1:3]
+    if num_units > 1:
+        for layer, unit in product(range(num_layers), range(num_units)):
+            others = [other for other in range(num_units) if other != unit]
+            control[:, layer, unit] = effects[:, layer, random.Random(f"{layer} {unit}").choice(others)]
+    return control
 
 
 def atlas_cache(study: Study) -> dict:
