@@ -2,11 +2,11 @@
 
     python experiments/run_notebooks.py extract_all_attention.ipynb CACHE 0-29
 
-A layer that was done by the same notebook, cache and code is not done again, if its figures are still there.
+A layer of the same notebook, cache and parameters is not done again while its figures are there.
 """
 
 import argparse
-import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,14 @@ def run(argv=None):
     flag("layers", type=layers, nargs="+", help="numbers from 0, ranges such as 0-29, or all")
     flag("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
     flag("--parameter", type=parameter, nargs="+", metavar="NAME=VALUE", help="others, such as STEP=4")
-    flag("--jobs", type=count, default=min(4, os.cpu_count() or 1), help="notebooks executed at once")
+    flag("--jobs", type=count, help=argparse.SUPPRESS)  # of 1.0: one kernel draws all layers
     args = parser.parse_args(argv)
     names = [name for name, _ in args.parameter or ()]
     if twice := next((name for name in names if names.count(name) > 1), None):
         parser.error(f"--parameter has {twice} twice")
+
+    if args.jobs:
+        warnings.warn("--jobs has no effect: one kernel draws all layers", stacklevel=1)
 
     from experiments.running.notebooks import run_notebooks  # after the flags: a --help needs no torch
 

@@ -91,7 +91,7 @@ def heads_of(
 
     In other models of "auto" those of largest s; of largest first − middle where a cache has no matrices.
     """
-    if not isinstance(heads, str):
+    if heads and not isinstance(heads, str):
         return tuple((layer, head, label) for layer, head, label in heads)
     if heads != "auto":
         raise CacheError(f'HEADS must be "auto" or a list of (layer, head, label), not {heads!r}')

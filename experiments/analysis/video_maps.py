@@ -196,6 +196,8 @@ def heads_to_show(
     """Choose heads (layer, head) as given, or of "effect" those of largest effect, layer -> [H], or past."""
     if not isinstance(wanted, str):
         return [(int(layer), int(head)) for layer, head in wanted], "heads as asked for"
+    if wanted != "effect":
+        raise CacheError(f'HEADS must be "effect" or a list of (layer, head), not {short_repr(wanted)}')
     there = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
     if effects is not None:
         scores = [float(effects[layer][head]) if layer in effects else -np.inf for layer, head in there]

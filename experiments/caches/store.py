@@ -18,7 +18,7 @@ import torch
 
 from experiments.caches import legacy
 from experiments.caches.activations import load_activations, model_of
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, require_held
 from experiments.caches.formats import (
     FORMATS,
     AtlasCache,
@@ -114,7 +114,8 @@ def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
 
 # --- Layers taken out of an atlas
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
-    """Return an atlas of one of an atlas's layers."""
+    """Return an atlas of one of an atlas's layers. CacheError where it lacks the layer."""
+    require_held("layer", layer, atlas["layers"])
     i = atlas["layers"].index(layer)
     by_layer = [name for name, declared in declared_fields(AtlasCache).items() if "[N" in declared]
     return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}

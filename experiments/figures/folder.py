@@ -1,4 +1,4 @@
-"""Where figures go: a folder whose figures name their model, prompt and cache; many SVGs on one sheet."""
+"""Where figures go: a folder whose figures say what they are of; many SVGs on one sheet."""
 
 import hashlib
 import re
@@ -10,27 +10,58 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.caches.files import replacing
+from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures.style import drawn, save_svg, use_size
+from experiments.figures.style import drawn, use_size
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
+CHECKSUM = re.compile(rb"urn:sha256:([0-9a-f]{64})")
+NO_CHECKSUM = "urn:sha256:" + "0" * 64  # of a file that is being made
 CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
 FONT = 'font-family="Arial, DejaVu Sans, Helvetica, sans-serif"'
 
 
-def about(view: Any, cache_path: str | Path) -> dict[str, str]:
-    """Return a figure's metadata: model, pass, source, the cache with its hash and script."""
+# --- A file that tells whether it was changed since it was written
+def with_checksum(content: bytes) -> bytes:
+    """Return a file's content with its SHA-256 in the place of the first NO_CHECKSUM in it."""
+    checksum = f"urn:sha256:{hashlib.sha256(content).hexdigest()}"
+    return content.replace(NO_CHECKSUM.encode(), checksum.encode(), 1)
+
+
+def require_unchanged(path: Path, remedy: str) -> None:
+    """Raise CacheError for a file that with_checksum() did not make, or that was changed since.
+
+    A file that is not there may be written, and one that still has NO_CHECKSUM written again.
+    """
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    field = CHECKSUM.search(content)
+    if field is None:
+        raise CacheError(f"{path} was not written by this program; {remedy}")
+    plain = content[: field.start()] + NO_CHECKSUM.encode() + content[field.end() :]
+    checksums = (NO_CHECKSUM.encode(), b"urn:sha256:" + hashlib.sha256(plain).hexdigest().encode())
+    if field[0] not in checksums:
+        raise CacheError(f"{path} was changed since this program wrote it; {remedy}")
+
+
+# --- Figures of a notebook
+def about(view: Any, cache_path: str | Path, notebook="", **parameters: Any) -> dict[str, str]:
+    """Return a figure's metadata: model, pass, source, the cache with its hash and script, the notebook."""
     path = Path(cache_path)
     # A hash tells two caches of one name apart
     mark = f"{path.stat().st_size} bytes"
     if path.stat().st_size <= HASHED_BYTES:
         mark = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
-    return {
+    metadata = {
         "Title": f"{view.model}, {view.pass_label}",
         "Description": view.source,
         "Source": f"{path.name}, {mark}, format {view.kind} of experiments/{FORMATS[view.kind].script}",
     }
+    if notebook:
+        values = ", ".join(f"{name} = {value!r}" for name, value in parameters.items())
+        metadata["Relation"] = f"{notebook} with {values}"
+    return metadata
 
 
 class FigureFolder:
@@ -55,14 +86,19 @@ class FigureFolder:
 
     def save(self, figure: Figure, name: str) -> Figure:
         """Write folder/name, an SVG, whole or not at all; returns the figure, to be shown."""
-        self.paths.append(save_svg(figure, self.folder / name, self.metadata))
+        metadata: dict[str, Any] = {**self.metadata, "Identifier": NO_CHECKSUM, "Date": None}
+        self._write(self.folder / name, drawn(figure, "svg", metadata))
         if self.pdf:
-            subject = "; ".join(filter(None, map(self.metadata.get, ("Description", "Source"))))
-            of_pdf = {"Title": self.metadata.get("Title"), "Subject": subject, "CreationDate": None}
-            self.paths.append(self.paths[-1].with_suffix(".pdf"))
-            with replacing(self.paths[-1]) as file:
-                file.write(drawn(figure, "pdf", of_pdf))
+            subject = [metadata[key] for key in ("Description", "Source", "Relation") if key in metadata]
+            of_pdf = {"Title": metadata.get("Title"), "Subject": "; ".join(subject)}
+            of_pdf |= {"Keywords": NO_CHECKSUM, "CreationDate": None}
+            self._write((self.folder / name).with_suffix(".pdf"), drawn(figure, "pdf", of_pdf))
         return figure
+
+    def _write(self, path: Path, content: bytes) -> None:
+        with replacing(path) as file:
+            file.write(with_checksum(content))
+        self.paths.append(path)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.paths)) or "none"
@@ -88,6 +124,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" version="1.1" '
         f'width="{w:.1f}pt" height="{h:.1f}pt" viewBox="0 0 {w:.1f} {h:.1f}">',
+        f"<!-- {NO_CHECKSUM} -->",
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(title)}</text>',
     ]
@@ -99,5 +136,5 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         size = f'width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" viewBox="0 0 {w:g} {h:g}"'
         parts.append(f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" {size}>{body}</svg>')
     with replacing(path) as sheet:
-        sheet.write("\n".join([*parts, "</svg>\n"]).encode())
+        sheet.write(with_checksum("\n".join([*parts, "</svg>\n"]).encode()))
     return Path(path)

@@ -38,6 +38,7 @@ from experiments.caches.view import (
     short_source,
     source_of,
 )
+from experiments.figures.folder import NO_CHECKSUM, with_checksum
 from experiments.figures.style import LABELS
 from experiments.figures.video_maps import pictures_for
 
@@ -59,8 +60,9 @@ Views = dict[str, Profiles]  # by quantity
 
 def save_page(path: str | Path, source: str | Path, **options: Any) -> Path:
     """Write the page of a cache file or a folder of layerN.pt, whole or not at all; options of page_of."""
+    content = with_checksum(page_of(source, **options).encode())
     with replacing(path) as file:
-        file.write(page_of(source, **options).encode())
+        file.write(content)
     return Path(path)
 
 
@@ -82,53 +84,68 @@ def page_of(
     # 1. Passes of the cache, and pictures of its video
     source = Path(source)
     passes = open_passes_of(source, layers)
-    view = one_of(passes[0])
-    shown, note = pictures_for(source, video, view.num_frames)
-    frames, notes = list(map(_data_uri, shown or ())), [note] if note else []
+    view = any_quantity(passes[0])
+    pictures, note = pictures_for(source, video, view.num_frames)
+    thumbnails = [jpeg_uri(picture) for picture in pictures or ()]
+    notes = []
+    if note:
+        notes.append(note)
     # 2. What is left of max_mb after the program and the pictures: maps and a second cache take half at most
-    page = _template()
-    room = int(max_mb * 1e6) - len(page.encode()) - size_of(frames)
-    seen = None if maps is None else maps_of(maps, view, room // 2)
+    page = page_without_data()
+    room = int(max_mb * 1e6) - len(page.encode()) - size_of(thumbnails)
+    maps_data = other = None
+    if maps is not None:
+        maps_data = maps_of(maps, view, room // 2)
+    if compare is not None:
+        other = compared_cache(compare, passes, room // 2)
     keys = keys_of(source, passes)
-    other = None if compare is None else other_of(compare, passes, room // 2)
     # 3. Matrices get what is left then
-    data = fit(passes, room - size_of(seen) - size_of(keys) - size_of(other), notes)
-    if other:
+    data = fit(passes, room - size_of(maps_data) - size_of(keys) - size_of(other), notes)
+    if other is not None:
         add_differences(data["passes"], other["passes"])
-    data |= {"thumbnails": frames, "maps": seen, "keys": keys, "other": other, "name": source.stem}
+    data |= {"thumbnails": thumbnails, "maps": maps_data, "keys": keys, "other": other, "name": source.stem}
     return page.replace("DATA_GOES_HERE", to_json(data), 1)
 
 
-def one_of(views: Views) -> Profiles:
+def any_quantity(views: Views) -> Profiles:
     """Return a view of a pass, of whichever quantity the cache holds."""
     return next(iter(views.values()))
 
 
-def other_of(path: str | Path, ours: Sequence[Views], max_bytes: int) -> dict[str, Any]:
+def compared_cache(path: str | Path, page_passes: Sequence[Views], max_bytes: int) -> dict[str, Any]:
     """Return the data of a second cache of the same layers, heads, frames and passes; else CacheError."""
-    passes, view = open_passes_of(Path(path)), one_of(ours[0])
-    layers = one_of(passes[0]).layers
-    passes = open_passes_of(Path(path), [layer for layer in view.layers if layer in layers])
+    page_view = any_quantity(page_passes[0])
+    held = any_quantity(open_passes_of(Path(path))[0]).layers
+    passes = open_passes_of(Path(path), [layer for layer in page_view.layers if layer in held])
+    view = any_quantity(passes[0])
     # Differences are of the same heads: other weights of the model may be compared, another model may not
-    sizes: tuple[str, ...] = ("layers", "num_heads", "num_frames", "block_sizes", "num_averages")
-    known = UNRECORDED["model"] not in (one_of(passes[0]).model, view.model)
-    sizes = ("model", *sizes) if known else sizes
-    require_alike(one_of(passes[0]), view, sizes, f"{path} cannot be compared with the page's cache")
-    for mine, other in zip(ours, passes, strict=False):  # a pass is drawn beside the one of its number
-        at, there = one_of(mine).timestep, one_of(other).timestep
-        if at is not None and there is not None and at != there:
-            raise CacheError(f"{path} has a pass at t = {there:g} where the page's cache has t = {at:g}")
+    sizes = ["layers", "num_heads", "num_frames", "block_sizes", "num_averages"]
+    if UNRECORDED["model"] not in (view.model, page_view.model):
+        sizes.insert(0, "model")
+    require_alike(view, page_view, sizes, f"{path} cannot be compared with the page's cache")
+    for page_views, views in zip(page_passes, passes, strict=False):  # a pass beside the one of its number
+        at, page_at = any_quantity(views).timestep, any_quantity(page_views).timestep
+        if at is not None and page_at is not None and at != page_at:
+            raise CacheError(f"{path} has a pass at t = {at:g} where the page's cache has t = {page_at:g}")
     return fit(passes, max_bytes) | {"name": Path(path).stem}
 
 
-def add_differences(ours: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
+def add_differences(passes: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
     """Add the differences to the second cache's measures, pass by pass."""
-    for one, other in zip(ours, others, strict=False):
-        theirs = {m["name"]: m["values"] for m in other["measures"]}
-        for m in [m for m in one["measures"] if m["name"] in theirs]:
-            difference = np.array(m["values"], float) - np.array(theirs[m["name"]], float)
-            named = {"name": f"{m['name']}_difference", "title": f"{m['title']}, A − B", "scale": "diverging"}
-            one["measures"].append({"unit": m["unit"], "values": numbers(difference)} | named)
+    for shown, other in zip(passes, others, strict=False):
+        other_values = {measure["name"]: measure["values"] for measure in other["measures"]}
+        for measure in list(shown["measures"]):
+            if measure["name"] not in other_values:
+                continue
+            values = np.array(measure["values"], float) - np.array(other_values[measure["name"]], float)
+            difference = {
+                "unit": measure["unit"],
+                "values": numbers(values),
+                "name": f"{measure['name']}_difference",
+                "title": f"{measure['title']}, A − B",
+                "scale": "diverging",
+            }
+            shown["measures"].append(difference)
 
 
 def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[Views]:
@@ -136,20 +153,29 @@ def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[View
     caches = list(open_layers(path).values()) if path.is_dir() else [load_cache(path)]
     passes: list[Views] = []
     for quantity in QUANTITIES:
-        opened = [(cache, open_quantity(cache, None, quantity)) for cache in caches]
-        of_caches = [open_passes(cache, view) for cache, view in opened if view]
-        for p, views in enumerate(zip(*of_caches, strict=False)):
-            # The layers of a folder, one a view, as one view of many layers
-            by_layer = {layer: view for view in views for layer in view.layers}
-            shown, gone = tuple(layers or sorted(by_layer)), max(view.num_averages for view in views)
-            read = lambda layer, by_layer=by_layer: by_layer[layer].values(layer)  # noqa: E731
-            joined = replace(views[0], layers=shown, num_averages=gone, _read=read)
-            if p == len(passes):
+        passes_by_cache = []
+        for cache in caches:
+            view = open_quantity(cache, None, quantity)
+            if view is not None:
+                passes_by_cache.append(open_passes(cache, view))
+        for number, views in enumerate(zip(*passes_by_cache, strict=False)):
+            if number == len(passes):
                 passes.append({})
-            passes[p][quantity] = joined
+            passes[number][quantity] = joined(views, layers)
     if not passes:
         raise CacheError(f"{path} holds neither mean logits nor mass per frame")
     return passes
+
+
+def joined(views: Sequence[Profiles], layers: Sequence[int] | None) -> Profiles:
+    """Join views of a pass, which hold a layer or several each, to one view of these layers, None: of all."""
+    by_layer = {layer: view for view in views for layer in view.layers}
+    return replace(
+        views[0],
+        layers=tuple(layers or sorted(by_layer)),
+        num_averages=max(view.num_averages for view in views),
+        _read=lambda layer: by_layer[layer].values(layer),
+    )
 
 
 # --- Profiles, statistics, measures and frame matrices of every pass
@@ -157,12 +183,18 @@ def open_passes_of(path: Path, layers: Sequence[int] | None = None) -> list[View
 
 def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the page's data in max_bytes of JSON: matrices of 2 bytes or 1 a cell, then of fewer passes."""
-    view = one_of(passes[0])
+    view = any_quantity(passes[0])
     averages = max(view.num_averages for views in passes for view in views.values())
+    source = view.source
+    if view.edits:
+        source = f"edited: {view.edits}. {source}"
+    quantities = {
+        name: {"label": LABELS[name], "unit": ABOUT[name][0], "name": ABOUT[name][1]} for name in passes[0]
+    }
     data: dict[str, Any] = {
         "model": words(view.model, LONGEST["model"]),
         "title": words(short_source(view.source), LONGEST["source"]),
-        "source": words(f"edited: {view.edits}. " * bool(view.edits) + view.source, LONGEST["source"]),
+        "source": words(source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in [*view.notes[:MOST_NOTES], *notes]],
         "layers": list(view.layers),
         "num_heads": view.num_heads,
@@ -170,82 +202,96 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
         "averages": list(average_names(averages)),  # columns after the frames
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
-        "quantities": {q: {"label": LABELS[q], "unit": ABOUT[q][0], "name": ABOUT[q][1]} for q in passes[0]},
-        "passes": [_pass_data(views, averages) for views in passes],
+        "quantities": quantities,
+        "passes": [pass_data(views, averages) for views in passes],
     }
-    # Two bytes a cell, or one; then fewer passes
+    # 1. What cannot be left out
     base = size_of(data) + 302  # for one more note
     if base > max_bytes:
-        said = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
-        raise CacheError(f"{said}, more than the page has; allow more with --max_mb")
+        profiles = f"profiles and measures of {len(passes)} passes take {base / 1e6:.1f} MB"
+        raise CacheError(f"{profiles}, more than the page has; allow more with --max_mb")
+    # 2. Two bytes a cell, or one
     for cell_bytes in (2, 1):
-        matrices = [_matrices(views, cell_bytes, averages) for views in passes]
-        sizes = np.array([size_of(one) for one in matrices])
+        matrices = [coded_matrices(views, cell_bytes, averages) for views in passes]
+        sizes = np.array([size_of(of_pass) for of_pass in matrices])
         if base + sizes.sum() <= max_bytes:
             break
-    for count in range(len(sizes), -1, -1):  # evenly chosen, the first and the last among them where two fit
+    # 3. Fewer passes, evenly chosen, the first and the last among them where two fit
+    for count in range(len(sizes), -1, -1):
         kept = np.unique(np.linspace(0, len(sizes) - 1, count).round().astype(int)).tolist()
         if sizes[kept].sum() <= max_bytes - base:
             break
-    for p, (shown, of_pass) in enumerate(zip(data["passes"], matrices, strict=True)):
-        shown |= {"matrices": of_pass if p in kept else dict.fromkeys(of_pass), "left_out": p not in kept}
+    for number, (shown, of_pass) in enumerate(zip(data["passes"], matrices, strict=True)):
+        shown["left_out"] = number not in kept
+        shown["matrices"] = dict.fromkeys(of_pass) if shown["left_out"] else of_pass
     if len(kept) < len(passes):
         missing = f"Frame matrices of {len(kept)} of {len(passes)} passes are shown"
         data["notes"].append(f"{missing}: more would not fit in one page. Allow more with --max_mb.")
     return data
 
 
-def _pass_data(views: Views, averages: int) -> dict[str, Any]:
+def pass_data(views: Views, averages: int) -> dict[str, Any]:
     """One pass without its matrices: profiles and statistics by quantity, measures and kinds of heads."""
-    quantities, view = {}, one_of(views)
-    for name, of_quantity in views.items():
-        keys = of_quantity.key_profiles()  # [N, H, F + averages]
-        s = head_statistics(keys[..., : view.num_frames])
-        statistics = {each: numbers(getattr(s, each)) for each in STATISTICS}
-        statistics["max_frame"] = s.max_frame.tolist()
-        profiles = code(_filled(keys, view.num_frames + averages), 2)
-        quantities[name] = {"profiles": profiles, "statistics": statistics}
-    logits, mass = (views.get(quantity) for quantity in QUANTITIES)
-    measures = [
-        {"name": m.name, "title": m.title, "unit": m.unit, "scale": m.scale, "values": numbers(m.values)}
-        for m in measure_heads(logits, mass)
-        if m.values is not None and np.isfinite(m.values).any()
-    ]
-    labels = head_kinds(logits, Thresholds())
-    kinds = None
-    if labels is not None and logits is not None:
-        # The rule counts signs of all context; a head that turns from frame 0 is no anchor to a reader
-        away = logits.key_profiles()[..., 0] < 0
-        kinds = [
-            [
-                "positive" if k == ANCHOR and far else KINDS.get(int(k), "")
-                for k, far in zip(*row, strict=True)
-            ]
-            for row in zip(labels, away, strict=True)
-        ]
-    about = {"label": words(view.pass_label, LONGEST["label"]), "noise": list(view.noise_frames)}
-    return about | {"quantities": quantities, "measures": measures, "kinds": kinds}
+    num_frames = any_quantity(views).num_frames
+    # 1. Profiles [N, H, F + averages] and statistics [N, H]
+    quantities = {}
+    for name, view in views.items():
+        profiles = view.key_profiles()
+        statistics = head_statistics(profiles[..., :num_frames])
+        by_name = {statistic: numbers(getattr(statistics, statistic)) for statistic in STATISTICS}
+        by_name["max_frame"] = statistics.max_frame.tolist()
+        coded = code(padded(profiles, num_frames + averages), 2)
+        quantities[name] = {"profiles": coded, "statistics": by_name}
+    # 2. Measures that any head has
+    logits, mass = views.get("mean_logit"), views.get("mass")
+    measures = []
+    for measure in measure_heads(logits, mass):
+        if measure.values is not None and np.isfinite(measure.values).any():
+            shown = {"name": measure.name, "title": measure.title, "unit": measure.unit}
+            measures.append(shown | {"scale": measure.scale, "values": numbers(measure.values)})
+    return {
+        "label": words(any_quantity(views).pass_label, LONGEST["label"]),
+        "noise": list(any_quantity(views).noise_frames),
+        "quantities": quantities,
+        "measures": measures,
+        "kinds": kind_names(logits),
+    }
 
 
-def _matrices(views: Views, cell_bytes: int, averages: int) -> dict[str, Any]:
+def kind_names(logits: Profiles | None) -> list[list[str]] | None:
+    """Return the kind of every head [N][H] in words, "" for none; None without logits of context."""
+    kinds = head_kinds(logits, Thresholds())
+    if kinds is None or logits is None:
+        return None
+    # The rule counts signs of all context; a head that turns from frame 0 is no anchor to a reader
+    turns_away = logits.key_profiles()[..., 0] < 0
+    names = [[KINDS.get(int(kind), "") for kind in row] for row in kinds]
+    for layer, head in zip(*np.nonzero((kinds == ANCHOR) & turns_away), strict=True):
+        names[layer][head] = "positive"
+    return names
+
+
+def coded_matrices(views: Views, cell_bytes: int, averages: int) -> dict[str, Any]:
     """Frame matrices [N, H, F, F + averages] of each quantity, coded, of cells that any head has; or None."""
     coded: dict[str, Any] = dict.fromkeys(views)
     for name, view in views.items():
-        if len(view.matrix_rows) == view.num_frames:
-            found = [view.key_matrix(layer) for layer in view.layers]
-            whole = np.stack([_filled(m, view.num_frames + averages) for m in found if m is not None])
-            values = whole.reshape(*whole.shape[:2], -1)
-            cells = np.flatnonzero(np.isfinite(values).any((0, 1)))
-            if cells.size:
-                of_cells = code(values[..., cells], cell_bytes, ABOUT[name][2])
-                coded[name] = {"cells": cells.tolist()} | of_cells
+        if len(view.matrix_rows) != view.num_frames:
+            continue
+        matrices = [view.key_matrix(layer) for layer in view.layers]
+        columns = view.num_frames + averages
+        whole = np.stack([padded(matrix, columns) for matrix in matrices if matrix is not None])
+        values = whole.reshape(*whole.shape[:2], -1)
+        cells = np.flatnonzero(np.isfinite(values).any((0, 1)))
+        if cells.size:
+            power = ABOUT[name][2]
+            coded[name] = {"cells": cells.tolist()} | code(values[..., cells], cell_bytes, power)
     return coded
 
 
-def _filled(values: np.ndarray, columns: int) -> np.ndarray:
+def padded(values: np.ndarray, columns: int) -> np.ndarray:
     """Values [..., n] with NaN in further columns: [..., columns]."""
-    more = [(0, 0)] * (values.ndim - 1) + [(0, columns - values.shape[-1])]
-    return np.pad(values, more, constant_values=np.nan)
+    widths = [(0, 0)] * (values.ndim - 1) + [(0, columns - values.shape[-1])]
+    return np.pad(values, widths, constant_values=np.nan)
 
 
 # --- Numbers and words as JSON
@@ -253,8 +299,8 @@ def _filled(values: np.ndarray, columns: int) -> np.ndarray:
 
 def to_json(data: Any) -> str:
     """Write compact JSON that no browser takes for markup; a NaN or an infinity in it would be an error."""
-    found = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return found.replace("<", "\\u003c")
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
 
 
 def size_of(data: Any) -> int:
@@ -264,51 +310,69 @@ def size_of(data: Any) -> int:
 
 def words(text: object, longest: int) -> str:
     """Cut what a cache says to a length, without letters that no page shows or that turn the text around."""
-    # Control, format, private letters and halves of pairs: invisible, or they turn lines around
-    text = str(text)[: longest + 1]
-    shown = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") else c for c in text)
-    return shown if len(text) <= longest else shown[: longest - 1] + "…"
+    letters = list(str(text)[: longest + 1])
+    for place, letter in enumerate(letters):
+        # Control, format, private letters and halves of pairs: invisible, or they turn lines around
+        if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Co"):
+            letters[place] = "\ufffd"
+    if len(letters) > longest:
+        letters[longest - 1 :] = "…"
+    return "".join(letters)
 
 
 def code(values: np.ndarray, cell_bytes: int, power: int = 1) -> dict[str, Any]:
     """Code values [..., n] as base64 of uint c: low + (high - low) (c / top)^power; top + 1 is NaN."""
     values = np.asarray(values, np.float64)
-    # Every row [n] has its own ends; the highest code says absent
-    there, top = np.isfinite(values), 256**cell_bytes - 2
-    some = there.any(-1)
-    low = np.where(some, np.where(there, values, np.inf).min(-1), 0.0)
-    high = np.where(some, np.where(there, values, -np.inf).max(-1), 0.0)
+    # 1. Every row [n] has its own ends
+    finite, top = np.isfinite(values), 256**cell_bytes - 2
+    any_finite = finite.any(-1)
+    low = np.where(any_finite, np.where(finite, values, np.inf).min(-1), 0.0)
+    high = np.where(any_finite, np.where(finite, values, -np.inf).max(-1), 0.0)
     span = np.where(high > low, high - low, 1.0)[..., None]
-    share = np.where(there, (np.where(there, values, 0.0) - low[..., None]) / span, 0.0)
-    codes = np.where(there, np.rint(np.clip(share, 0, 1) ** (1 / power) * top), top + 1)
-    coded = base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode()
-    about = {"bytes": cell_bytes, "power": power, "low": numbers(low, 6), "high": numbers(high, 6)}
-    return about | {"codes": coded}
+    # 2. The highest code says absent
+    share = np.where(finite, (np.where(finite, values, 0.0) - low[..., None]) / span, 0.0)
+    codes = np.where(finite, np.rint(np.clip(share, 0, 1) ** (1 / power) * top), top + 1)
+    return {
+        "bytes": cell_bytes,
+        "power": power,
+        "low": numbers(low, 6),
+        "high": numbers(high, 6),
+        "codes": base64.b64encode(codes.astype(f"<u{cell_bytes}").tobytes()).decode(),
+    }
 
 
 def numbers(values: np.ndarray, digits: int = 4) -> Any:
     """Return nested lists with a few significant digits; None for NaN."""
     if values.ndim:
         return [numbers(row, digits) for row in values]
-    return float(f"{values:.{digits}g}") if np.isfinite(values) else None
+    if not np.isfinite(values):
+        return None
+    return float(f"{values:.{digits}g}")
+
+
+# --- Keys of cache policies, and maps of patches
 
 
 def keys_of(path: Path, passes: Sequence[Views]) -> dict[str, Any] | None:
     """Return by axis labels and marks of columns, and values [N, H, columns] by pass; None for frames."""
-    cache = {} if path.is_dir() else load_cache(path)
-    if cache.get("format") != "atlas" or "slot_frame" not in cache:
+    if path.is_dir():
         return None
-    along: dict[str, Any] = {}
+    cache = load_cache(path)
+    if cache["format"] != "atlas" or "slot_frame" not in cache:
+        return None
+    by_axis = {}
     for axis in AXES:
-        coded: list[dict[str, Any]] = [{} for _ in passes]
-        # [N, H, columns] of every pass and quantity
-        for of_pass, views in zip(coded, passes, strict=True):
-            for q, view in views.items():
-                columns = [key_columns(cache, layer, view.step, q, axis) for layer in view.layers]
-                of_pass[q] = code(np.stack([one.values for one in columns]), 2)
-        labels, marks = [list(one.labels) for one in columns], [list(one.marks) for one in columns]
-        along[axis] = {"labels": labels, "marks": marks, "passes": coded}
-    return along
+        coded: list[dict[str, Any]] = []
+        for views in passes:
+            coded.append({})
+            for quantity, view in views.items():
+                columns = [key_columns(cache, layer, view.step, quantity, axis) for layer in view.layers]
+                values = np.stack([of_layer.values for of_layer in columns])  # [N, H, columns]
+                coded[-1][quantity] = code(values, 2)
+        labels = [list(of_layer.labels) for of_layer in columns]  # the same in every pass
+        marks = [list(of_layer.marks) for of_layer in columns]
+        by_axis[axis] = {"labels": labels, "marks": marks, "passes": coded}
+    return by_axis
 
 
 def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
@@ -316,26 +380,26 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     cache = load_cache(path, expect=("maps",))
     typed = MapsCache.from_dict(cache)
     # 1. Of the same rollout, by source, length, settings and edits
-    ours, theirs = typed.config or {}, view.settings
-    differing = ["source"] * (source_of(typed) != view.source) + ["length"] * (
-        typed.num_frames != view.num_frames
-    )
-    differing += [n for n in sorted({*ours, *theirs}) if ours and theirs and ours.get(n) != theirs.get(n)]
-    differing += ["interventions"] * (edits_in_words(typed.interventions) != view.edits)
+    differing = differing_fields(typed, view)
     if differing:
         raise CacheError(f"{path} belongs to another rollout than the page, by its {', '.join(differing)}")
-    if not (places := places_of(cache)):
+    places = places_of(cache)
+    if not places:
         raise CacheError(f"{path} holds no maps of queries, only words; {remedy(path, ('maps',))}")
-    # 2. Maps of every pass, layer, head and query
-    found = [
-        [[[open_map(cache, n, h, at.step, p) for p in places] for h in typed.heads] for n in typed.layers]
+    # 2. Maps of every pass, layer, head and query: values are [P, N, h, n, F, rows, columns]
+    maps = [
+        [
+            [[open_map(cache, layer, head, at.step, place) for place in places] for head in typed.heads]
+            for layer in typed.layers
+        ]
         for at in typed.passes()
     ]
-    first = [by_layer[0][0] for by_layer in found]  # of each pass, a map per query
-    values = np.array([[[[m.values for m in row] for row in rows] for rows in layers] for layers in found])
-    # 3. Pool patches until they fit
-    # base64 of a byte a value, and two numbers a row; values are [P, N, h, n, F, rows, columns]
-    while (values.size * 4 // 3 + values[..., 0, 0, 0].size * 16) > max_bytes - 2000:
+    by_query = [of_pass[0][0] for of_pass in maps]  # of each pass, the maps of the first layer and head
+    values = np.array(
+        [[[[one.values for one in row] for row in rows] for rows in of_pass] for of_pass in maps]
+    )
+    # 3. Pool patches until they fit: base64 of a byte a value, and two numbers a row
+    while values.size * 4 // 3 + values[..., 0, 0, 0].size * 16 > max_bytes - 2000:
         if values.shape[-2:] == (1, 1):
             fewer = "keep fewer heads or queries, or allow more with --max_mb"
             raise CacheError(f"the maps of {path} do not fit in the page: {fewer}")
@@ -343,11 +407,11 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     return {
         "layers": typed.layers,
         "heads": typed.heads,
-        "passes": [of_pass[0].pass_label for of_pass in first],
+        "passes": [queries[0].pass_label for queries in by_query],
         "queries": places,
-        "noise": [[list(seen.noise_frames) for seen in of_pass] for of_pass in first],
-        "own": [seen.query_frames[0] for seen in first[0]],
-        "unit": first[0][0].unit,
+        "noise": [[list(one.noise_frames) for one in queries] for queries in by_query],
+        "own": [one.query_frames[0] for one in by_query[0]],
+        "unit": by_query[0][0].unit,
         "grid": [typed.rows, typed.columns],
         "rows": values.shape[-2],
         "columns": values.shape[-1],
@@ -355,34 +419,54 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     }
 
 
+def differing_fields(maps: MapsCache, view: Profiles) -> list[str]:
+    """Return by what maps and a view are of different rollouts: source, length, settings, edits."""
+    differing = []
+    if source_of(maps) != view.source:
+        differing.append("source")
+    if maps.num_frames != view.num_frames:
+        differing.append("length")
+    if maps.config and view.settings:
+        names = sorted({*maps.config, *view.settings})
+        differing += [name for name in names if maps.config.get(name) != view.settings.get(name)]
+    if edits_in_words(maps.interventions) != view.edits:
+        differing.append("interventions")
+    return differing
+
+
 def pooled(values: np.ndarray) -> np.ndarray:
     """Mean of 2 x 2 patches [..., rows, columns], of fewer at an odd edge; NaN where all are."""
     for axis in (-2, -1):
         lines = np.moveaxis(values, axis, -1)
-        if (n := lines.shape[-1]) > 1:
-            pairs = _filled(lines, n + n % 2).reshape(*lines.shape[:-1], -1, 2)
+        n = lines.shape[-1]
+        if n > 1:
+            pairs = padded(lines, n + n % 2).reshape(*lines.shape[:-1], -1, 2)
             values = np.moveaxis(mean_without_nan(pairs), -1, axis)
     return values
 
 
-def _data_uri(picture: np.ndarray) -> str:
+# --- The page around the data
+
+
+def jpeg_uri(picture: np.ndarray) -> str:
     """Code a picture [height, width, 3] uint8 as a JPEG."""
     file = BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=75)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def _template() -> str:
+def page_without_data() -> str:
     """The page without its data. Its policy allows its own script alone: no code from a cache, no request."""
     parts = {path.name: path.read_text(encoding="utf-8") for path in PARTS.iterdir()}
     style = "\n".join(parts[f"{name}.css"] for name in STYLES)
-    # programs that draw SVG know no variables: drawing.css with the colours of the light theme in it
+    # 1. Programs that draw SVG know no variables: drawing.css with the colours of the light theme in it
     light = dict(re.findall(r"--(\w+): (#\w+);", parts["theme.css"].partition("}")[0]))
-    drawing = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], parts["drawing.css"])
+    drawing = re.sub(r"var\(--(\w+)\)", lambda variable: light[variable[1]], parts["drawing.css"])
     script = "\n".join(parts[f"{name}.js"] for name in SCRIPTS).replace("DRAWING_STYLE", to_json(drawing), 1)
-    # The policy of the page allows the script with this hash, and no other
+    # 2. The policy of the page allows the script with this hash, and no other
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = parts["page.html"]
-    for name, content in (("STYLE", style), ("SCRIPT", script), ("DIGEST", digest)):
+    contents = {"STYLE": style, "SCRIPT": script, "DIGEST": digest, "CHECKSUM": NO_CHECKSUM}
+    for name, content in contents.items():
         page = page.replace(f"{name}_GOES_HERE", content, 1)
     return page

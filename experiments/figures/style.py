@@ -30,6 +30,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from experiments.caches.files import replacing
+from wan.errors import ConfigError
 
 STYLE: Any = {
     # White with a grid, as seaborn's "whitegrid", whose import takes seconds: of scipy.stats and pandas
@@ -102,7 +103,11 @@ _size: tuple[float | None, float | None] = (None, None)  # inches that the user 
 def use_size(width: str | float | None = None, height: float | None = None) -> None:
     """Draw figures from now on as wide as a journal's "column" or "page", or so many inches; None: freely."""
     global _size
-    _size = (WIDTHS[width] if isinstance(width, str) else width), height
+    inches = WIDTHS.get(width) if isinstance(width, str) else width
+    for value, asked in ((inches, width), (height, height)):
+        if asked is not None and (value is None or not 1 <= value <= 40):
+            raise ConfigError(f"a figure's size is {', '.join(WIDTHS)}, or 1..40 inches, not {asked!r}")
+    _size = inches, height
 
 
 @cache
