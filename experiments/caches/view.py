@@ -61,27 +61,42 @@ def ranges(numbers: Sequence[int]) -> str:
             parts[-1][1] = n
         else:
             parts.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
+    texts = []
+    for first, last in parts:
+        texts.append(f"{first}–{last}")
+        if first == last:
+            texts[-1] = str(first)
+    return ", ".join(texts)
 
 
 def pass_name(step: int | None, timestep: float | None, is_clean: bool | None) -> str:
     """Return "pass 0 (t = 1000)" or "clean pass (t = 0)"; a denoising one at t = 0 says so."""
-    name = "clean pass" if is_clean else "pass not recorded" if step is None else f"pass {step}"
-    name += ", denoising" * (timestep == 0 and is_clean is False)
-    return name if timestep is None else f"{name} (t = {timestep:.4g})"
+    name = f"pass {step}"
+    if is_clean:
+        name = "clean pass"
+    elif step is None:
+        name = "pass not recorded"
+    if timestep is None:
+        return name
+    if timestep == 0 and is_clean is False:
+        name += ", denoising"
+    return f"{name} (t = {timestep:.4g})"
 
 
 def subtitle(pass_label: str, query_frames: Sequence[int]) -> str:
     """Return pass and queries in one line: "clean pass (t = 0), query frame 3"."""
-    return f"{pass_label}, query frame{'s' if len(query_frames) > 1 else ''} {ranges(query_frames)}"
+    noun = "query frames" if len(query_frames) > 1 else "query frame"
+    return f"{pass_label}, {noun} {ranges(query_frames)}"
 
 
 def noise_label(timestep: float | None, levels: Iterable[float | None] = ()) -> str:
     """Return the legend of the queries' own block in a noisy pass, or of a window at several noise levels."""
-    known = {level for level in levels if level is not None}
-    if len(known) > 1:
-        return f"window (noise from t = {min(known):.4g} to {max(known):.4g})"
-    return "own block (noise)" if timestep is None else f"own block (noise at t = {timestep:.4g})"
+    timesteps = {level for level in levels if level is not None}
+    if len(timesteps) > 1:
+        return f"window (noise from t = {min(timesteps):.4g} to {max(timesteps):.4g})"
+    if timestep is None:
+        return "own block (noise)"
+    return f"own block (noise at t = {timestep:.4g})"
 
 
 def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
@@ -89,15 +104,19 @@ def edits_in_words(interventions: Mapping[str, Any] | None) -> str:
     if not interventions:
         return ""
     words = str(interventions.get("words", "not said"))
-    cut = words if len(words) <= LONGEST_WORDS else f"{words[: LONGEST_WORDS - 3]}..."
-    return f"{cut} ({interventions.get('hash', 'no hash')})"
+    if len(words) > LONGEST_WORDS:
+        words = f"{words[: LONGEST_WORDS - 3]}..."
+    return f"{words} ({interventions.get('hash', 'no hash')})"
 
 
 def source_of(cache: Cache) -> str:
     """Return model, weights, prompt and seed in a line."""
     weights = ": ".join(filter(None, (cache.weights, cache.weights_file)))
-    prompt = f"“{cache.prompt}”" if cache.prompt else "prompt not recorded"
-    seed = "not recorded" if cache.seed is None else cache.seed
+    prompt, seed = "prompt not recorded", "not recorded"
+    if cache.prompt:
+        prompt = f"“{cache.prompt}”"
+    if cache.seed is not None:
+        seed = str(cache.seed)
     return f"{cache.model} ({weights}), {prompt}, seed {seed}"
 
 
@@ -105,8 +124,9 @@ def short_source(source: str) -> str:
     """Return model, prompt and seed of a source_of, for a line under a title: a long prompt is cut."""
     model, _, rest = source.partition(" (")
     prompt, _, seed = rest.partition("), ")[2].rpartition(", seed ")
-    cut = prompt if len(prompt) <= LONGEST_WORDS else f"{prompt[: LONGEST_WORDS - 1].rstrip()}…”"
-    return f"{model}, {cut}, seed {seed}"
+    if len(prompt) > LONGEST_WORDS:
+        prompt = f"{prompt[: LONGEST_WORDS - 1].rstrip()}…”"
+    return f"{model}, {prompt}, seed {seed}"
 
 
 # --- Keys that are averages of evicted frames: columns of their own, after the frames
@@ -169,21 +189,23 @@ class Profiles:
     def frame_matrix(self, layer: int) -> np.ndarray | None:
         """[H, rows, F] float32 for the query frames matrix_rows, None where only profiles are stored."""
         matrix = self.values(layer).matrix
-        return None if matrix is None else matrix.float().numpy()
+        if matrix is None:
+            return None
+        return matrix.float().numpy()
 
     def frame_matrices(self) -> np.ndarray | None:
         """[layers, H, F, F] float32: frame_matrix of all layers, None where a query frame is absent."""
         if len(self.matrix_rows) < self.num_frames:
             return None
-        found = [self.frame_matrix(layer) for layer in self.layers]
-        return np.stack([matrix for matrix in found if matrix is not None])
+        matrices = [self.frame_matrix(layer) for layer in self.layers]
+        return np.stack([matrix for matrix in matrices if matrix is not None])
 
     def key_profile(self, layer: int) -> np.ndarray:
         """[H, F + num_averages] float32: frame_profile, then the averages of evicted frames."""
-        gone = self.values(layer).averages
-        if gone is not None:  # [H, rows, averages] -> [H, averages], the mean over the queries
-            gone = gone[:, [self.matrix_rows.index(frame) for frame in self.query_frames]].mean(1)
-        return self._beside(self.frame_profile(layer), gone)
+        averages = self.values(layer).averages
+        if averages is not None:  # [H, rows, averages] -> [H, averages], the mean over the queries
+            averages = averages[:, [self.matrix_rows.index(frame) for frame in self.query_frames]].mean(1)
+        return self._beside(self.frame_profile(layer), averages)
 
     def key_profiles(self) -> np.ndarray:
         """[layers, H, F + num_averages] float32: key_profile of all layers."""
@@ -192,13 +214,15 @@ class Profiles:
     def key_matrix(self, layer: int) -> np.ndarray | None:
         """[H, rows, F + num_averages] float32: frame_matrix, then the averages of evicted frames."""
         matrix = self.frame_matrix(layer)
-        return None if matrix is None else self._beside(matrix, self.values(layer).averages)
+        if matrix is None:
+            return None
+        return self._beside(matrix, self.values(layer).averages)
 
-    def _beside(self, values: np.ndarray, gone: Tensor | None) -> np.ndarray:
+    def _beside(self, values: np.ndarray, averages: Tensor | None) -> np.ndarray:
         """Put averages after frames; NaN where a layer has none."""
         columns = np.full((*values.shape[:-1], self.num_averages), np.nan, np.float32)
-        if gone is not None:
-            columns[..., : gone.shape[-1]] = gone.float().numpy()
+        if averages is not None:
+            columns[..., : averages.shape[-1]] = averages.float().numpy()
         return np.concatenate([values, columns], -1)
 
     def key_curve(self, layer: int) -> np.ndarray | None:
@@ -207,14 +231,16 @@ class Profiles:
         Of a mass it is the mean probability of each token: its sum over a frame is that frame's mass.
         """
         curve = self.values(layer).key_curve
-        return None if curve is None else curve.float().numpy()
+        if curve is None:
+            return None
+        return curve.float().numpy()
 
     @property
     def own_block(self) -> tuple[int, ...]:
         """Key frames that are the queries' own block; at a noisy pass they are noise, not context."""
         blocks = block_ranges(list(self.block_sizes))
-        own = {f for block in blocks if not set(block).isdisjoint(self.query_frames) for f in block}
-        return tuple(f for f in self.key_frames if f in own)
+        frames = {f for block in blocks if not set(block).isdisjoint(self.query_frames) for f in block}
+        return tuple(f for f in self.key_frames if f in frames)
 
     @property
     def context_frames(self) -> tuple[int, ...]:
@@ -240,26 +266,35 @@ class Profiles:
     @property
     def pass_label(self) -> str:
         """For titles: "pass 0 (t = 1000)", "clean pass (t = 0)", "pass 9 (t = 640), unconditional branch"."""
-        branch = ", unconditional branch" if self.branch == "uncond" else ""
-        return pass_name(self.step, self.timestep, self.is_clean_pass) + branch
+        name = pass_name(self.step, self.timestep, self.is_clean_pass)
+        if self.branch == "uncond":
+            name += ", unconditional branch"
+        return name
 
     @property
     def captured(self) -> str:
         """Return what the queries see: "full", "window" or "within block"."""
         if set(self.key_frames) <= set(self.query_frames):
             return "within block"
-        return "full" if self.key_frames == tuple(range(self.query_frames[-1] + 1)) else "window"
+        if self.key_frames == tuple(range(self.query_frames[-1] + 1)):
+            return "full"
+        return "window"
 
     @property
     def caption(self) -> Caption:
         """For figures: quantity, pass and queries, and the frames that are noise."""
-        has_context = len(self.noise_frames) < len(self.key_frames)  # else nothing to tell noise from
-        label = noise_label(self.timestep, self.noise_levels.values())
-        noise = {label: self.noise_frames} if self.noise_frames and has_context else {}
-        edited = f"; edited: {self.edits}" if self.edits else ""
-        title = subtitle(self.pass_label, self.query_frames) + edited
+        title = subtitle(self.pass_label, self.query_frames)
+        if self.edits:
+            title += f"; edited: {self.edits}"
+        noise = {}
+        if 0 < len(self.noise_frames) < len(self.key_frames):  # else nothing to tell noise from
+            noise[noise_label(self.timestep, self.noise_levels.values())] = self.noise_frames
         return Caption(
-            self.quantity, title, noise, averages=self.num_averages, source=short_source(self.source)
+            quantity=self.quantity,
+            subtitle=title,
+            highlighted_frames=noise,
+            averages=self.num_averages,
+            source=short_source(self.source),
         )
 
 
@@ -274,7 +309,8 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     """
     typed = as_cache(cache)
     # 1. The quantity and the pass that are asked for
-    quantity = quantity or ("mean_logit" if typed.is_logits else "mass")
+    if quantity is None:
+        quantity = "mean_logit" if typed.is_logits else "mass"
     require_known(quantity, QUANTITIES, "there is no quantity {}", CacheError)
     if type(typed) not in READERS:
         raise CacheError(
@@ -283,10 +319,15 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         )
     passes = typed.passes()
     if step is not None:
-        require_held("pass", step, ["an unrecorded one" if at.step is None else at.step for at in passes])
-    at = next(at for at in passes if step is None or at.step == step)
+        steps: list[Any] = [at.step for at in passes if at.step is not None] or ["an unrecorded one"]
+        require_held("pass", step, steps)
+        passes = [at for at in passes if at.step == step]
+    at = passes[0]
     # 2. Layers and frames, as the format has them; values are read when they are asked for
-    found = READERS[type(typed)](typed, at, quantity)
+    part = READERS[type(typed)](typed, at, quantity)
+    head_dim = typed.head_dim
+    if head_dim is None and typed.model.startswith("Wan2.1"):
+        head_dim = WAN_HEAD_DIM
     notes, total = list(typed.notes or ()), len(typed.block_sizes)
     if typed.done < total:
         notes.append(
@@ -295,15 +336,15 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
     return Profiles(
         kind=typed.format,
         model=typed.model,
-        layers=tuple(found.layers),
+        layers=tuple(part.layers),
         num_heads=typed.num_heads,
-        head_dim=typed.head_dim or (WAN_HEAD_DIM if typed.model.startswith("Wan2.1") else None),
+        head_dim=head_dim,
         num_frames=typed.num_frames,
         frame_seq_length=typed.frame_seq_length,
         block_sizes=tuple(typed.block_sizes),
-        query_frames=tuple(found.query_frames),
-        key_frames=tuple(found.key_frames),
-        matrix_rows=tuple(found.matrix_rows),
+        query_frames=tuple(part.query_frames),
+        key_frames=tuple(part.key_frames),
+        matrix_rows=tuple(part.matrix_rows),
         quantity=quantity,
         **at._asdict(),
         branch=cache.get("branch"),
@@ -312,17 +353,20 @@ def open_profiles(cache: Mapping[str, Any], step: int | None = None, quantity: s
         settings=typed.config or {},
         edits=edits_in_words(typed.interventions),
         rolling_timesteps=tuple(typed.rolling_timesteps or ()),
-        num_averages=found.num_averages,
-        _read=remember(found.read),
+        num_averages=part.num_averages,
+        _read=remember(part.read),
     )
 
 
 def open_passes(cache: Mapping[str, Any], opened: Profiles) -> list[Profiles]:
     """Open every pass of a cache, in the quantity of one that is open already, which is not read again."""
-    return [
-        opened if at.step == opened.step else open_profiles(cache, at.step, opened.quantity)
-        for at in as_cache(cache).passes()
-    ]
+    views = []
+    for at in as_cache(cache).passes():
+        view = opened
+        if at.step != opened.step:
+            view = open_profiles(cache, at.step, opened.quantity)
+        views.append(view)
+    return views
 
 
 def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob") -> Profiles:
@@ -330,25 +374,22 @@ def open_call(cache: Mapping[str, Any], index: int, quantity: str = "mean_prob")
     typed = as_cache(cache)
     if isinstance(typed, AtlasCache):
         pairs = [(at.step, layer) for at in typed.passes() for layer in typed.layers]
-        count, holder = len(pairs), "the layers and passes of this atlas"
-    else:
-        count, holder = len(cache["attention_weights"]), "the calls of this cache"
-    require_held("call", index, range(count), holder)
-    if isinstance(typed, AtlasCache):
+        require_held("call", index, range(len(pairs)), "the layers and passes of this atlas")
         step, layer = pairs[index]
         return replace(open_profiles(cache, step, quantity), layers=(layer,))
-    view = open_profiles(
-        {**cache, "attention_weights": cache["attention_weights"][index:][:1]}, None, quantity
-    )
+    calls = cache["attention_weights"]
+    require_held("call", index, range(len(calls)), "the calls of this cache")
+    view = open_profiles({**cache, "attention_weights": [calls[index]]}, None, quantity)
     view.values(view.layers[0])  # a call that does not hold the quantity says so here
     return view
 
 
-def require_alike(one: Profiles, other: Profiles, names: Sequence[str], problem: str) -> None:
+def require_alike(view: Profiles, other: Profiles, names: Sequence[str], problem: str) -> None:
     """Raise CacheError where two views differ in one of these attributes: heads are compared by index."""
     for name in names:
-        if (mine := getattr(one, name)) != (theirs := getattr(other, name)):
-            raise CacheError(f"{problem}: {name.removeprefix('num_')} {mine} and {theirs}")
+        values = getattr(view, name), getattr(other, name)
+        if values[0] != values[1]:
+            raise CacheError(f"{problem}: {name.removeprefix('num_')} {values[0]} and {values[1]}")
 
 
 # --- How each format is read
@@ -373,14 +414,18 @@ def _figure4(cache: Figure4Cache, at: PassTag, quantity: str) -> _Pass:
         if entry.has_tokens:
             return _from_tokens(entry, keys, cache, quantity)
         # Coarser granularity: a curve by key token, a matrix by frames, or both
-        curve, gone = entry.key_curve if quantity == "mean_logit" else None, None
-        spread = None if curve is None else _at_frames(curve, entry, keys, S)
-        if curve is not None and entry.frame_logits is None:
-            return LayerValues(_by_frame(curve.float(), entry, keys, cache, mean=True), None, spread)
+        curve = averages = None
+        if quantity == "mean_logit" and entry.key_curve is not None:
+            curve = _at_frames(entry.key_curve, entry, keys, S)
+            if entry.frame_logits is None:
+                profile = _by_frame(entry.key_curve.float(), entry, keys, cache, mean=True)
+                return LayerValues(profile, None, curve)
         matrix = _in_quantity(_stored(entry, "frame"), quantity, S)  # [H, Fq, F]
-        if entry.slot_frame is not None and (slots := _stored(entry, "slot")):
-            gone = frames.averages_of_slots(_in_quantity(slots, quantity, S), entry.slot_frame, count)
-        return LayerValues(matrix.mean(1), matrix, spread, gone)
+        slots = _stored(entry, "slot")
+        if entry.slot_frame is not None and slots:
+            by_slot = _in_quantity(slots, quantity, S)
+            averages = frames.averages_of_slots(by_slot, entry.slot_frame, count)
+        return LayerValues(matrix.mean(1), matrix, curve, averages)
 
     return _Pass(list(entries), queries, keys, queries, count, read)
 
@@ -398,12 +443,17 @@ def _inference(cache: InferenceCache, at: PassTag, quantity: str) -> _Pass:
 
 
 def _layer(cache: LayerCache, at: PassTag, quantity: str) -> _Pass:
-    S, stored = cache.frame_seq_length, cache.quantity or ("mean_logit" if cache.is_logits else "mean_prob")
-    found = cache.last_block_frame_attention, cache.full_frame_attention, cache.average_attention
-    wanted = [None if x is None else _in_quantity({stored: x.float()}, quantity, S) for x in found]
-    profile, matrix, gone = wanted
-    assert profile is not None
-    values, count = LayerValues(profile, matrix, None, gone), 0 if gone is None else gone.shape[-1]
+    stored = cache.quantity
+    if stored is None:
+        stored = "mean_logit" if cache.is_logits else "mean_prob"
+
+    def converted(values: Tensor) -> Tensor:
+        return _in_quantity({stored: values.float()}, quantity, cache.frame_seq_length)
+
+    profile, averages, count = converted(cache.last_block_frame_attention), None, 0
+    if cache.average_attention is not None:
+        averages, count = converted(cache.average_attention), cache.average_attention.shape[-1]
+    values = LayerValues(profile, converted(cache.full_frame_attention), None, averages)
     queries, rows = cache.last_block_query_frames, cache.query_frames
     return _Pass([cache.layer_index], queries, _seen(profile), rows, count, lambda layer: values)
 
@@ -412,14 +462,13 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     p, S, by_means = cache.passes().index(at), cache.frame_seq_length, quantity == "mean_logit"
     # 1. Matrices of this pass [N, H, F, F], and the profiles of the last block [N, H, F]
     last = block_frames(cache.block_sizes, cache.done - 1)
-    exact = cache.last_block_frame_logits if by_means else None  # where the matrix is quantised
     matrices = slots = None  # [layers, H, F, F], [layers, H, F, slots]
-    if exact is None or cache.frame_logits is not None:
-        matrices = _in_quantity(_stored(cache, "frame", p), quantity, S)
-    if exact is not None:
-        profiles = exact[:, p]
+    if by_means and cache.last_block_frame_logits is not None:  # exact, where the matrix is quantised
+        profiles = cache.last_block_frame_logits[:, p]
+        if cache.frame_logits is not None:
+            matrices = cache.frame_logits[:, p]
     else:
-        assert matrices is not None
+        matrices = _in_quantity(_stored(cache, "frame", p), quantity, S)
         for block in reversed(block_ranges(cache.block_sizes)):  # the first may have passes that others lack
             if block.start <= last[0] and not matrices[..., block.start, :].isnan().all():
                 last = list(block)
@@ -428,26 +477,31 @@ def _atlas(cache: AtlasCache, at: PassTag, quantity: str) -> _Pass:
     # 2. The frames that the last block sees, their tokens in key_curve, and averages among the slots
     keys, count = _seen(profiles), 0
     columns = (torch.tensor(keys)[:, None] * S + torch.arange(S)).flatten()
-    if matrices is not None and cache.slot_frame is not None and (of_slots := _stored(cache, "slot", p)):
-        slots, count = _in_quantity(of_slots, quantity, S), frames.most_averages(cache.slot_frame)
+    stored = _stored(cache, "slot", p)
+    if matrices is not None and cache.slot_frame is not None and stored:
+        slots, count = _in_quantity(stored, quantity, S), frames.most_averages(cache.slot_frame)
 
-    # 3. One layer of them: averages block by block, since a block's slots hold frames of its own
+    # 3. One layer of them
     def read(layer: int) -> LayerValues:
-        i, curve, gone = cache.layers.index(layer), None, None
+        i, matrix, curve, averages = cache.layers.index(layer), None, None, None
+        if matrices is not None:
+            matrix = matrices[i]
+        # Averages block by block, since a block's slots hold frames of its own
         if slots is not None and cache.slot_frame is not None and count:
-            shown = cache.slot_frame[i]
-            gone = torch.full((cache.num_heads, cache.num_frames, frames.most_averages(shown)), torch.nan)
-            for queries, of_block in zip(block_ranges(cache.block_sizes), shown, strict=False):
-                gone[:, queries] = frames.averages_of_slots(slots[i][:, queries], of_block, gone.shape[-1])
+            of_layer = cache.slot_frame[i]
+            shape = cache.num_heads, cache.num_frames, frames.most_averages(of_layer)
+            averages = torch.full(shape, torch.nan)
+            for queries, of_block in zip(block_ranges(cache.block_sizes), of_layer, strict=False):
+                averages[:, queries] = frames.averages_of_slots(slots[i][:, queries], of_block, shape[-1])
         if by_means and cache.key_curve is not None:
             curve = cache.key_curve[i, p]
             if cache.key_frame is None or cache.key_token is None:
                 curve = curve[:, columns]  # [H, L] -> [H, Lk]
             else:
                 curve = frames.spread_tokens(curve, cache.key_frame[i], cache.key_token[i], keys, S)
-        return LayerValues(profiles[i], None if matrices is None else matrices[i], curve, gone)
+        return LayerValues(profiles[i], matrix, curve, averages)
 
-    rows = [] if matrices is None else list(range(cache.num_frames))
+    rows = range(0 if matrices is None else cache.num_frames)
     return _Pass(cache.layers, last, keys, rows, count, read)
 
 
@@ -470,11 +524,11 @@ def _from_tokens(entry: Tokens, keys: Sequence[int], cache: Cache, quantity: str
     if tokens is None:
         raise CacheError("this cache holds probabilities, no mean_logit; it has mass, mean_prob")
     curves = reduce(tokens[0], S)
-    matrix, gone = _by_frame(curves, entry, keys, cache, mean), None  # [H, Fq, Lk] -> [H, Fq, F]
+    matrix, averages = _by_frame(curves, entry, keys, cache, mean), None  # [H, Fq, Lk] -> [H, Fq, F]
     if _num_averages(entry):
         assert entry.key_frame is not None and entry.key_token is not None
-        gone = frames.averages_of_tokens(curves, entry.key_frame, entry.key_token, mean)
-    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry, keys, S), gone)
+        averages = frames.averages_of_tokens(curves, entry.key_frame, entry.key_token, mean)
+    return LayerValues(matrix.mean(1), matrix, _at_frames(curves.mean(1), entry, keys, S), averages)
 
 
 def _by_frame(curves: Tensor, entry: Tokens, keys: Sequence[int], cache: Cache, mean: bool) -> Tensor:
@@ -482,7 +536,9 @@ def _by_frame(curves: Tensor, entry: Tokens, keys: Sequence[int], cache: Cache, 
     S = cache.frame_seq_length
     if entry.key_frame is not None:
         return frames.by_key_frame(curves, entry.key_frame, cache.num_frames, mean)
-    values = frames.curves_to_frames(curves, S) * (1 if mean else S)
+    values = frames.curves_to_frames(curves, S)
+    if not mean:
+        values = values * S
     return frames.spread_keys(values, keys, cache.num_frames)
 
 
@@ -498,7 +554,9 @@ def _num_averages(entry: Tokens) -> int:
     # A token matrix has a row of tokens for each average, which begins at token 0
     if not entry.has_tokens:
         slot_frame = getattr(entry, "slot_frame", None)
-        return 0 if slot_frame is None else frames.most_averages(slot_frame)
+        if slot_frame is None:
+            return 0
+        return frames.most_averages(slot_frame)
     if entry.key_frame is None or entry.key_token is None:
         return 0
     return int(((entry.key_frame == AVERAGE) & (entry.key_token == 0)).sum())
@@ -506,24 +564,29 @@ def _num_averages(entry: Tokens) -> int:
 
 def _stored(values: Fields, of: str, p: int | None = None) -> dict[str, Tensor]:
     """Return OF_logits and OF_mass by what they are, those that are there, of pass p [:, p]."""
-    found = {"mean_logit": getattr(values, f"{of}_logits"), "mass": getattr(values, f"{of}_mass")}
-    return {name: x if p is None else x[:, p] for name, x in found.items() if x is not None}
+    stored = {}
+    for name, field_name in (("mean_logit", f"{of}_logits"), ("mass", f"{of}_mass")):
+        x = getattr(values, field_name)
+        if x is not None:
+            stored[name] = x if p is None else x[:, p]
+    return stored
 
 
 def _in_quantity(stored: Mapping[str, Tensor], wanted: str, S: int) -> Tensor:
     """Return the stored values that give a quantity, converted to it."""
     # A frame's mass is the sum over its S tokens, mean_prob their mean; logits turn into neither
-    factors = {(name, name): 1.0 for name in QUANTITIES}
-    factors |= {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
+    factors = {("mass", "mean_prob"): 1 / S, ("mean_prob", "mass"): S}
     for name, values in stored.items():
+        if name == wanted:
+            return values
         if (name, wanted) in factors:
-            return values * factors[name, wanted] if name != wanted else values
+            return values * factors[name, wanted]
     raise CacheError(f"this cache holds no {wanted}; it has {', '.join(stored) or 'a key curve alone'}")
 
 
 def _seen(profiles: Tensor) -> list[int]:
     """List the frames with a value in any row of [..., F]."""
-    there = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
-    if not there:
+    seen = (~profiles.isnan()).flatten(0, -2).any(0).nonzero()[:, 0].tolist()
+    if not seen:
         raise CacheError("this cache holds no values for its last block")
-    return there
+    return seen
