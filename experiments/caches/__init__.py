@@ -4,8 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.caches.formats import save_cache
-    from experiments.caches.store import load_cache
+    from experiments.caches.store import load_cache, save_cache
 
 __all__ = ["load_cache", "save_cache"]
 
@@ -13,6 +12,5 @@ __all__ = ["load_cache", "save_cache"]
 def __getattr__(name: str) -> Any:
     """Import the reader and writer when they are first asked for: errors and field tables need no torch."""
     if name in __all__:
-        home = "formats" if name == "save_cache" else "store"
-        return getattr(import_module(f"experiments.caches.{home}"), name)
+        return getattr(import_module("experiments.caches.store"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

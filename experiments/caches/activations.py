@@ -161,7 +161,9 @@ def content_sha256(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     digest = hashlib.sha256(json.dumps([metadata["about"], metadata["sites"]]).encode())
     for name, x in tensors.items():
         digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        digest.update(x.reshape(-1).view(torch.uint8).numpy())  # a tensor without axes has no view as bytes
+        digest.update(
+            x.reshape(-1).view(torch.uint8).numpy().data
+        )  # a tensor without axes has no view as bytes
     return digest.hexdigest()
 
 
@@ -170,7 +172,8 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
     path = Path(path)
     require_suffix(path, ".safetensors")
     # A tensor a call; what safetensors has no type for goes into its metadata, as JSON
-    tensors, sites = {}, {}
+    tensors: dict[str, Tensor] = {}
+    sites = {}
     for site, table in tables.items():
         tensors |= {f"{site}/{n:06d}": x.cpu().contiguous() for n, x in enumerate(table)}
         sites[site] = {"places": [asdict(place) for place in table.places], "is_reduced": table.is_reduced}
@@ -557,7 +560,7 @@ class RowPiece(NamedTuple):
 
     path: Path
     start: int  # byte of the file
-    count: int
+    num_rows: int
 
 
 class ActivationRows(Dataset[Tensor]):
@@ -578,7 +581,7 @@ class ActivationRows(Dataset[Tensor]):
         numbers = {path: n for n, path in enumerate(self.paths)}
         self.files = np.array([numbers[piece.path] for piece in pieces])
         self.starts = np.array([piece.start for piece in pieces])
-        self.counts = np.array([piece.count for piece in pieces])
+        self.counts = np.array([piece.num_rows for piece in pieces])
         self.ends = self.counts.cumsum()  # of each piece, in rows of the dataset
 
     def __len__(self) -> int:

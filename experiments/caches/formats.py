@@ -1,4 +1,4 @@
-"""The fields of each kind of .pt cache: a dataclass per format, one check, and the one writer.
+"""The fields of each kind of .pt cache: a dataclass per format, and one check.
 
 Letters of lengths: H heads, F frames, S tokens per frame, L = F S, q/k: of the query and key frames, N
 layers, P passes. Fields have the names that files have.
@@ -9,22 +9,20 @@ layers, P passes. Fields have the names that files have.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import cache
-from math import isfinite
-from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_type_hints
 
 import torch
+from pydantic import ConfigDict, Field, Strict, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from experiments.caches.files import CacheError, replacing
+from experiments.caches.files import CacheError
 from wan.blocks import block_ranges
-from wan.errors import UserError, library_writes, require_known, require_text, short_repr
-from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_LAYERS, MAX_TEXT, UnreadableError, load_tensors
+from wan.errors import require_known, require_text, short_repr
+from wan.files import MAPPED_BYTES, MAX_COUNT, MAX_LAYERS, MAX_TEXT
 from wan.keys import later_block
 from wan.sites import SITES
 
@@ -39,6 +37,16 @@ AVERAGE = -1  # of evicted frames
 NO_KEY = -9  # no key: others have more; between them -2 zeros, -3 tokens of several frames
 ANY = -1  # in queries of maps; frame: all queries of the block; row and column: all of the frame
 
+# Types of plain values. Those of tensors, and lengths, are texts beside their fields: "f16/f32 [H, F, F]"
+Text = Annotated[str, Strict()]
+Flag = Annotated[bool, Strict()]
+Index = Annotated[int, Strict(), Field(ge=0, lt=1 << 63)]
+Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
+Layer = Annotated[int, Strict(), Field(ge=0, lt=MAX_LAYERS)]
+Seed = Annotated[int, Strict(), Field(ge=-(1 << 63), lt=1 << 63)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Quantity = Literal["mean_logit", "mass", "mean_prob"]
+
 
 class PassTag(NamedTuple):
     """A denoising step, or the clean pass; None where a file does not say."""
@@ -48,42 +56,42 @@ class PassTag(NamedTuple):
     is_clean_pass: bool | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True, extra="ignore"))
 class Fields:
-    """A dict of a file with attributes; it keeps unknown ones."""
+    """The fields of a dict of a file, of the declared types; unknown ones are left out."""
 
-    nested: ClassVar[Mapping[str, type[Fields]]] = {}  # fields that are lists of dicts
     one_of: ClassVar[tuple[str, ...]] = ()  # at least one of these fields is there
     named_by: ClassVar[tuple[str, ...]] = ()  # of an entry of a list: no other has the same in these fields
     unique: ClassVar[tuple[str, ...]] = ()  # lists in which nothing is twice
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Wrap a dict, unchecked; a field that is absent has its default."""
-        wrapped = object.__new__(cls)
-        for name, value in values.items():
-            if (kind := cls.nested.get(name)) and isinstance(value, list):
-                value = [kind.from_dict(v) if isinstance(v, Mapping) else v for v in value]
-            wrapped.__dict__[name] = value
-        return wrapped
+        """Return a dict with attributes; absent ones have their defaults. CacheError for another type."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name, rule = field_name(problem["loc"]), problem["msg"].removeprefix("Input ")
+            if problem["type"] == "missing":
+                raise CacheError(f"{name} is missing") from None
+            raise CacheError(f"{name} is {_describe(problem['input'])}; it {rule}") from None
 
+    @property
+    def present(self) -> dict[str, Any]:
+        """The fields that are not None, by name."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
-@cache
-def declared_fields(kind: type[Fields]) -> dict[str, str]:
-    """Return types and lengths of each field of a dataclass: "int | none", "f16/f32 [H, F, F]".
-
-    A field that may be absent has a default; the entries of "a list of dicts" are of kind.nested.
-    """
-    found, hints = {}, get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        text, hint = "", hints[field.name]
-        if get_origin(hint) is Annotated:  # its text says types and lengths; else the types are enough
-            text, hint = hint.__metadata__[0], hint.__origin__
-        options = get_args(hint) if NoneType in get_args(hint) else (hint,)
-        names = [(get_origin(one) or one).__name__ for one in options if one is not NoneType]
-        text = " | ".join([text or " | ".join(names), *["none"] * (NoneType in options)])
-        found[field.name] = "a list of dicts" if field.name in kind.nested else text
-    return found
+    @property
+    def entries(self) -> list[tuple[str, Fields]]:
+        """The dicts in its lists, by their names: ("attention_weights[0].", InferenceCall(...))."""
+        return [
+            (f"{name}[{n}].", entry)
+            for name, value in self.present.items()
+            if isinstance(value, list)
+            for n, entry in enumerate(value)
+            if isinstance(entry, Fields)
+        ]
 
 
 # --- What the formats have in common
@@ -91,9 +99,9 @@ def declared_fields(kind: type[Fields]) -> dict[str, str]:
 class WeightsFile(Fields):
     """A file that a run read: weights, text encoder and tokenizer, or the file in their place."""
 
-    name: str
-    size: int  # bytes
-    sampled_sha256: str  # wan.checkpoint.sampled_sha256
+    name: Text
+    size: Index  # bytes
+    sampled_sha256: Text  # wan.checkpoint.sampled_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,41 +113,40 @@ class Cache(Fields):
     notebook: ClassVar[str]
     flags: ClassVar[str] = ""  # with which the script makes all that the notebook shows
     default: ClassVar[str]
-    nested: ClassVar[Mapping[str, type[Fields]]] = {"files": WeightsFile}
 
-    format: str
-    schema_version: int
-    prompt: str
-    seed: int | None
-    num_frames: int  # latent frames
-    num_frame_per_block: int
-    frame_seq_length: int
-    block_sizes: Annotated[list[int], "int [blocks]"]
-    num_heads: int
-    head_dim: int | None = None
-    model: str
-    weights: str  # base, checkpoint, published; unknown: older files, which did not record it
-    weights_file: str | None
-    weights_sha256: str | None
+    format: Text
+    schema_version: Index
+    prompt: Text
+    seed: Seed | None
+    num_frames: Count  # latent frames
+    num_frame_per_block: Count
+    frame_seq_length: Count
+    block_sizes: list[Index]
+    num_heads: Count
+    head_dim: Count | None = None
+    model: Text
+    weights: Text  # base, checkpoint, published; unknown: older files, which did not record it
+    weights_file: Text | None
+    weights_sha256: Text | None
     files: list[WeightsFile] | None = None
     config: dict[str, Any] | None = None  # settings of the rollout that have no field of their own
-    versions: dict[str, str] | None = None  # by package
-    device: str | None = None  # cpu, or the GPU's name
-    gpus: int | None = None  # how many made it together, where more than one: bits differ with their number
-    dtype: str | None = None  # of generation
-    quantised: str | None = None  # how the weights were stored, where they were dequantised
-    attention: str | None = None  # a GPU's kernel of attention
-    is_logits: bool
-    quantity: str | None = None  # one of QUANTITIES where is_logits leaves it open
-    first_frames: str | None = None  # how many were given, and a hash of their latents
-    read_by: str | None = None  # the first version of this project that reads this schema
-    fingerprint: str | None = None  # of all that the run's numbers depend on; older: of a sweep's settings
-    partial: bool | None = None  # stopped after blocks_done blocks, or before some steps of the base model
-    blocks_done: int | None = None
+    versions: dict[str, Text] | None = None  # by package
+    device: Text | None = None  # cpu, or the GPU's name
+    gpus: Index | None = None  # how many made it together, where more than one: bits differ with their number
+    dtype: Text | None = None  # of generation
+    quantised: Text | None = None  # how the weights were stored, where they were dequantised
+    attention: Text | None = None  # a GPU's kernel of attention
+    is_logits: Flag
+    quantity: Quantity | None = None  # where is_logits leaves it open
+    first_frames: Text | None = None  # how many were given, and a hash of their latents
+    read_by: Text | None = None  # the first version of this project that reads this schema
+    fingerprint: Text | None = None  # of all that the run's numbers depend on; older: of a sweep's settings
+    partial: Flag | None = None  # stopped after blocks_done blocks, or before some steps of the base model
+    blocks_done: Index | None = None
     interventions: dict[str, Any] | None = None  # edits, the same in words, and a hash: the run was edited
     # of a rolling window: the timestep of every step, which is that of a block of the window too
-    rolling_timesteps: Annotated[list[float] | None, "float [steps]"] = None
-    notes: Annotated[list[str] | None, "str [notes]"] = None  # such as a guess about an older file
+    rolling_timesteps: list[Number] | None = None
+    notes: list[Text] | None = None  # such as a guess about an older file
 
     @property
     def done(self) -> int:
@@ -160,9 +167,9 @@ class Cache(Fields):
 class OnePass(Fields):
     """The pass of a cache, or of a call."""
 
-    step: int | None
-    timestep: float | None
-    is_clean_pass: bool | None
+    step: Index | None
+    timestep: Number | None
+    is_clean_pass: Flag | None
 
     @property
     def tag(self) -> PassTag:
@@ -176,13 +183,13 @@ class OnePass(Fields):
 class Sampling(Fields):
     """Of bidirectional runs of base weights, all frames as one block."""
 
-    orig_num_frames: int | None = None  # video frames
-    vae_stride_t: int | None = None
-    branch: str | None = None  # of guidance: cond or uncond, where a cache holds one
-    guidance_scale: float | None = None
-    timestep_shift: float | None = None
-    num_steps: int | None = None
-    negative_prompt: str | None = None
+    orig_num_frames: Index | None = None  # video frames
+    vae_stride_t: Index | None = None
+    branch: Text | None = None  # of guidance: cond or uncond, where a cache holds one
+    guidance_scale: Number | None = None
+    timestep_shift: Number | None = None
+    num_steps: Index | None = None
+    negative_prompt: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +201,8 @@ class Tokens(Fields):
     key_frame: Annotated[Tensor | None, "i32 [keys]"] = None  # -1 an average, -2 zeros
     key_token: Annotated[Tensor | None, "i32 [keys]"] = None  # index in its frame, row by row
     key_position: Annotated[Tensor | None, "i32 [keys]"] = None  # temporal RoPE index
-    layer_idx: int
-    is_logits: bool
+    layer_idx: Layer
+    is_logits: Flag
     attn_logits: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk] | f16/f32 [1, H, Lq, keys]"] = None
     attn_weights: Annotated[Tensor | None, "f16/f32 [1, H, Lq, Lk] | f16/f32 [1, H, Lq, keys]"] = None
 
@@ -212,12 +219,12 @@ class Figure4Layer(Tokens):
     one_of: ClassVar = (*Tokens.one_of, "key_curve", "frame_logits", "frame_mass")
     named_by: ClassVar = ("layer_idx",)
 
-    num_frames: int
-    frame_seq_length: int
-    num_heads: int
-    num_query_frames: int
-    num_key_frames: int
-    last_block_start_frame: int
+    num_frames: Count
+    frame_seq_length: Count
+    num_heads: Count
+    num_query_frames: Index
+    num_key_frames: Index
+    last_block_start_frame: Index
     key_curve: Annotated[Tensor | None, "f16/f32 [H, Lk] | f16/f32 [H, keys]"] = None
     frame_logits: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [H, Fq, F]"] = None
@@ -233,13 +240,12 @@ class Figure4Cache(OnePass, Cache):
     """The last block's attention of some layers, in one pass."""
 
     script, notebook, default = "run_extraction_figure4.py", "plt_fig4.ipynb", "attention_cache_figure4.pt"
-    nested: ClassVar = {**Cache.nested, "attention_weights": Figure4Layer}
 
     attention_weights: list[Figure4Layer]
-    layer_indices: Annotated[list[int], "int [N]"]
-    capture_method: str
-    query_frames: Annotated[list[int], "int [Fq]"]
-    key_frames: Annotated[list[int], "int [Fk]"]
+    layer_indices: Annotated[list[Layer], "[N]"]
+    capture_method: Text
+    query_frames: Annotated[list[Index], "[Fq]"]
+    key_frames: Annotated[list[Index], "[Fk]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,11 +254,11 @@ class InferenceCall(OnePass, Tokens):
 
     named_by: ClassVar = ("layer_idx", "block", "step")
 
-    block: int | None
-    query_frames: Annotated[list[int], "int [Fq]"]
-    key_frames: Annotated[list[int], "int [Fk]"]
-    q_shape: Annotated[list[int], "int [four]"]
-    k_shape: Annotated[list[int], "int [four]"]
+    block: Index | None
+    query_frames: Annotated[list[Index], "[Fq]"]
+    key_frames: Annotated[list[Index], "[Fk]"]
+    q_shape: Annotated[list[Index], "[4]"]
+    k_shape: Annotated[list[Index], "[4]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +266,10 @@ class InferenceCache(Cache):
     """Captured calls in the order of the rollout, as token matrices."""
 
     script, notebook, default = "run_extraction.py", "plot_figure4.ipynb", "attention_cache.pt"
-    nested: ClassVar = {**Cache.nested, "attention_weights": InferenceCall}
 
     attention_weights: list[InferenceCall]
-    layer_indices: Annotated[list[int], "int [N]"]
-    num_transformer_blocks: int
+    layer_indices: Annotated[list[Layer], "[N]"]
+    num_transformer_blocks: Index
 
     def last_calls(self) -> list[InferenceCall]:
         """Return the calls of the last block that was captured."""
@@ -281,12 +286,12 @@ class LayerCache(Sampling, OnePass, Cache):
     """Every frame pair of one layer, each block in one pass; with guidance its other branch too."""
 
     script, notebook, default = "run_extraction_each.py", "extract_all_attention.ipynb", "layer3.pt"
-    layer_index: int
+    layer_index: Layer
     full_frame_attention: Annotated[Tensor, "f16/f32 [H, F, F]"]
     last_block_frame_attention: Annotated[Tensor, "f16/f32 [H, F]"]
-    query_frames: Annotated[list[int], "int [F]"]
-    key_frames: Annotated[list[int], "int [F]"]
-    last_block_query_frames: Annotated[list[int], "int [last]"]
+    query_frames: Annotated[list[Index], "[F]"]
+    key_frames: Annotated[list[Index], "[F]"]
+    last_block_query_frames: Annotated[list[Index], "[last]"]
     full_frame_attention_uncond: Annotated[Tensor | None, "f16/f32 [H, F, F]"] = None
     # Under some cache policies keys that are averages of evicted frames, in the order of their slots:
     average_attention: Annotated[Tensor | None, "f16/f32 [H, F, averages]"] = None
@@ -327,10 +332,10 @@ class AtlasCache(Sampling, Cache):
     one_of: ClassVar = ("frame_logits", "frame_mass", "last_block_frame_logits")
     unique: ClassVar = ("layers", "pass_steps")
 
-    layers: Annotated[list[int], "int [N]"]
-    pass_timesteps: Annotated[list[float] | Tensor, "float [P] | f32 [P]"]
-    pass_steps: Annotated[list[int] | None, "int [P]"] = None  # all passes of the rollout where absent
-    pass_is_clean: Annotated[list[bool] | None, "bool [P]"] = None  # t == 0 where absent
+    layers: Annotated[list[Layer], "[N]"]
+    pass_timesteps: Annotated[list[Number] | Tensor, "[P] | f32 [P]"]
+    pass_steps: Annotated[list[Index] | None, "[P]"] = None  # all passes of the rollout where absent
+    pass_is_clean: Annotated[list[Flag] | None, "[P]"] = None  # t == 0 where absent
     frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
     frame_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F]"] = None
     condition_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, conditions]"] = (
@@ -339,19 +344,19 @@ class AtlasCache(Sampling, Cache):
     attended: Annotated[Tensor | None, "mask [N, P, H, F, F]"] = None  # False: an intervention left it out
     key_curve: Annotated[Tensor | None, "f16/f32 [N, P, H, L] | f16/f32 [N, P, H, keys]"] = None
     cross_mass: Annotated[Tensor | None, "f16/f32 [N, P, H, F, tokens]"] = None
-    cross_tokens: Annotated[list[str] | None, "str [tokens]"] = None
+    cross_tokens: Annotated[list[Text] | None, "[tokens]"] = None
     frame_logits_by_band: Annotated[Tensor | None, "f16/f32 [N, P, H, F, F, bands]"] = None
-    rope_bands: Annotated[list[str] | None, "str [bands]"] = None  # a time frequency, height or width
+    rope_bands: Annotated[list[Text] | None, "[bands]"] = None  # a time frequency, height or width
     query_means: Annotated[Tensor | None, "f32 [N, P, H, F, pairs, 2]"] = None  # before RoPE; time's pairs
     key_means: Annotated[Tensor | None, "f32 [N, P, H, F, pairs, 2]"] = None  # real and imaginary part
     last_block_frame_logits: Annotated[Tensor | None, "f16/f32 [N, P, H, F]"] = None
-    frame_logits_error: Annotated[Tensor | list[float] | None, "f32 [N] | float [N]"] = None
+    frame_logits_error: Annotated[Tensor | list[Number] | None, "f32 [N] | [N]"] = None
     # Since schema_version 2, under policies whose slots are not the frames of a window:
     slot_frame: Annotated[Tensor | None, "i32 [N, done, slots]"] = None  # a frame, AVERAGE ... NO_KEY
     slot_position: Annotated[Tensor | None, "i32 [N, done, slots]"] = None  # temporal RoPE index of the keys
     slot_tokens: Annotated[Tensor | None, "i32 [N, done, slots]"] = None
-    sink_slots: Annotated[list[int] | None, "int [done]"] = None  # how many of the first slots never leave
-    memory_slots: Annotated[list[int] | None, "int [done]"] = None  # after them, of a bank of frames
+    sink_slots: Annotated[list[Index] | None, "[done]"] = None  # how many of the first slots never leave
+    memory_slots: Annotated[list[Index] | None, "[done]"] = None  # after them, of a bank of frames
     key_frame: Annotated[Tensor | None, "i32 [N, keys]"] = None  # of key_curve, where slots are not frames
     key_token: Annotated[Tensor | None, "i32 [N, keys]"] = None  # index in its frame, row by row
     key_position: Annotated[Tensor | None, "i32 [N, keys]"] = None  # temporal RoPE index; -9 no key
@@ -374,8 +379,8 @@ class BlockMaps(Fields):
     one_of: ClassVar = ("map_mass", "word_map")
     named_by: ClassVar = ("block",)
 
-    block: int
-    query_frames: Annotated[list[int], "int [Fq]"]
+    block: Index
+    query_frames: Annotated[list[Index], "[Fq]"]
     queries: Annotated[Tensor | None, "i32 [n, 3]"] = None  # frame, row, column; -1: all
     key_frame: Annotated[Tensor | None, "i32 [N, P, Lk]"] = None  # -1 average, -2 zeros, -9 no key
     key_token: Annotated[Tensor | None, "i32 [N, P, Lk]"] = None  # index in its frame, row by row
@@ -392,17 +397,16 @@ class MapsCache(Cache):
 
     script, notebook, default = "run_extraction_maps.py", "on_the_video.ipynb", "maps.pt"
     flags = "--query_patch 18,2,1 --words --save_video"
-    nested: ClassVar = {**Cache.nested, "blocks": BlockMaps}
     unique: ClassVar = ("layers", "heads", "pass_steps")
 
-    layers: Annotated[list[int], "int [N]"]
-    heads: Annotated[list[int], "int [h]"]
-    rows: int  # of the tokens of a frame
-    columns: int
-    pass_timesteps: Annotated[list[float], "float [P]"]
-    pass_steps: Annotated[list[int], "int [P]"]
-    pass_is_clean: Annotated[list[bool], "bool [P]"]
-    words: Annotated[list[str] | None, "str [words]"] = None  # text of each prompt token
+    layers: Annotated[list[Layer], "[N]"]
+    heads: Annotated[list[Index], "[h]"]
+    rows: Index  # of the tokens of a frame
+    columns: Index
+    pass_timesteps: Annotated[list[Number], "[P]"]
+    pass_steps: Annotated[list[Index], "[P]"]
+    pass_is_clean: Annotated[list[Flag], "[P]"]
+    words: Annotated[list[Text] | None, "[words]"] = None  # text of each prompt token
     blocks: list[BlockMaps]
 
     def passes(self) -> list[PassTag]:
@@ -427,7 +431,7 @@ class EffectsCache(Cache):
     floor: Annotated[Tensor, "f32 [F]"]  # the rollout with noise of 1e-6, or another attention backend
     psnr: Annotated[Tensor | None, "f32 [video]"] = None  # of the two videos, per video frame
     ssim: Annotated[Tensor | None, "f32 [video]"] = None
-    questions: Annotated[list[str] | None, "str [Q]"] = None  # of the miniature's tracker
+    questions: Annotated[list[Text] | None, "[Q]"] = None  # of the miniature's tracker
     answers_base: Annotated[Tensor | None, "mask [Q]"] = None  # its answers for the unedited video
     answers_edited: Annotated[Tensor | None, "mask [Q]"] = None
 
@@ -439,11 +443,11 @@ class CausalAtlasCache(Cache):
     script, notebook, default = "run_causal_atlas.py", "interventions.ipynb", "causal_atlas.pt"
     unique: ClassVar = ("layers", "units")
     interventions: dict[str, Any]
-    prompts: Annotated[list[str], "str [R]"]
-    seeds: Annotated[list[int], "int [R]"]
-    each: str  # what a unit is: head, layer, frame or site (attn_out, cross_out, mlp_out)
-    layers: Annotated[list[int], "int [N]"]  # one, of value 0, where frames are edited in all layers
-    units: Annotated[list[int], "int [U]"]
+    prompts: Annotated[list[Text], "[R]"]
+    seeds: Annotated[list[Seed], "[R]"]
+    each: Literal["head", "layer", "frame", "site"]  # what a unit is; sites are attn_out, cross_out, mlp_out
+    layers: Annotated[list[Layer], "[N]"]  # one, of value 0, where frames are edited in all layers
+    units: Annotated[list[Index], "[U]"]
     effects: Annotated[Tensor, "f32 [R, N, U, F]"]  # in units of the distance between seeds
     between_seeds: Annotated[Tensor, "f32 [R, F]"]
     floor: Annotated[Tensor, "f32 [R, F]"]
@@ -458,7 +462,7 @@ class AttributionSite(Fields):
 
     named_by: ClassVar = ("site",)
 
-    site: str
+    site: Text
     scores: Annotated[Tensor, "f32 [N, P, U]"]
 
 
@@ -468,16 +472,15 @@ class AttributionCache(Cache):
 
     script, notebook, default = "run_attribution.py", "interventions.ipynb", "attribution.pt"
     flags = "--source_prompt 'a blue square moving left'"
-    nested: ClassVar = {**Cache.nested, "sites": AttributionSite}
     unique: ClassVar = ("layers",)
 
     source: dict[str, Any]  # what the other run has: prompt, seed or weights
-    metric: str  # towards: the way of x0 to the source's; or the name of a function
-    integrated: int  # points between both runs; 1 is the gradient of the own run
-    layers: Annotated[list[int], "int [N]"]
-    pass_timesteps: Annotated[list[float], "float [P]"]
-    pass_blocks: Annotated[list[int], "int [P]"]
-    pass_steps: Annotated[list[int], "int [P]"]
+    metric: Text  # towards: the way of x0 to the source's; or the name of a function
+    integrated: Index  # points between both runs; 1 is the gradient of the own run
+    layers: Annotated[list[Layer], "[N]"]
+    pass_timesteps: Annotated[list[Number], "[P]"]
+    pass_blocks: Annotated[list[Index], "[P]"]
+    pass_steps: Annotated[list[Index], "[P]"]
     metric_own: Annotated[Tensor, "f32 [P]"]
     metric_source: Annotated[Tensor, "f32 [P]"]  # NaN for a metric of activations
     sites: list[AttributionSite]
@@ -496,67 +499,36 @@ FORMATS: dict[str, type[Cache]] = {
 
 
 def as_cache(values: Mapping[str, Any]) -> Cache:
-    """Wrap a dict in the dataclass of its format, unchecked. CacheError for a format that is not ours."""
+    """Return a dict as the dataclass of its format. CacheError: of no format, or a field of another type."""
     kind = values.get("format", "")
     require_known(kind, FORMATS, "format is {}", CacheError)
     return FORMATS[kind].from_dict(values)
 
 
-# --- The writer of every format, and a glance at a file
-def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
-    """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
-
-    Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
-    written from where they are: the only copies are of those not contiguous on the CPU.
-    """
-    try:
-        values = _plain(cache, "cache", {})
-        check(values)
-    except (UserError, RecursionError) as error:
-        said = error if isinstance(error, UserError) else "it holds itself"
-        raise CacheError(f"{path} not written: {said}") from None
-    with library_writes(path, CacheError), replacing(path) as file:
-        torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
+@cache
+def declared_fields(kind: type[Fields]) -> dict[str, str]:
+    """Return the fields of a dataclass, and declared shapes: "f16/f32 [H, F, F]", "[N]" of a list, or ""."""
+    hints = get_type_hints(kind, include_extras=True)
+    shapes = {}
+    for field in fields(kind):
+        texts = [text for text in getattr(hints[field.name], "__metadata__", ()) if isinstance(text, str)]
+        shapes[field.name] = "".join(texts)
+    return shapes
 
 
-def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
-    """Copy a dict's structure so that its bytes depend on its content alone; tensors are kept, not copied.
-
-    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
-    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for
-    what is neither tensor nor plain value.
-    """
-    if isinstance(value, Tensor):
-        if id(value) not in kept:
-            # A view of a larger storage is copied: torch.save would write the whole storage
-            x = value.detach()
-            in_place = x.device.type == "cpu" and x.untyped_storage().nbytes() == x.nbytes
-            kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
-        return kept[id(value)]
-    if isinstance(value, Mapping):
-        return {_plain(key, where, kept): _plain(v, f"{where}[{key!r}]", kept) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
-    if type(value) is str:
-        return sys.intern(value)
-    if value is None or type(value) in (bool, int, float):
-        return value
-    raise CacheError(f"{where} is a {type(value).__name__}; only tensors and plain Python values are stored")
+def field_name(location: Sequence[str | int]) -> str:
+    """Return where pydantic found a problem: attention_weights[0].layer_idx."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier():  # others are alternatives of a type
+            name += f".{part}" if name else part
+    return name
 
 
-def peek(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a cache that is as it was written, unchecked; none of any other file."""
-    try:
-        raw = load_tensors(path)
-    except UnreadableError:  # not there, torn, older, or of another program
-        return {}
-    return raw if isinstance(raw, dict) else {}
-
-
-# --- The one check of a cache: types and shapes by its dataclass, then values that would be drawn in silence
-TYPES: dict[str, Any] = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32, "mask": torch.bool}
-TYPES |= {"str": (str,), "int": (int,), "float": (float, int), "bool": (bool,), "dict": (dict,)}
-TYPES |= {"none": (NoneType,)}
+# --- The check of a cache: types, shapes, and values that would be drawn in silence
+DTYPES = {"f16": torch.float16, "f32": torch.float32, "i32": torch.int32, "mask": torch.bool}
 LENGTHS = {  # letter: an int field, or a list of this length
     "F": "num_frames",
     "S": "frame_seq_length",
@@ -568,27 +540,16 @@ LENGTHS = {  # letter: an int field, or a list of this length
     "h": "heads",
     "words": "words",
 }
-PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")
-COUNTS = ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads", "head_dim")
-LAYERS = ("layers", "layer_indices", "layer_idx", "layer_index")
-PART_OF = {"key_frame": "F", "slot_frame": "F", "key_token": "S"}  # tensors of numbers below F or S
-NOT_NEGATIVE: tuple[str, ...] = (
-    "frame_mass",
-    "slot_mass",
-    "map_mass",
-    "cross_mass",
-    "direct",
-    "own_block",
-    "total",
-)
-NOT_NEGATIVE += ("floor", "between_seeds", "effects")
+PAIRS = ("frame_logits", "frame_mass", "frame_logits_by_band", "full_frame_attention")  # of frames
+OF_KEYS = ("key_curve", "attn_logits", "attn_weights")  # whose last axis is key tokens
+MASSES = ("map_mass", "slot_mass", "frame_mass")  # rows of the first that is there sum to 1
+NOT_NEGATIVE = ("frame_mass", "slot_mass", "map_mass", "cross_mass", "direct", "own_block", "total", "floor")
+NOT_NEGATIVE += ("between_seeds", "effects")  # type: ignore[assignment]
 SAME = ("num_frames", "frame_seq_length", "num_heads", "is_logits")  # of an entry that repeats the cache's
-WORDS = {"each": ("head", "layer", "frame", "site"), "quantity": (None, *QUANTITIES)}
 
 
 def check(values: Mapping[str, Any]) -> None:
     """Raise CacheError for the first field that is missing, of a wrong type or shape, or inconsistent."""
-    typed = as_cache(values)
     # 1. A file of a later version, whose fields are not known here
     version, reader = values.get("schema_version"), values.get("read_by", "later")
     if type(version) is int and not 1 <= version <= SCHEMA_VERSION:
@@ -596,197 +557,225 @@ def check(values: Mapping[str, Any]) -> None:
             f"schema_version {version} is not one of 1..{SCHEMA_VERSION}, which this code reads; "
             f"version {reader} of this project reads it (git pull)"
         )
-    # 2. Types and shapes of every field
-    _check_fields(values, type(typed))
+    # 2. Types of every field, and lengths of tensors and lists
+    typed = as_cache(values)
     require_text(typed.prompt.replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
+    sizes = _sizes(typed, {})
+    parts = [("", typed), *typed.entries]
+    for where, part in parts:
+        _check_shapes(part, where, _sizes(part, sizes))
     # 3. Blocks, by which all frames are found
-    blocks, done, total = typed.block_sizes, typed.done, len(typed.block_sizes)
-    if sum(blocks) != typed.num_frames or min(blocks) < 1 or not 1 <= done <= total:
+    blocks, total = typed.block_sizes, len(typed.block_sizes)
+    if sum(blocks) != typed.num_frames or min(blocks) < 1 or not 1 <= typed.done <= total:
         raise CacheError(
-            f"block_sizes {blocks} do not add up to num_frames {typed.num_frames}, or blocks_done {done} is "
-            f"not in 1..{total}"
+            f"block_sizes {blocks} do not add up to num_frames {typed.num_frames}, or blocks_done "
+            f"{typed.done} is not in 1..{total}"
         )
     # 4. Values of the cache, and of its entries
-    _check_values(typed, typed, "")
-    for name in typed.nested:
-        for i, entry in enumerate(getattr(typed, name) or ()):
-            _check_values(entry, typed, f"{name}[{i}].")
+    for where, part in parts:
+        _check_names(part, typed, where)
+        _check_frames(part, typed, where)
+        _check_numbers(part, typed, where)
 
 
 def check_counts(values: Mapping[str, Any]) -> None:
-    """Raise CacheError for counts that no video has: lists and masks are made from them early."""
-    for name in COUNTS:
+    """Raise CacheError for counts that no video has: an older file's lists and masks are made from them."""
+    for name in ("num_frames", "frame_seq_length", "num_frame_per_block", "num_heads"):
         value = values.get(name)
         if isinstance(value, (int, float)) and not 1 <= value <= MAX_COUNT:
             raise CacheError(f"{name} is {short_repr(value)}, not a number of 1..{MAX_COUNT}")
 
 
-def _check_fields(
-    values: Mapping[str, Any], kind: type[Fields], where: str = "", outer: Mapping[str, int] = {}
-) -> None:
-    """Raise CacheError for the first field that is missing, or of another type or length than is declared."""
-    # 1. Lengths that fields of this dict say, or of the one around it
-    sizes = {letter: n for letter, n in outer.items() if letter in LENGTHS}
+def _sizes(part: Fields, outer: Mapping[str, int]) -> dict[str, int]:
+    """Return the lengths that letters stand for: those that a dict says, or the one around it."""
+    sizes = dict(outer)
     for letter, name in LENGTHS.items():
-        if isinstance(value := values.get(name), (int, list, Tensor)):
-            sizes[letter] = value if isinstance(value, int) else len(value)
-    if isinstance(blocks := values.get("block_sizes"), list):
-        sizes["done"] = len(blocks) if values.get("blocks_done") is None else values["blocks_done"]
+        value = getattr(part, name, None)
+        if isinstance(value, int):
+            sizes[letter] = value
+        elif value is not None:
+            sizes[letter] = len(value)
+    if isinstance(part, Cache):
+        sizes["done"] = part.done
     for tokens, frames in (("L", "F"), ("Lq", "Fq"), ("Lk", "Fk")):
-        if frames in sizes and "S" in sizes:
+        if frames in sizes:
             sizes[tokens] = sizes[frames] * sizes["S"]
-    # 2. Every field against its declaration; the entries of lists of dicts likewise
-    for name, declared in declared_fields(kind).items():  # type: ignore[arg-type]  # a class is hashable
-        value, entries = values.get(name, MISSING), kind.nested.get(name)
-        if value is MISSING and hasattr(kind, name):  # its default
+    return sizes
+
+
+def _check_shapes(part: Fields, where: str, sizes: dict[str, int]) -> None:
+    """Raise CacheError for the first tensor or list of another type or length than is declared."""
+    values = part.present
+    for name, declared in declared_fields(type(part)).items():  # type: ignore[arg-type]  # a class is hashable
+        if name not in values or not declared:
             continue
-        if entries and isinstance(value, list) and all(isinstance(v, Mapping) for v in value):
-            for i, entry in enumerate(value):
-                _check_fields(entry, entries, f"{where}{name}[{i}].", sizes)
-        elif not any(_fits(value, option, sizes) for option in declared.split(" | ")):
-            known = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared)
-            known = f" ({known})" * bool(known and "[" in declared)
-            raise CacheError(f"{where}{name} is {_describe(value)}, not {declared}{known}")
-        # 3. Numbers that count, such as a layer, and timesteps
-        low, high = (-(2**63) if name in ("seed", "seeds") else 0), MAX_LAYERS if name in LAYERS else 2**63
-        low, high = (1, MAX_COUNT + 1) if name in COUNTS else (low, high)
-        for one in value if isinstance(value, list) else [value]:
-            is_int, is_float = type(one) is int, type(one) is float
-            if (is_int and not low <= one < high) or (is_float and not isfinite(one)):
-                fits = f"whole numbers in {low}..{high - 1}" if is_int else "finite"
-                raise CacheError(f"{where}{name} is {_describe(value)}; must be {fits}")
+        if not any(_fits(values[name], option, sizes) for option in declared.split(" | ")):
+            lengths = ", ".join(f"{letter} {n}" for letter, n in sizes.items() if letter in declared)
+            raise CacheError(f"{where}{name} is {_describe(values[name])}, not {declared} ({lengths})")
 
 
-def _fits(value: Any, option: str, sizes: dict[str, int]) -> bool:
-    """Compare a value with its declared type and lengths; letters not yet known are learned from it."""
-    kind, _, lengths = option.rstrip("]").partition(" [")
-    letters = lengths.split(", ") if lengths else []
+def _fits(value: Tensor | list[Any], option: str, sizes: dict[str, int]) -> bool:
+    """Compare a value with a declared type and lengths; letters that are not known are learned from it."""
+    dtypes, _, lengths = option.rstrip("]").rpartition("[")
+    letters = lengths.split(", ")
     if isinstance(value, Tensor):
-        shape, fits = list(value.shape), value.dtype in [TYPES[name] for name in kind.split("/")]
+        shape = list(value.shape)
+        if value.dtype not in [DTYPES[name] for name in dtypes.strip().split("/") if name]:
+            return False
     else:
-        shape, allowed = [len(value)] if isinstance(value, list) else [], TYPES.get(kind, ())
-        fits = isinstance(allowed, tuple) and all(
-            type(item) in allowed for item in (value if shape else [value])
+        shape = [len(value)]
+        if dtypes:
+            return False
+    if len(shape) != len(letters):
+        return False
+    for n, letter in zip(shape, letters, strict=True):
+        expected = int(letter) if letter.isdigit() else sizes.setdefault(letter, n)
+        if n != expected:
+            return False
+    return True
+
+
+def _require(is_fine: Any, part: Fields, where: str, name: str, rule: str) -> None:
+    """Raise CacheError for a field's value, unless it is fine."""
+    if not is_fine:
+        raise CacheError(f"{where}{name} is {_describe(getattr(part, name))}; {rule}")
+
+
+def _check_names(part: Fields, cache: Cache, where: str) -> None:
+    """Raise CacheError for what is there twice, or not at all, and for entries that contradict the cache."""
+    values = part.present
+    # 1. Something is there, and everything has one name
+    if part.one_of and not values.keys() & set(part.one_of):
+        raise CacheError(f"{where}none of {', '.join(part.one_of)} is there")
+    for name in part.unique:
+        numbers = values.get(name, ())
+        _require(len(set(numbers)) == len(numbers), part, where, name, "must have each once")
+    named = set()
+    for entry_name, entry in part.entries:
+        identity = tuple(getattr(entry, name) for name in entry.named_by)
+        name = entry_name.partition("[")[0]
+        if identity and (name, identity) in named:
+            raise CacheError(f"{where}{name} has {', '.join(entry.named_by)} {short_repr(identity)} twice")
+        named.add((name, identity))
+    # 2. Entries repeat what the cache says
+    for name in values.keys() & set(SAME):
+        _require(
+            values[name] == getattr(cache, name), part, where, name, f"the cache has {getattr(cache, name)}"
         )
-    return (
-        fits
-        and len(shape) == len(letters)
-        and all(
-            n == (int(letter) if letter.isdigit() else sizes.setdefault(letter, n))
-            for n, letter in zip(shape, letters, strict=True)
-        )
-    )
+    if isinstance(part, Figure4Cache | InferenceCache) and not cache.partial:
+        layers = {entry.layer_idx for entry in part.attention_weights}
+        rule = f"its entries are of {sorted(layers)}"
+        _require({*part.layer_indices} == layers, part, where, "layer_indices", rule)
+    # 3. Heads, layers, sites and tokens are of the model
+    if "heads" in values:
+        is_fine = max(values["heads"], default=0) < cache.num_heads
+        _require(is_fine, part, where, "heads", f"must be of {cache.num_heads}")
+    if isinstance(part, InferenceCache):
+        is_fine = max(part.layer_indices, default=0) < part.num_transformer_blocks
+        _require(is_fine, part, where, "num_transformer_blocks", f"it has layers {part.layer_indices}")
+    if isinstance(part, AttributionSite):
+        _require(part.site in SITES, part, where, "site", "is no site of activations")
+        is_fine = part.scores.shape[-1] in (1, cache.num_heads)
+        _require(is_fine, part, where, "scores", f"must be of {cache.num_heads}")
+    if isinstance(part, MapsCache):
+        S = part.frame_seq_length
+        rule = f"must make {S} tokens of a frame with {part.columns} columns"
+        _require(part.rows * part.columns == S, part, where, "rows", rule)
 
 
-def _check_values(values: Fields, cache: Cache, where: str) -> None:
-    """Raise CacheError for values of a cache, or of one of its entries, that contradict each other."""
-    there = {name: value for name, value in vars(values).items() if value is not None}
-    F, S, blocks = cache.num_frames, cache.frame_seq_length, cache.block_sizes
-    if values.one_of and not there.keys() & set(values.one_of):
-        raise CacheError(f"{where}none of {', '.join(values.one_of)} is there")
-
-    def require(fine: Any, name: str, rule: str) -> None:
-        if not fine:
-            raise CacheError(f"{where}{name} is {_describe(there[name])}; {rule}")
-
-    # 1. Frames are of the video, and no query sees a later block
-    for name in there.keys() & {"query_frames", "key_frames", "last_block_query_frames"}:
-        numbers = there[name]
-        fine = numbers and numbers == sorted(set(numbers)) and numbers[0] >= 0 and numbers[-1] < F
-        require(fine, name, f"must be increasing frames of 0 to {F - 1}")
-    if "query_frames" in there and "key_frames" in there:
-        later = later_block(blocks, cache.ahead)[there["query_frames"][-1], there["key_frames"]]
-        require(not later.any(), "key_frames", "must not come after the queries' block")
-    # 2. Keys are the tokens of key_frames, where key_frame does not say of what they are
-    keys = len(there.get("key_frames", getattr(cache, "key_frames", range(F))))
-    for name in there.keys() & {"key_curve", "attn_logits", "attn_weights"}:
-        fits = "key_frame" in there or there[name].shape[-1] == keys * S
-        require(fits, name, f"must be of {keys} key frames of {S} tokens")
-    # 3. Everything has one name, and entries repeat what the cache says
-    for name in values.unique:
-        some = there.get(name, ())
-        require(len(set(some)) == len(some), name, "must have each once")
-    for name, kind in values.nested.items():
-        ids = [tuple(getattr(one, key) for key in kind.named_by) for one in there.get(name, ())]
-        twice = next((one for one in ids if ids.count(one) > 1), None) if kind.named_by else None
-        if twice is not None:
-            raise CacheError(f"{where}{name} has {', '.join(kind.named_by)} {short_repr(twice)} twice")
-    for name in there.keys() & set(SAME) if where else ():
-        require(there[name] == getattr(cache, name), name, f"the cache has {getattr(cache, name)}")
-    for name, known in WORDS.items():
-        require(name not in there or there[name] in known, name, f"must be of {', '.join(map(str, known))}")
-    if "heads" in there:
-        require(max(there["heads"], default=0) < cache.num_heads, "heads", f"must be of {cache.num_heads}")
-    if isinstance(values, (Figure4Cache, InferenceCache)) and not cache.partial:
-        found = {entry.layer_idx for entry in values.attention_weights}
-        require({*values.layer_indices} == found, "layer_indices", f"its entries are of {sorted(found)}")
-    if isinstance(values, InferenceCache):
-        fine = max(values.layer_indices, default=0) < values.num_transformer_blocks
-        require(fine, "num_transformer_blocks", f"it has layers {values.layer_indices}")
-    if isinstance(values, AttributionSite):
-        require(values.site in SITES, "site", "is no site of activations")
-        require(values.scores.shape[-1] in (1, cache.num_heads), "scores", f"must be of {cache.num_heads}")
-    # 4. Blocks hold their queries, and queries, keys and slots are of the video
+def _check_frames(part: Fields, cache: Cache, where: str) -> None:
+    """Raise CacheError for queries, keys and slots that are not of the video, or of a block."""
+    values, F, S, blocks = part.present, cache.num_frames, cache.frame_seq_length, cache.block_sizes
     ranges = block_ranges(blocks)
-    if "block" in there and "query_frames" in there:
-        n = there["block"]
-        fine = n < len(ranges) and {*there["query_frames"]} <= {*ranges[n]}
-        require(fine, "block", f"its queries are {there['query_frames']}")
-    if "last_block_query_frames" in there:
-        fine = {*there["last_block_query_frames"]} <= {*ranges[cache.done - 1]}
-        require(fine, "last_block_query_frames", f"the last block is {[*ranges[cache.done - 1]]}")
-    for name in there.keys() & PART_OF.keys():
-        most = F if PART_OF[name] == "F" else S
-        require((there[name] < most).all(), name, f"must be below {most}")
-    if isinstance(cache, MapsCache) and "queries" in there:
-        places: Tensor = there["queries"]
-        limits = torch.tensor([F, cache.rows, cache.columns])
-        fine = (places >= ANY).all() and (places < limits).all()
-        fine = fine and {*places[:, 0].tolist()} <= {ANY, *there["query_frames"]}
-        require(fine, "queries", f"must be frame, row and column of {limits.tolist()}, in {ANY}: all")
-    # 5. Numbers, but for those that stay on disk: finite, absent in later blocks, rows of mass that sum to 1
-    tensors = {name for name, x in there.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    small = {
-        name
-        for name in tensors & declared_fields(type(values)).keys()  # type: ignore[arg-type]
-        if there[name].nbytes <= MAPPED_BYTES
+    # 1. Frames are of the video, and no query sees a later block
+    for name in values.keys() & {"query_frames", "key_frames", "last_block_query_frames"}:
+        frames = values[name]
+        is_fine = frames and frames == sorted(set(frames)) and frames[-1] < F
+        _require(is_fine, part, where, name, f"must be increasing frames of 0 to {F - 1}")
+    if "query_frames" in values and "key_frames" in values:
+        later = later_block(blocks, cache.ahead)[values["query_frames"][-1], values["key_frames"]]
+        _require(not later.any(), part, where, "key_frames", "must not come after the queries' block")
+    # 2. Keys are the tokens of key_frames, where key_frame does not say of what they are
+    count = len(values.get("key_frames", getattr(cache, "key_frames", range(F))))
+    if "key_frame" not in values:
+        for name in values.keys() & set(OF_KEYS):
+            is_fine = values[name].shape[-1] == count * S
+            _require(is_fine, part, where, name, f"must be of {count} key frames of {S} tokens")
+    for name, most in (("key_frame", F), ("slot_frame", F), ("key_token", S)):
+        if name in values:
+            _require((values[name] < most).all(), part, where, name, f"must be below {most}")
+    # 3. Blocks hold their queries
+    if "block" in values and "query_frames" in values:
+        block, queries = values["block"], values["query_frames"]
+        is_fine = block < len(ranges) and {*queries} <= {*ranges[block]}
+        _require(is_fine, part, where, "block", f"its queries are {queries}")
+    if "last_block_query_frames" in values:
+        last = [*ranges[cache.done - 1]]
+        is_fine = {*values["last_block_query_frames"]} <= {*last}
+        _require(is_fine, part, where, "last_block_query_frames", f"the last block is {last}")
+    if isinstance(part, BlockMaps) and isinstance(cache, MapsCache) and part.queries is not None:
+        places, limits = part.queries, torch.tensor([F, cache.rows, cache.columns])
+        is_fine = (places >= ANY).all() and (places < limits).all()
+        is_fine = is_fine and {*places[:, 0].tolist()} <= {ANY, *part.query_frames}
+        rule = f"must be frame, row and column of {limits.tolist()}, in {ANY}: all"
+        _require(is_fine, part, where, "queries", rule)
+
+
+def _check_numbers(part: Fields, cache: Cache, where: str) -> None:
+    """Raise CacheError for numbers that are not finite, of blocks to come, or shares that do not add up."""
+    # 1. Tensors of numbers, but for those that stay on disk
+    values = {
+        name: x
+        for name, x in part.present.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and x.nbytes <= MAPPED_BYTES
     }
-    for name in small:
-        require(not there[name].isinf().any(), name, "must be finite; absent is NaN")
-        require(name not in NOT_NEGATIVE or not (there[name] < 0).any(), name, "must not be negative")
-    for name in small & {"latents_base", "latents_edited"}:
-        require(not there[name].isnan().any(), name, "must be finite")
-    for name in small & {"attn_logits", "attn_weights"} if not cache.interventions else ():
-        # Heads may see other keys: whole columns
-        missing = there[name].isnan()
-        require(torch.equal(missing.any(2), missing.all(2)), name, "must be finite; whole keys may be absent")
-    for name in small & set(PAIRS) if not where else ():
-        cells = there[name].movedim(-1, 0) if name == "frame_logits_by_band" else there[name]  # [..., F, F]
-        absent = later_block(blocks, cache.ahead)
-        absent[sum(blocks[: cache.done]) :] = True
-        require(cells[..., absent].isnan().all(), name, "must be NaN in later blocks, and in those not done")
-    of_tokens = ["attn_weights"] * (there.get("is_logits") is False and not cache.interventions)
-    for mass in [n for n in ("map_mass", "slot_mass", "frame_mass", *of_tokens) if n in there][:1]:
-        rows, unit = there[mass] if mass in small else torch.empty(0, 1), S if mass == "map_mass" else 1
-        rows = rows.float()
+    for name, x in values.items():
+        _require(not x.isinf().any(), part, where, name, "must be finite; absent is NaN")
+        if name in NOT_NEGATIVE:
+            _require(not (x < 0).any(), part, where, name, "must not be negative")
+        if name in ("latents_base", "latents_edited"):
+            _require(not x.isnan().any(), part, where, name, "must be finite")
+        if name in ("attn_logits", "attn_weights") and not cache.interventions:
+            missing = x.isnan()  # heads may see other keys: whole columns
+            is_fine = torch.equal(missing.any(2), missing.all(2))
+            _require(is_fine, part, where, name, "must be finite; whole keys may be absent")
+    # 2. Pairs of frames are absent in later blocks, and in those that are not done
+    absent = later_block(cache.block_sizes, cache.ahead)
+    absent[sum(cache.block_sizes[: cache.done]) :] = True
+    for name in values.keys() & set(PAIRS):
+        if part is cache:
+            cells = values[name]  # [..., F, F]
+            if name == "frame_logits_by_band":
+                cells = cells.movedim(-1, 0)
+            rule = "must be NaN in later blocks, and in those not done"
+            _require(cells[..., absent].isnan().all(), part, where, name, rule)
+    # 3. Rows of mass sum to 1, those of maps to the tokens of a frame
+    masses = [name for name in MASSES if getattr(part, name, None) is not None]
+    has_probabilities = getattr(part, "is_logits", None) is False and "attn_weights" in values
+    if has_probabilities and not cache.interventions:
+        masses.append("attn_weights")
+    if masses and masses[0] in values:
+        name, unit, tolerance = masses[0], 1, MASS_TOLERANCE
+        if name == "map_mass":
+            unit = cache.frame_seq_length
+        rows = values[name].float()
         total = rows.nansum(-1) / unit
-        if "condition_mass" in there and mass in small:  # of text that frames attend to in the same softmax
-            total = total + there["condition_mass"].float().sum(-1)
+        if "condition_mass" in values:  # of text that frames attend to in the same softmax
+            total = total + values["condition_mass"].float().sum(-1)
+        if name == "attn_weights" and values[name].dtype == torch.float16:
+            tolerance += HALF_TOLERANCE  # of the many small probabilities of a token matrix some are lost
         off = (total - 1)[~rows.isnan().all(-1)].abs()
-        # Of the many small probabilities of a token matrix float16 loses some
-        lost = HALF_TOLERANCE if mass == "attn_weights" and there[mass].dtype == torch.float16 else 0.0
-        fine = (off <= MASS_TOLERANCE + lost).all() and not (rows < 0).any()
-        require(fine, mass, f"must have rows that sum to {unit}")
-    if "cross_mass" in small:  # the tokens of padding may be left out
-        fine = (there["cross_mass"].float().nansum(-1) <= 1 + MASS_TOLERANCE).all()
-        require(fine, "cross_mass", "must have rows of at most 1")
-    if isinstance(values, MapsCache):
-        fine = values.rows * values.columns == S
-        require(fine, "rows", f"must make {S} tokens of a frame with {values.columns} columns")
+        is_fine = bool((off <= tolerance).all() and not (rows < 0).any())
+        _require(is_fine, part, where, name, f"must have rows that sum to {unit}")
+    if "cross_mass" in values:  # the tokens of padding may be left out
+        total = values["cross_mass"].float().nansum(-1)
+        _require(
+            (total <= 1 + MASS_TOLERANCE).all(), part, where, "cross_mass", "must have rows of at most 1"
+        )
 
 
 def _describe(value: Any) -> str:
     """Return a value in a few words: "float32 [12, 21]", or the beginning of its text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return "missing" if value is MISSING else short_repr(value, 60)
+    return short_repr(value, 60)

@@ -1,7 +1,7 @@
-"""The one reader of .pt caches, and caches made of others.
+"""The writer and the reader of .pt caches, and caches made of others.
 
 A cache is a dict of tensors and plain Python values; experiments/caches/formats.py has the fields of each
-format. Data flows extraction -> formats.save_cache -> load_cache -> experiments/caches/view.py.
+format. Data flows extraction -> save_cache -> load_cache -> experiments/caches/view.py.
 
     cache = load_cache("cache/atlas.pt", expect=("atlas",))
     save_cache("cache/layer20.pt", layer_from_atlas(cache, 20))
@@ -9,16 +9,18 @@ format. Data flows extraction -> formats.save_cache -> load_cache -> experiments
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from experiments.caches import legacy
 from experiments.caches.activations import load_activations, model_of
-from experiments.caches.files import CacheError, require_held
+from experiments.caches.files import CacheError, replacing, require_held
 from experiments.caches.formats import (
     FORMATS,
     AtlasCache,
@@ -32,10 +34,60 @@ from experiments.caches.formats import (
 )
 from experiments.caches.view import open_profiles
 from wan.config import changed_settings
-from wan.errors import short_repr
-from wan.files import load_tensors
+from wan.errors import UserError, library_writes, short_repr
+from wan.files import UnreadableError, load_tensors
 
 ROOT = Path(__file__).parents[2]
+
+
+def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
+    """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
+
+    Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
+    written from where they are: the only copies are of those not contiguous on the CPU.
+    """
+    try:
+        values = _plain(cache, "cache", {})
+        check(values)
+    except (UserError, RecursionError) as error:
+        said = error if isinstance(error, UserError) else "it holds itself"
+        raise CacheError(f"{path} not written: {said}") from None
+    with library_writes(path, CacheError), replacing(path) as file:
+        torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
+
+
+def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
+    """Copy a dict's structure so that its bytes depend on its content alone; tensors are kept, not copied.
+
+    Pickle writes an object it has seen as a reference to it, so two equal strings give other bytes than one
+    string used twice: interning makes them one. A tensor under two names stays one. Raises CacheError for
+    what is neither tensor nor plain value.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in kept:
+            # A view of a larger storage is copied: torch.save would write the whole storage
+            x = value.detach()
+            in_place = x.device.type == "cpu" and x.untyped_storage().nbytes() == x.nbytes
+            kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
+        return kept[id(value)]
+    if isinstance(value, Mapping):
+        return {_plain(key, where, kept): _plain(v, f"{where}[{key!r}]", kept) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]", kept) for i, v in enumerate(value)]
+    if type(value) is str:
+        return sys.intern(value)
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise CacheError(f"{where} is a {type(value).__name__}; only tensors and plain Python values are stored")
+
+
+def peek(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a cache that is as it was written, unchecked; none of any other file."""
+    try:
+        raw = load_tensors(path)
+    except UnreadableError:  # not there, torn, older, or of another program
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed
-from experiments.caches.formats import peek, save_cache
+from experiments.caches.store import peek, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction.video import LiveVideo
 from experiments.memory import estimate_bytes

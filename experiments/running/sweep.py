@@ -21,8 +21,8 @@ from experiments.caches.files import (
     require_same,
     require_space,
 )
-from experiments.caches.formats import peek
 from experiments.caches.mp4 import mp4_tag
+from experiments.caches.store import peek
 from experiments.extraction.video import check_video
 from experiments.memory import estimate_bytes
 from experiments.progress import Progress, deterministic, observed

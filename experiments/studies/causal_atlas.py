@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import claimed
-from experiments.caches.formats import save_cache
+from experiments.caches.store import save_cache
 from experiments.edits import MeanRuns, reference_means
 from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs, fingerprint, identity, record_of, threads_for

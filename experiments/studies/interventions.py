@@ -16,8 +16,8 @@ from torch import Tensor
 
 from experiments.analysis import stats
 from experiments.caches.files import claimed, replacing, require_same
-from experiments.caches.formats import save_cache
 from experiments.caches.mp4 import require_ffmpeg, write_mp4
+from experiments.caches.store import save_cache
 from experiments.edits import edited
 from experiments.extraction.video import to_pixels
 from experiments.miniature.tracking import judge_by_caption
