@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from experiments.caches.files import replacing
+from experiments.caches.files import save_report
 from experiments.miniature.judges import EvalPool, workers_of
 from experiments.miniature.moving_shapes import FPS, FRAMES, SETS, SIDE, held_out_scenes, render_videos
 from experiments.miniature.tracking import in_sight, judge, track
@@ -27,9 +27,10 @@ from experiments.provenance import choose_device, environment, threads_for
 from experiments.session import load_pipeline
 from wan import checkpoint
 from wan.config import RunConfig, as_one_block
+from wan.errors import ConfigError
+from wan.files import read_json
 from wan.model import WanModel
 from wan.noise import draw_noise
-from wan.seals import sealed, unsealed
 from wan.text2video import TextToVideoPipeline
 from wan.text_encoder import TextEncoder
 from wan.vae import VAE
@@ -100,17 +101,17 @@ class Parts:
     def __init__(self, path: Path, settings: dict):
         self.path = path
         self.key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        kept: dict[str, Any] = {}
-        with suppress(OSError, ValueError):  # not there, or damaged
-            kept = unsealed(path.read_text(encoding="utf-8"))
-        self.done: dict[str, Any] = kept["done"] if kept.get("key") == self.key else {}
+        self.done: dict[str, Any] = {}
+        with suppress(ConfigError):  # not there, or damaged
+            report = read_json(path)
+            if report.get("key") == self.key:
+                self.done = report["done"]
 
     def get(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return what was measured under this name before, or measure it now."""
         if name not in self.done:
             self.done[name] = measure()
-            with replacing(self.path) as file:
-                file.write(sealed({"key": self.key, "done": self.done}))
+            save_report({"key": self.key, "done": self.done}, self.path)
         return self.done[name]
 
 

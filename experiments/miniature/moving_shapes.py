@@ -121,16 +121,24 @@ class Scene:
     def kind(self) -> str:
         if self.wall:
             return "wall"
-        return "landmark" if self.landmark else "crossing" if len(self.movers) > 1 else "single"
+        if self.landmark:
+            return "landmark"
+        if len(self.movers) > 1:
+            return "crossing"
+        return "single"
 
     @property
     def caption(self) -> str:
-        names = [m.shape if self.unnamed_color else f"{m.color} {m.shape}" for m in self.movers]
-        movers = " and ".join(
-            f"{_a(name)} moving {m.direction}" for name, m in zip(names, self.movers, strict=True)
-        )
-        wall = f" behind {_a(self.wall)} wall" if self.wall else ""
-        text = f"{movers}{wall} over a {self.background} background"
+        movers = []
+        for mover in self.movers:
+            name = mover.shape
+            if not self.unnamed_color:
+                name = f"{mover.color} {mover.shape}"
+            movers.append(f"{_a(name)} moving {mover.direction}")
+        text = " and ".join(movers)
+        if self.wall:
+            text += f" behind {_a(self.wall)} wall"
+        text += f" over a {self.background} background"
         if self.landmark:
             text += f" with a small {self.landmark.color} {self.landmark.shape} at the {self.landmark.corner}"
         return text
@@ -202,7 +210,9 @@ def _crossing(rng: random.Random, grid: list) -> Scene | None:
     scene = Scene(tuple(_mover(rng, c, SMALL_RADII) for c in (first, second)), first[-1])
     gap = positions(scene, round(CROSS_BETWEEN[1] * FPS)).diff(dim=1).norm(dim=-1)[:, 0]
     closest = int(gap.argmin())
-    return scene if gap[closest] < 0.08 and closest >= CROSS_BETWEEN[0] * FPS else None
+    if gap[closest] >= 0.08 or closest < CROSS_BETWEEN[0] * FPS:
+        return None
+    return scene
 
 
 def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
@@ -214,7 +224,9 @@ def _behind_wall(rng: random.Random, grid: list) -> Scene | None:
     # It starts in sight, is wholly hidden once, and wholly visible from BACK_BY on.
     hidden = hidden_share(scene, FRAMES)
     back = hidden[round(BACK_BY * FPS) :]
-    return scene if hidden[0] == 0 and hidden.max() == 1 and back.max() == 0 else None
+    if hidden[0] > 0 or hidden.max() < 1 or back.max() > 0:
+        return None
+    return scene
 
 
 # --- From a caption to its scene
@@ -295,7 +307,8 @@ def scene_table(scenes: list[Scene]) -> Tensor:
     tables = []
     for scene in scenes:
         rows: list[tuple[float, ...]] = [(0, 0, 0, 0, 0, *BACKGROUNDS[scene.background], 0)]
-        if mark := scene.landmark:
+        mark = scene.landmark
+        if mark is not None:
             outline = SHAPES.index(mark.shape)
             rows.append((*CORNERS[mark.corner], 0, 0, LANDMARK_RADIUS, *COLORS[mark.color], outline))
         for m in scene.movers:

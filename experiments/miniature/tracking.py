@@ -16,6 +16,7 @@ from torch import Tensor
 
 from experiments.miniature import moving_shapes as made
 from experiments.miniature.moving_shapes import FPS, SIDE, Scene, coverage, scene_of
+from wan.errors import ConfigError
 
 DIFFERS = 0.25  # RGB distance from the background at which a pixel belongs to something
 SMALLEST = 0.008  # share of the picture; less is nothing, or the rest of something hidden
@@ -38,16 +39,23 @@ class Track:
         return self.area > SMALLEST
 
     def color_name(self, frames: slice | Tensor = slice(None)) -> str | None:
-        """Return the nearest colour over these frames."""
+        """Return the nearest colour over these frames; None where they do not show it."""
         colors = self.color[frames][self.seen[frames]]
-        return nearest(colors.median(0).values, made.COLORS) if len(colors) else None
+        if not len(colors):
+            return None
+        return nearest(colors.median(0).values, made.COLORS)
 
     def shape_name(self, frames: slice | Tensor = slice(None)) -> str | None:
-        """Return the outline that fits best over these frames, at the shape's place and area: soft IoU."""
+        """Return the outline that fits best over these frames, at the shape's place and area: soft IoU.
+
+        None where they do not show it.
+        """
         shown = self.seen[frames]
+        if not shown.any():
+            return None
         alpha, centre, area = (x[frames][shown] for x in (self.alpha, self.centre, self.area))
         likeness = []
-        for number in range(len(made.SHAPES) if shown.any() else 0):
+        for number in range(len(made.SHAPES)):
             unit_area, drop = outline_size(number)
             # A template [F, H, W] of the same area and centre of mass
             radius = (area / unit_area).sqrt()
@@ -55,7 +63,7 @@ class Track:
             template = coverage(place, radius, number, alpha.shape[-1])
             union = torch.maximum(alpha, template).sum((1, 2)).clamp(min=1e-6)
             likeness.append((torch.minimum(alpha, template).sum((1, 2)) / union).mean())
-        return made.SHAPES[int(torch.stack(likeness).argmax())] if likeness else None
+        return made.SHAPES[int(torch.stack(likeness).argmax())]
 
     @property
     def direction(self) -> str | None:
@@ -98,18 +106,17 @@ def background(video: Tensor, sight: Tensor) -> Tensor:
 
 def track(video: Tensor, sight: Tensor, ground: Tensor | None = None) -> Track:
     """Track the one shape that differs from the background, or from another colour `ground` [3]."""
+    if ground is None:
+        ground = background(video, sight)
     # 1. The core of the shape: what differs from the background, without edges and specks
-    ground = background(video, sight) if ground is None else ground
     difference = video - ground[:, None, None]
     red, green, blue = difference.unbind(1)  # a norm over a dimension that is not the last is slow
     core = shrunk(((red * red + green * green + blue * blue).sqrt() > DIFFERS) & sight)  # [F, H, W]
     # 2. Its colour in each frame [F, 3]
-    color = torch.stack(
-        [
-            frame[:, mask].median(1).values if mask.any() else torch.full((3,), torch.nan)
-            for frame, mask in zip(video, core, strict=True)
-        ]
-    )
+    color = video.new_full((len(video), 3), torch.nan)
+    for number, mask in enumerate(core):
+        if mask.any():
+            color[number] = video[number][:, mask].median(1).values
     # 3. How far each pixel is on the way from the background's colour to the shape's [F, H, W]
     axis = color.nanmedian(0).values - ground
     alpha = ((difference * axis[:, None, None]).sum(1) / axis.square().sum()).clamp(0, 1)
@@ -159,7 +166,11 @@ def outline_size(number: int) -> tuple[float, float]:
 
 
 def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
-    """Judge whether a video shows what the caption of a scene says, by question."""
+    """Judge whether a video [F, 3, H, W] in 0..1 shows what the caption of a scene says, by question.
+
+    Raises ConfigError for a video of another form.
+    """
+    _require_video(video)
     if scene.kind == "crossing":
         return _judge_crossing(video, scene)
     # 1. The background, and the one shape in front of it
@@ -167,7 +178,9 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     ground = background(video, sight)
     mover, shape = scene.movers[0], track(video, sight, ground)
     # 2. Colour, outline and direction; behind a wall of the first second, for later the wall cuts its outline
-    before = slice(0, FPS) if scene.wall else slice(None)
+    before = slice(None)
+    if scene.wall:
+        before = slice(FPS)
     result = {
         "background": nearest(ground, made.BACKGROUNDS) == scene.background,
         "shape": shape.shape_name(before) == mover.shape,
@@ -176,13 +189,22 @@ def judge(video: Tensor, scene: Scene) -> dict[str, bool]:
     if not scene.unnamed_color:
         result["color"] = shape.color_name(before) == mover.color
     # 3. What else the caption names
-    if mark := scene.landmark:
+    mark = scene.landmark
+    if mark is not None:
         x, y = made.CORNERS[mark.corner]
         spot = video[:, :, int(y * video.shape[-1]), int(x * video.shape[-1])]  # [F, 3]
         result["landmark"] = nearest(spot.median(0).values, made.COLORS | made.BACKGROUNDS) == mark.color
     if scene.wall:
         result |= _judge_return(shape)
     return result
+
+
+def _require_video(video: Tensor) -> None:
+    if not video.is_floating_point() or video.ndim != 4 or video.shape[1] != 3:
+        raise ConfigError(
+            f"the tracker takes a video of floats [F, 3, H, W] in 0..1, not {video.dtype} {[*video.shape]}; "
+            "of a run give run.video.permute(0, 3, 1, 2) / 255"
+        )
 
 
 def _judge_return(shape: Track) -> dict[str, bool]:
@@ -225,19 +247,13 @@ class Seconds(NamedTuple):
         """Seconds [T] with colour and shape as they should be."""
         return self.color & self.shape
 
-    def shares(self, first: int = 0) -> dict[str, float]:
-        """Return means over the seconds from `first` on; colour and shape of the visible ones, 0 for none."""
-        seen = self.visible[first:]
-        count = max(1, int(seen.sum()))
-        return {
-            "visible": seen.float().mean().item(),
-            "background": self.background[first:].float().mean().item(),
-            **{q: int(getattr(self, q)[first:].sum()) / count for q in ("color", "shape", "right")},
-        }
-
 
 def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
-    """Judge each second of a video [frames, 3, H, W] in 0..1; a last second that is not whole is left out."""
+    """Judge each second of a video [F, 3, H, W] in 0..1; a last second that is not whole is left out.
+
+    Raises ConfigError for a video of another form.
+    """
+    _require_video(video)
     sight, movers = in_sight(scene, video.shape[-1]), scene.movers
     areas, colors, answers = list[Tensor](), list[str | None](), []
     for second in video[: len(video) // FPS * FPS].split(FPS):  # [FPS, 3, H, W]
@@ -248,11 +264,10 @@ def judge_seconds(video: Tensor, scene: Scene) -> Seconds:
             tracks = [track(second, sight)]
         # 2. Of the first second: the whole areas, and the colour that the caption does not say
         if not areas:
-            areas = [t.area[t.seen].median() if t.seen.any() else torch.tensor(0.0) for t in tracks]
-            colors = [
-                t.color_name() if scene.unnamed_color else mover.color
-                for t, mover in zip(tracks, movers, strict=True)
-            ]
+            areas = [t.area[t.seen].median().nan_to_num(0) for t in tracks]  # 0 where nothing is seen
+            colors = [mover.color for mover in movers]
+            if scene.unnamed_color:
+                colors = [t.color_name() for t in tracks]
         # 3. Answers from the frames that show a mover whole; one that is hidden is neither right nor wrong
         whole = [t.seen & (t.area > WHOLE * area) for t, area in zip(tracks, areas, strict=True)]
         visible = all(bool(frames.any()) for frames in whole)

@@ -29,6 +29,7 @@ from experiments.miniature import (
 )
 from experiments.miniature.judges import exit_with_parent
 from experiments.miniature.moving_shapes import render
+from wan.errors import ConfigError
 
 MOVER = Mover("square", "red", "right", x=0.3, y=0.5, radius=0.18, speed=0.15)
 SCENE = Scene((MOVER,), "dark blue")
@@ -60,6 +61,15 @@ def test_what_is_rendered_is_seen(kind):
         for name, shown in (("rendered", video), ("blurred", blurred(video))):
             wrong[name] += [] if all(judge(shown, scene).values()) else [scene.caption]
     assert not wrong["rendered"] and len(wrong["blurred"]) <= 1, wrong
+
+
+@pytest.mark.parametrize("judged", [judge, judge_seconds])
+def test_a_video_of_bytes_is_refused_with_the_way_to_turn_it(judged):
+    frames = (255 * video_of(SCENE, 20)).byte().permute(0, 2, 3, 1)
+    with pytest.raises(
+        ConfigError, match=r"not torch.uint8 \[20, 64, 64, 3\]; .*permute\(0, 3, 1, 2\) / 255"
+    ):
+        judged(frames, SCENE)
 
 
 def test_two_shapes_are_told_apart_by_their_colours():
