@@ -21,7 +21,6 @@ from torch import Tensor
 from experiments.caches.files import replacing, require_same
 from experiments.progress import Progress
 from experiments.provenance import fingerprint
-from wan.cache import read_switches
 from wan.config import ModelConfig, RunConfig
 from wan.errors import library_reads
 from wan.files import load_tensors
@@ -59,9 +58,9 @@ def edited(
     if batch > 1:
         require_no_data((*edits, *lacking), "videos that are made together")
     if edits:
-        session.pipeline.plan(config.num_frames, prompt_schedule=read_switches(config.prompt_schedule)).check(
-            edits
-        )
+        sizes = session.pipeline.sizes(config.num_frames)
+        for edit in edits:
+            edit.check(sizes)
     with ExitStack() as stack:
         # What they need: runs by source and unedited outputs by sites, which several edits share
         data, made = dict[Edit, object](), dict[Any, Any]()

@@ -21,6 +21,7 @@ from wan.sites import (
     SITES,
     ActivationSite,
     Pass,
+    RolloutSizes,
     Watcher,
     asks_for,
     call_hook,
@@ -95,12 +96,12 @@ class SiteCapture(Watcher):
     def hides(self, layer: int, at: Pass | None) -> bool:
         return any(self.wants(site, layer, at) for site in self.sites if site not in BESIDE_GRAPHS)
 
-    def check(self, plan: Any) -> None:
-        check_sites(self.sites, plan)
-        check_indices("layer", self.layers, plan.num_layers)
-        check_indices("block", self.blocks, len(plan.blocks))
-        check_indices("step", self.steps, plan.num_passes)
-        check_indices("head", self.heads, plan.num_heads)
+    def check(self, sizes: RolloutSizes) -> None:
+        check_sites(self.sites, sizes)
+        check_indices("layer", self.layers, sizes.num_layers)
+        check_indices("block", self.blocks, sizes.num_blocks)
+        check_indices("step", self.steps, sizes.num_passes)
+        check_indices("head", self.heads, sizes.num_heads)
         self.newest = -1  # a rollout begins
 
     def on_activation(self, x: Tensor, where: ActivationSite) -> None:

@@ -33,6 +33,7 @@ from wan.sites import (
     SITES,
     ActivationSite,
     Pass,
+    RolloutSizes,
     Watcher,
     asks_for,
     check_indices,
@@ -106,7 +107,7 @@ class Gradients(Watcher):
         check_device(self.to)
         if self.metric is not None:
             takes_activations(self.metric)
-        self._plan: Any = None
+        self._sizes: Any = None
         self._open: Graph | None = None
         self._finished: list[Tensor] = []  # x0 of the rollout's blocks so far
         self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, frame) -> keys, values
@@ -114,7 +115,7 @@ class Gradients(Watcher):
     # --- As a watcher
     def records(self, at: Pass | None) -> bool:
         """Return whether autograd is on in a pass."""
-        if at is None or self._plan is None or at.step is None or at.is_recache:
+        if at is None or self._sizes is None or at.step is None or at.is_recache:
             return False
         if self.through == "rollout":
             return self._first <= at.block and not (at.is_clean_pass and at.block == self._last)
@@ -127,20 +128,20 @@ class Gradients(Watcher):
     def hides(self, layer: int, at: Pass | None) -> bool:
         return self.records(at)
 
-    def check(self, plan: Any) -> None:
-        check_sites(self.sites, plan)
+    def check(self, sizes: RolloutSizes) -> None:
+        check_sites(self.sites, sizes)
         if any(isinstance(one, Gradients) and one is not self for one in watchers()):
             raise ConfigError("gradients are recorded already in this context: ask one for all sites")
-        check_indices("layer", self.layers, plan.num_layers)
-        check_indices("block", self.blocks, len(plan.blocks))
-        num_passes = plan.num_passes if self.through == "rollout" else plan.num_steps
-        if self.through != "rollout" and plan.num_steps in (self.steps or ()):
-            raise ConfigError(f"step {plan.num_steps} is the clean pass, which has no x0: choose others")
+        check_indices("layer", self.layers, sizes.num_layers)
+        check_indices("block", self.blocks, sizes.num_blocks)
+        num_passes = sizes.num_passes if self.through == "rollout" else sizes.num_steps
+        if self.through != "rollout" and sizes.num_steps in (self.steps or ()):
+            raise ConfigError(f"step {sizes.num_steps} is the clean pass, which has no x0: choose others")
         check_indices("step", self.steps, num_passes)
         # A new rollout begins.
-        self._plan, self._open, self._finished, self._past = plan, None, [], {}
+        self._sizes, self._open, self._finished, self._past = sizes, None, [], {}
         self._first = min(self.blocks or [0])
-        self._last = len(plan.blocks) - 1
+        self._last = sizes.num_blocks - 1
         self.found, self.values, self.graphs = [], [], []
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
@@ -164,7 +165,7 @@ class Gradients(Watcher):
 
     def _close(self, x0: Tensor, at: Pass, records: bool) -> Tensor:
         """End a graph at its last x0 and continue with x0 detached."""
-        is_last = at.step == self._plan.blocks[at.block].steps[-2]  # the clean pass follows
+        is_last = at.step == self._sizes.last_steps[at.block]
         if self.through == "rollout" and is_last:
             self._finished.append(x0)
         ends = {"pass": True, "block": is_last, "rollout": is_last and at.block == self._last}
@@ -348,8 +349,8 @@ class Attribution(Gradients):
             return False
         return asks_for(self, layer, at)
 
-    def check(self, plan: Any) -> None:
-        super().check(plan)
+    def check(self, sizes: RolloutSizes) -> None:
+        super().check(sizes)
         self.scores, self.reached, self._own = {}, [], {}
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:

@@ -9,9 +9,10 @@ An edit says what to change, where (sites or whole attention calls, wan/sites.py
         latents = pipeline.inference(noise, ...)
 
 Every edit is a frozen dataclass with one check() and one apply(). check() runs when the edit is created, for
-its fields, and again with the plan of a rollout before anything is computed. A new edit is a subclass of Edit
-with its own apply(), and check() if needed. Letters: B batch, L tokens of a call, Lk its keys, S tokens per
-frame, F frames, H heads, D head dim.
+its fields, and again with the sizes of a rollout before anything is computed. A new edit is a subclass of
+Edit with its own apply(), and check() if needed.
+
+Letters: B batch, L tokens of a call, Lk its keys, S tokens per frame, F frames, H heads, D head dim.
 """
 
 import inspect
@@ -60,7 +61,7 @@ from wan.sites import (
     SITES,
     ActivationSite,
     Pass,
-    RolloutPlan,
+    RolloutSizes,
     Watcher,
     call_hook,
     check_indices,
@@ -255,27 +256,22 @@ class Edit(ABC):
             return f"{self.sites[0]} belongs to no layer: leave layers out"
         return ""
 
-    def check(self, plan: RolloutPlan | None = None) -> None:
-        """Raise ConfigError where fields contradict each other or, with a plan, no call can be edited."""
-        # 1. Of the edit alone.
+    def check(self, sizes: RolloutSizes | None = None) -> None:
+        """Raise ConfigError where fields contradict each other or, with sizes, a rollout lacks an index."""
         problem = self.conflict()
         if problem:
             raise ConfigError(f"{type(self).__name__}: {problem}")
-        if plan is None:
+        if sizes is None:
             return
-        # 2. Of a rollout: indices that it has, and at least one call.
-        check_indices("layer", self.layers, plan.num_layers)
-        check_indices("head", self.heads, plan.num_heads)
-        check_indices("block", self.blocks, len(plan.blocks))
-        check_indices("denoising step", self.steps, plan.num_steps)
-        check_indices("prompt token", getattr(self, "tokens", None), plan.text_len)
-        check_sites(self.sites, plan)
-        is_lost = self.passes == "clean" and not plan.keeps_clean_keys
-        if is_lost or not plan.calls(self):
-            why = "no block has such frames and passes"
-            if is_lost:
-                why = "recompute_context computes the keys of clean passes again: take passes denoise or all"
-            raise ConfigError(f"no call can be edited: {self}; {why}")
+        check_indices("layer", self.layers, sizes.num_layers)
+        check_indices("head", self.heads, sizes.num_heads)
+        check_indices("block", self.blocks, sizes.num_blocks)
+        check_indices("denoising step", self.steps, sizes.num_steps)
+        check_indices("prompt token", getattr(self, "tokens", None), sizes.text_len)
+        check_sites(self.sites, sizes)
+        if self.passes == "clean" and not sizes.keeps_clean_keys:
+            remedy = "recompute_context computes the keys of clean passes again: take passes denoise or all"
+            raise ConfigError(f"no call can be edited: {self}; {remedy}")
 
     def given(self) -> dict[str, Any]:
         """Return the fields that are not at their defaults; one frame or index alone, several as a list."""
@@ -906,6 +902,7 @@ class Edits(Watcher):
     """Edits of one context, the data they need, and how many calls each has changed so far.
 
     reached: how many activations each user's function was called with, whether it changed them or not.
+    first_block: the first block of which something was changed.
     """
 
     edits: tuple[Edit, ...]
@@ -913,13 +910,15 @@ class Edits(Watcher):
     changed: list[int] = field(init=False)
     reached: list[int] = field(init=False)
     sees: frozenset[str] = field(init=False)
+    first_block: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.changed, self.reached = [0] * len(self.edits), [0] * len(self.edits)
         self.sees = frozenset(site for edit in self.edits for site in edit.sites)
 
-    def check(self, plan: RolloutPlan) -> None:
-        plan.check(self.edits)
+    def check(self, sizes: RolloutSizes) -> None:
+        for edit in self.edits:
+            edit.check(sizes)
 
     def wants(self, site: str, layer: int | None, at: Pass | None) -> bool:
         return at is not None and any(edit.selects(site, layer, at) for edit in self.edits)
@@ -957,6 +956,8 @@ class Edits(Watcher):
                     parts[item], changed = new, True
             if changed:
                 self.changed[number] += 1
+                if self.first_block is None:
+                    self.first_block = where.block
                 x = parts[0]
                 if len(parts) > 1:
                     x = torch.cat(parts)

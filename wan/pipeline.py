@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
-from wan.cache import CachePolicy, CacheSizes, Full, How, KVCache, PromptSwitch, apply_switch, of_window
+from wan.cache import CachePolicy, Full, How, PromptSwitch, apply_switch, of_window
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
 from wan.noise import Noise, TensorNoise, check_frames
-from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during, hook_point
+from wan.sites import Pass, RolloutSizes, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
 
@@ -192,8 +192,7 @@ class CausalInferencePipeline:
             if not noise.is_repeatable or policy.chooses_by_layer or policy.release:
                 remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
                 raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
-        counts = self.model.config.num_layers, len(blocks), len(self.pass_timesteps)
-        check_watchers(*counts, lambda: self.plan(num_frames, num_given, prompt_schedule))
+        check_watchers(self.sizes(num_frames, num_given))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
 
         for block, frames in enumerate(blocks):
@@ -231,51 +230,20 @@ class CausalInferencePipeline:
             raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
         return self.text_encoder(text_prompts)
 
-    def plan(
-        self, num_frames: int, given: int = 0, prompt_schedule: Sequence[PromptSwitch] = ()
-    ) -> RolloutPlan:
-        """Return what a rollout of num_frames frames after given ones is going to do.
-
-        Its blocks name the frames that some head of theirs sees; of policies that average or choose, that may
-        be the whole past.
-        """
-        # 1. Play the policy with caches of no heads: they drop and keep the same slots as real ones.
-        config, policy, context = self.model.config, self.cache_policy, self.recompute_context
-        blocks, hows = self.block_ranges(given, num_frames), {one.frame: one.how for one in prompt_schedule}
-        policies = list(getattr(policy, "policies", {"": policy}).values())  # of per_head several
-        knows_all = all(one.keeps_whole_frames for one in policies)
-        size, rope = max(map(len, blocks)), (torch.zeros(()), torch.zeros(()))
-        caches = [  # without heads
-            KVCache(CacheSizes([0], 2, 1, given + num_frames, block_size=size, rope=lambda _: rope), one)
-            for one in policies
-            if one.keeps_whole_frames
-        ]
-        # 2. Of every block, the frames of its past and its passes.
-        found, remembered = [], 0
-        for number, block in enumerate(blocks):
-            how = hows.get(block.start, "keep")
-            past = set() if knows_all else {*range(block.start)}
-            sink = {*range(max(one.sink for one in policies))} & past
-            left = remembered  # clean latents that a recache could use
-            for cache in caches:
-                left, again = apply_switch(cache, how, remembered, context)
-                if again:
-                    cache.recache(range(block.start - again, block.start), (), lasts=not context)
-                cache.advance(block, cut=how == "cut")
-                earlier = [slot.frame for slot in cache.slots[: cache.own.start]]
-                past |= {*earlier}
-                sink |= {*earlier[: len(cache.layouts[0].sink)]}
-            remembered = min(left + len(block), policy.recomputed_frames or block.stop)
-            # A forward over clean frames of the past comes first where the cache is computed again.
-            first = [None] if how == "recache" or (context and past) else []
-            own = self.later_steps if number else self.first_steps
-            steps = (*first, *(() if block.start < given else own), len(self.timesteps))
-            more = bool(past) and not knows_all
-            found.append(BlockKeys(tuple(block), steps, tuple(sorted(past)), tuple(sorted(sink)), more))
-        plan = config.num_layers, config.num_heads, len(self.timesteps), tuple(found), config.text_len
-        keeps = not context or policy.lasting_sink > 0
-        splits = self.model.head_shard is not None
-        return RolloutPlan(*plan, keeps_clean_keys=keeps, splits_tokens=splits)
+    def sizes(self, num_frames: int, num_given: int = 0) -> RolloutSizes:
+        """Return how many layers, heads, blocks and passes a rollout has."""
+        config = self.model.config
+        last_steps = [self.later_steps[-1]] * len(self.block_ranges(num_given, num_frames))
+        last_steps[0] = self.first_steps[-1]
+        return RolloutSizes(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            text_len=config.text_len,
+            num_steps=len(self.timesteps),
+            last_steps=tuple(last_steps),
+            keeps_clean_keys=not self.recompute_context or self.cache_policy.lasting_sink > 0,
+            splits_tokens=self.model.head_shard is not None,
+        )
 
 
 class Rollout:

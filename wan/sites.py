@@ -152,8 +152,8 @@ class Watcher:
         """Return whether a layer must run without CUDA graphs."""
         return True
 
-    def check(self, plan: Any) -> None:
-        """Raise ConfigError where it does not fit the rollout (RolloutPlan) that is about to run."""
+    def check(self, sizes: "RolloutSizes") -> None:
+        """Raise ConfigError where it does not fit the rollout that is about to run."""
 
 
 _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
@@ -313,21 +313,14 @@ def is_hidden(layer: int) -> bool:
     return any(watcher.hides(layer, _PASS.get()) for watcher in watchers())
 
 
-def check_watchers(
-    num_layers: int, num_blocks: int, num_passes: int, plan: Callable[[], "RolloutPlan"]
-) -> None:
-    """Raise ConfigError if an observer or a watcher does not fit the rollout that is about to run.
-
-    An observer needs its counts alone; edits are checked against the plan, which is made for watchers only.
-    """
+def check_watchers(sizes: "RolloutSizes") -> None:
+    """Raise ConfigError if an observer or a watcher does not fit the rollout that is about to run."""
     if _GENERATORS.get():
         require_running_generators()
     for request in getattr(observer(), "requests", ()):
-        request.check(num_layers, num_blocks, num_passes)
-    if watching := watchers():
-        planned = plan()
-        for one in watching:
-            one.check(planned)
+        request.check(sizes.num_layers, sizes.num_blocks, sizes.num_passes)
+    for watcher in watchers():
+        watcher.check(sizes)
 
 
 def asks_for(chosen: Any, layer: int | None, at: Pass) -> bool:
@@ -346,9 +339,9 @@ def check_site(name: Any) -> str:
     return str(name)
 
 
-def check_sites(sites: Collection[str], plan: Any) -> None:
+def check_sites(sites: Collection[str], sizes: "RolloutSizes") -> None:
     """Raise ConfigError for sites whose tokens several GPUs share."""
-    if plan.splits_tokens and (lost := sorted(set(sites) - WHOLE_ON_EACH_GPU)):
+    if sizes.splits_tokens and (lost := sorted(set(sites) - WHOLE_ON_EACH_GPU)):
         known = ", ".join(sorted(WHOLE_ON_EACH_GPU - {*CALLS}))
         raise ConfigError(f"several GPUs share the tokens of {lost[0]}: take one GPU, or one of {known}")
 
@@ -360,87 +353,27 @@ def check_indices(name: str, chosen: Collection[int] | None, count: int | None) 
             raise ConfigError(f"{name} {index} is not in 0..{count - 1}")
 
 
-# --- What a rollout is going to do: enough to refuse an edit before it runs, and to count its calls
 @dataclass(frozen=True)
-class BlockKeys:
-    """The passes of a block, and the frames whose keys it sees, as far as they have a number."""
+class RolloutSizes:
+    """How many layers, heads, blocks and passes a rollout has: what indices of a request may name.
 
-    own: tuple[int, ...]
-    steps: tuple[int | None, ...]  # None where keys of its past are computed again; a clean pass is the last
-    past: tuple[int, ...] = ()  # of earlier blocks
-    sink: tuple[int, ...] = ()
-    sees_more: bool = False  # keys of its past may have no frame number
-
-    def has(self, name: int | str) -> bool:
-        """Return whether the frame of any key has this name."""
-        if name in ("past", "sink"):
-            return bool(self.sink) if name == "sink" else bool(self.past) or self.sees_more
-        if isinstance(name, int) or name == "first":
-            return (0 if name == "first" else name) in self.past
-        return name == "own" or int(name[4:]) in self.own
-
-
-@dataclass(frozen=True)
-class RolloutPlan:
-    """Layers, heads, passes and blocks of a rollout. Denoising steps come first, the clean pass is last."""
+    Denoising steps come first, the clean pass is the last one.
+    """
 
     num_layers: int
     num_heads: int
-    num_steps: int
-    blocks: tuple[BlockKeys, ...]
     text_len: int
+    num_steps: int
+    last_steps: tuple[int, ...]  # of each block, its last denoising step
     has_clean_pass: bool = True
-    branches: tuple[str, ...] = ("cond",)
     keeps_clean_keys: bool = True  # False: before each block all keys are computed again, without edits
     splits_tokens: bool = False  # over several GPUs
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.last_steps)
 
     @property
     def num_passes(self) -> int:
         """The clean pass too, where there is one."""
         return self.num_steps + self.has_clean_pass
-
-    def passes(self, edit: Any, block: int) -> list[int | None]:
-        """Return the steps of a block that an edit selects; None is a recache."""
-        return [
-            step
-            for step in self.blocks[block].steps
-            if edit.selects_pass(step, step in (None, self.num_steps), is_recache=step is None)
-        ]
-
-    def calls(self, edit: Any) -> list[tuple[int, int | None]]:
-        """Return (block, step) of the calls of one layer and branch that an edit changes."""
-        chosen, names = range(len(self.blocks)) if edit.blocks is None else edit.blocks, edit.key_frames
-        if edit.branch not in (None, *self.branches):
-            return []
-        return [
-            (block, step)
-            for block in chosen
-            if names is None or any(map(self.blocks[block].has, names))
-            for step in self.passes(edit, block)
-        ]
-
-    def layers(self, edit: Any, site: str) -> int:
-        """Count the layers in which the edit applies to one of its sites."""
-        return 1 if site in OF_FORWARD else len(edit.layers or range(self.num_layers))
-
-    def count(self, edit: Any) -> int:
-        """Return how many activations, or attention calls, an edit changes."""
-        branches = [edit.branch] if edit.branch else self.branches
-        return len(self.calls(edit)) * sum(self.layers(edit, site) for site in edit.sites) * len(branches)
-
-    def in_words(self, edit: Any) -> str:
-        """Say what an edit is going to do, and how often."""
-        what = f"{len(edit.heads or range(self.num_heads))} of {self.num_heads} heads"
-        parts = {
-            "layers": max(self.layers(edit, site) for site in edit.sites),
-            "passes": len({step for _, step in self.calls(edit)}),
-            "blocks": len({block for block, _ in self.calls(edit)}),
-            "calls": self.count(edit),
-        }
-        counted = ", ".join(f"{name}: {count}" for name, count in parts.items())
-        return f"edits {what if edit.has_heads else ', '.join(edit.sites)}; {counted}"
-
-    def check(self, edits: Iterable[Any]) -> None:
-        """Raise ConfigError for an edit that this rollout cannot make, or that would change nothing."""
-        for edit in edits:
-            edit.check(self)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from wan.config import BaseSampling
 from wan.model import TextKeysValues, WanModel
-from wan.sites import BlockKeys, Pass, RolloutPlan, check_watchers, during
+from wan.sites import Pass, RolloutSizes, check_watchers, during
 
 SIGMA_MAX = 0.999  # where the native solver starts, before the shift; diffusers' own default would start at 1
 
@@ -38,19 +38,6 @@ class TextToVideoPipeline:
         """The timestep of every step: 999, 997, 994 ... 249, 140 for 50 steps at shift 8."""
         return [float(t) for t in self.solver().timesteps]
 
-    def plan(self, num_frames: int) -> RolloutPlan:
-        """Return what sampling of num_frames frames is going to do: one block, no clean pass."""
-        config = self.model.config
-        return RolloutPlan(
-            config.num_layers,
-            config.num_heads,
-            self.num_steps,
-            (BlockKeys(tuple(range(num_frames)), tuple(range(self.num_steps))),),
-            config.text_len,
-            has_clean_pass=False,
-            branches=("cond", "uncond"),
-        )
-
     @torch.no_grad()
     def inference(
         self,
@@ -66,7 +53,17 @@ class TextToVideoPipeline:
         # 0. A solver of its own, and the text's keys and values of both branches.
         solver, timesteps = self.solver(), self.pass_timesteps
         frames = tuple(range(noise.shape[1]))
-        check_watchers(self.model.config.num_layers, 1, self.num_steps, lambda: self.plan(len(frames)))
+        config = self.model.config
+        check_watchers(
+            RolloutSizes(
+                num_layers=config.num_layers,
+                num_heads=config.num_heads,
+                text_len=config.text_len,
+                num_steps=self.num_steps,
+                last_steps=(self.num_steps - 1,),  # of the one block
+                has_clean_pass=False,
+            )
+        )
         prompt, negative = map(self.model.text_keys_values, (prompt_embeds, negative_embeds))
 
         def predict_flow(x: Tensor, step: int, text: TextKeysValues, branch: str) -> Tensor:

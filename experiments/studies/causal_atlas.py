@@ -381,7 +381,7 @@ def prepared(
     session = cached(
         "model", fingerprint(identity(configs[0])), lambda: load(configs[0]).prepare((), prompts, watch)
     )
-    session.pipeline.plan(configs[0].num_frames).check([edit])
+    edit.check(session.pipeline.sizes(configs[0].num_frames))
     study = Study(folder, edit, each, configs, session)
     assert study.identity  # by the device here
     return study

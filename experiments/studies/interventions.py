@@ -56,10 +56,9 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         for edit in edits:
             edit.check_source(config)
         session = load(plain).prepare(observer=watch, decodes=True)
-        plan = session.pipeline.plan(config.num_frames)
-        plan.check(edits)
         for edit in edits:
-            watch.print(f"{edit}: {plan.in_words(edit)}")
+            edit.check(session.pipeline.sizes(config.num_frames))
+            watch.print(f"edits: {edit}")
         if args.dry_run:
             return
         # 1. Roll out without and with the edits, and measure how far they are apart.
@@ -119,7 +118,7 @@ def measure(
     session: Session, config: RunConfig, edits: Sequence[Edit], base: Tensor, other: Tensor
 ) -> dict[str, Tensor]:
     """Return the tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
-    plan, nothing = session.pipeline.plan(config.num_frames), torch.full((config.num_frames,), torch.nan)
+    nothing = torch.full((config.num_frames,), torch.nan)
 
     def rolled_out(some: Sequence[Edit], **how: Any) -> Tensor:
         with edited(session, config, some):
@@ -128,7 +127,8 @@ def measure(
     def run_distance(latents: Tensor) -> Tensor:
         return distance(base, latents)[0].float()
 
-    latents = rolled_out(edits)
+    with edited(session, config, edits) as active:
+        latents = session.rollout(config)
     # The floor: what should change nothing.
     if session.dtype == torch.float32:
         unchanged = rolled_out([], shake=FLOOR_NOISE)
@@ -143,11 +143,13 @@ def measure(
         "floor": run_distance(unchanged),
     }
     # Jitter has no single block: it holds for a whole rollout.
-    if not any(isinstance(edit, Jitter) for edit in edits):
+    first = None if active is None else active.first_block
+    if first is not None and not any(isinstance(edit, Jitter) for edit in edits):
         # The same edits in all passes of the first block that they edit, and nowhere else.
-        first = min(block for edit in edits for block, _ in plan.calls(edit))
-        there = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
-        found["own_block"] = run_distance(rolled_out([edit for edit in there if plan.calls(edit)]))
+        of_block = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of an edit that edits later blocks alone
+            found["own_block"] = run_distance(rolled_out(of_block))
     if not any("source" in edit.needs for edit in edits):  # else each block again, over the base run's past
         # A source would have to be rolled out in step with each block: no direct effects then.
         found["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)

@@ -127,7 +127,7 @@ def test_the_script_writes_a_cache_and_a_video_and_keeps_the_base_run(tiny, tmp_
     flags = ["--config_path", tiny.path, "--num_frames", "6"]
     flags += [word for flag, name in files.items() for word in (flag, str(tmp_path / name))]
     run_intervention.run([*flags, "--dry_run"])
-    assert "calls: 2" in capsys.readouterr().err and not (tmp_path / "effects.pt").exists()
+    assert "edits: Knockout(" in capsys.readouterr().err and not (tmp_path / "effects.pt").exists()
     run_intervention.run([*flags, "--quiet"])
     cache = load_cache(tmp_path / "effects.pt", expect=("effects",))
     base = (tmp_path / "base.pt").read_bytes()

@@ -126,7 +126,7 @@ def test_edits_of_keys_that_are_computed_again_are_refused_and_jitter_is_of_ever
     assert forwards == list(range(1, 4 * 3 + 3 + 1))
     edit = Ablate("zero", passes="clean")
     sunk = with_context(name="window", global_sink=True)  # its sink's keys are those of clean passes
-    sunk.plan(12).check([edit])
+    edit.check(sunk.sizes(12))
     monkeypatch.setattr(run.model, "flow", None)  # nothing may run
     with pytest.raises(InterventionError, match="recompute_context computes"), intervene(edit):
         rollout(run, 12)
@@ -135,10 +135,13 @@ def test_edits_of_keys_that_are_computed_again_are_refused_and_jitter_is_of_ever
 def test_an_edit_of_a_step_is_counted_where_blocks_have_it():
     """Step 1 (t = 938) is the first block's alone, which has no past to lose."""
     run = CausalInferencePipeline(tiny_pipeline().model, num_frame_per_block=1, **FIRST_STEPS)
-    assert run.plan(3).count(Ablate("zero", layers=[0], passes="denoise")) == 4 + 2 + 2
-    lost = Knockout(frames="past", layers=[0], steps=[1], passes="denoise")
-    with pytest.raises(InterventionError, match="no call can be edited"), intervene(lost):
+    with intervene(Ablate("zero", layers=[0], passes="denoise")) as active:
         rollout(run, 3)
+    assert active.changed == [4 + 2 + 2] and active.first_block == 0
+    lost = Knockout(frames="past", layers=[0], steps=[1], passes="denoise")
+    with pytest.warns(UserWarning, match="no call was edited by: Knockout"), intervene(lost) as active:
+        rollout(run, 3)
+    assert active.first_block is None
 
 
 # --- Bidirectional sampling of the base model, against a loop on diffusers' own transformer and solver

@@ -123,8 +123,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         num_frames = noise.shape[1] if num_frames is None else num_frames
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
-        counts = self.model.config.num_layers, len(blocks), len(self.pass_timesteps)
-        check_watchers(*counts, lambda: self.plan(num_frames))
+        check_watchers(self.sizes(num_frames))
         batch, _, _, height, width = noise.shape
         n, text = self.num_frame_per_block, self.model.text_keys_values(prompt_embeds)
         policy = CleanFrames(window=n + self.attention_size, sink=n)
