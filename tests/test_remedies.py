@@ -98,7 +98,6 @@ KNOWN = {
     "experiments/analysis/sweeps.py": 1,
     "experiments/caches/files.py": 1,  # pip
     "experiments/running/engine.py": 1,  # pip
-    "experiments/benchmarks/peers.py": 1,  # git clone
     "wan/backends.py": 1,  # pip
     "wan/checkpoint.py": 1,  # downloads
 }
