@@ -21,6 +21,7 @@ from helpers import synthetic_caches
 from experiments.analysis.video_maps import open_map
 from experiments.caches import load_cache, save_cache
 from experiments.caches.files import CacheError
+from experiments.caches.mp4 import VideoWriter, count_frames, write_mp4
 from experiments.caches.view import open_profiles
 from experiments.captured import policy_atlas
 from experiments.figures.html_page import pooled, save_page
@@ -324,6 +325,28 @@ def test_a_click_on_a_patch_shows_what_it_sees(page, files):
     assert "Hatched: noise in this pass." in text_of(browser, "onvideo-note")
     set_value(browser, "head", "1", "input")
     assert browser.js(SEEN) == 0 and "layers 0, 5; heads 0, 2" in text_of(browser, "onvideo")
+
+
+def test_a_video_plays_also_while_it_grows(browser, tmp_path):
+    film = np.random.default_rng(0).integers(0, 255, (160, 64, 64, 3), np.uint8)
+    (tmp_path / "a.html").write_text(
+        "<video id=whole src=a.mp4 muted></video><video id=part src=b.mp4 muted>"
+    )
+    write_mp4(film[:33], tmp_path / "a.mp4", tag="run")
+    with VideoWriter(tmp_path / "c.mp4", growing=tmp_path / "b.mp4") as growing:
+        growing.append(film)
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "b.mp4").exists() or count_frames(tmp_path / "b.mp4") < 33:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        browser.open(f"file://{tmp_path}/a.html", 600, 400)
+        assert browser.wait_for("whole.readyState == 4 && part.readyState == 4", 30)
+        assert browser.js("[whole.duration, whole.videoWidth, whole.videoHeight]") == [33 / 16, 256, 256]
+        browser.js("whole.currentTime = part.currentTime = 31.5 / 16")
+        assert browser.wait_for("!whole.seeking && !part.seeking && whole.currentTime == 31.5 / 16", 30)
+        browser.js("whole.play(), part.play(), 0")
+        assert browser.wait_for("whole.ended", 30)
+        assert browser.js("[whole.error, part.error]") == [None, None]
 
 
 def test_maps_of_another_rollout_are_refused(files, tmp_path):
