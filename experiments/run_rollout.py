@@ -16,7 +16,9 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.long_rollout import make_from_flags  # after the flags: a --help needs no torch
+    from experiments.extraction.long_rollout import (
+        make_from_flags,
+    )  # after the flags: a --help needs no torch
 
     make_from_flags(args, config)
 

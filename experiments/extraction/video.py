@@ -148,10 +148,11 @@ class LiveVideo:
             diffusers_vae()
         self.config, self.path = config, Path(path)
         self.comment = ""  # of the growing file
-        self.growing = self.path.with_suffix(".growing.mp4") if growing is None else Path(growing)
+        self.growing = Path(growing or self.path.with_suffix(".growing.mp4"))
         self.device = decoders_device(config)
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.ahead = AHEAD if self.device.type == "cuda" else 0
+        self.stream, self.ahead = None, 0
+        if self.device.type == "cuda":
+            self.stream, self.ahead = torch.cuda.Stream(self.device), AHEAD
         self.thread = ThreadPoolExecutor(1)
         on_device = replace(config, device=str(self.device))
         self.loading = self.thread.submit(load_vae, on_device, vae_dtype, preview)
@@ -323,7 +324,8 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
 def read_latents(path: Path, name: str, remedy: str) -> Any:
     """Read the tensor of a .pt or .safetensors, of several the one that is called latents; None without."""
     with library_reads(name, remedy=remedy):
-        content = read_weights_file(path) if path.suffix == ".safetensors" else load_tensors(path)
+        read = read_weights_file if path.suffix == ".safetensors" else load_tensors
+        content = read(path)
     if not isinstance(content, dict):
         return content
     if "latents" not in content and len(content) == 1:

@@ -37,16 +37,19 @@ COPIED = 1.0  # seconds by which a video that was copied with its cache may be t
 def blend(picture: np.ndarray, values: np.ndarray, scale: ScalarMappable, alpha: float = ALPHA) -> np.ndarray:
     """Lay values [rows, columns] over a picture [h, w, 3] uint8 -> uint8; NaN leaves it pale."""
     # Interpolate values and their cover alike: absent cells do not pull their neighbours to 0
-    there = np.isfinite(values)
-    cover = bilinear(there.astype(float), picture.shape[:2])
-    heat = bilinear(np.where(there, values, 0), picture.shape[:2]) / np.maximum(cover, 1e-9)
+    is_seen = np.isfinite(values)
+    cover = bilinear(is_seen.astype(float), picture.shape[:2])
+    heat = bilinear(np.where(is_seen, values, 0), picture.shape[:2]) / np.maximum(cover, 1e-9)
+    level = np.clip(scale.norm(heat), 0, 1)
     # Neutral is 0 for a mass and the middle of the scale for a logit
-    at = np.clip(scale.norm(heat), 0, 1)
-    far = at if isinstance(scale.norm, PowerNorm) else np.abs(2 * at - 1)
-    over = (alpha * (LEAST + (1 - LEAST) * far))[..., None]
-    shown, cover = LIGHT + (1 - LIGHT) * picture / 255, cover[..., None]
-    painted = over * scale.cmap(at)[..., :3] + (1 - over) * shown
-    pale = FADED + (1 - FADED) * shown
+    strength = level
+    if not isinstance(scale.norm, PowerNorm):
+        strength = np.abs(2 * level - 1)
+    opacity = (alpha * (LEAST + (1 - LEAST) * strength))[..., None]
+    cover = cover[..., None]
+    light = LIGHT + (1 - LIGHT) * picture / 255
+    painted = opacity * scale.cmap(level)[..., :3] + (1 - opacity) * light
+    pale = FADED + (1 - FADED) * light
     return np.round(255 * (cover * painted + (1 - cover) * pale)).astype(np.uint8)
 
 
@@ -61,32 +64,40 @@ def scale_of(maps: Sequence[VideoMap], frames: Sequence[int] | None = None) -> S
 
     It ends at the largest value of earlier blocks in the frames: an own token would leave the past pale.
     """
-    # [F, rows, columns] of each map
     chosen = frames or range(len(maps[0].values))
-    past = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
-    some = past if any(np.isfinite(values).any() for values in past) else [seen.values for seen in maps]
-    return _scale(np.concatenate([values.ravel() for values in some]), maps[0].quantity)
+    # [F, rows, columns] of each map
+    values = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
+    if not any(np.isfinite(past).any() for past in values):
+        values = [seen.values for seen in maps]
+    return _scale(np.concatenate([cells.ravel() for cells in values]), maps[0].quantity)
 
 
 def _scale(values: np.ndarray, quantity: str) -> ScalarMappable:
     colors = st.color_scale(values, quantity)
     top = colors["vmax"]
-    norm = Normalize(-top, top) if quantity == "mean_logit" else PowerNorm(0.5, 0, top)
-    return ScalarMappable(norm, colors["cmap"])
+    if quantity == "mean_logit":
+        return ScalarMappable(Normalize(-top, top), colors["cmap"])
+    return ScalarMappable(PowerNorm(0.5, 0, top), colors["cmap"])
 
 
 @styled
 def video_map(seen: VideoMap, pictures: Sequence[np.ndarray], *, alpha=ALPHA) -> Figure:
     """Draw one map over every frame that the query sees, and its own; one scale for all."""
-    there = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
-    shown, (height, width) = sorted({*there, *seen.query_frames}), pictures[0].shape[:2]
+    key_frames = np.flatnonzero(np.isfinite(seen.values).any((1, 2))).tolist()
+    frames, (height, width) = sorted({*key_frames, *seen.query_frames}), pictures[0].shape[:2]
     columns = len(st.columns_with_room(7, 0.62 * max(1.0, width / height)))
-    figure, axes = st.panels(len(shown), columns, (1.2, 1.2 * height / width + 0.15), keep=True)
-    scale, queried = scale_of([seen]), (seen.query[0], *(seen.query_frames if seen.query[0] < 0 else ()))
-    for axis, frame in zip(axes, shown, strict=True):
+    figure, axes = st.panels(len(frames), columns, (1.2, 1.2 * height / width + 0.15), keep=True)
+    scale = scale_of([seen])
+    queried = [seen.query[0]]
+    if seen.query[0] < 0:  # the whole block
+        queried += seen.query_frames
+    for axis, frame in zip(axes, frames, strict=True):
         st.show_picture(axis, blend(pictures[frame], seen.values[frame], scale, alpha))
         _mark(axis, seen, frame, (height, width))
-        axis.set_title(f"{frame} (query)" if frame in queried else str(frame), fontsize=SMALL, pad=3)
+        title = str(frame)
+        if frame in queried:
+            title += " (query)"
+        axis.set_title(title, fontsize=SMALL, pad=3)
     _finish(figure, axes, seen.title, seen.about, scale, [seen])
     return figure
 
@@ -102,12 +113,14 @@ def map_strip(
     """Draw a row for each map, the chosen frames side by side, the first the query's own; one scale."""
     # The query is shown in its own frame, which comes first
     first = maps[0]
-    own = first.query[0] if first.query[0] in frames or first.query[0] >= 0 else first.query_frames[0]
-    columns = [own, *(frame for frame in frames if frame != own)]
+    query_frame = first.query[0]
+    if query_frame < 0 and query_frame not in frames:
+        query_frame = first.query_frames[0]
+    columns = [query_frame, *(frame for frame in frames if frame != query_frame)]
     scale = scale_of(maps, columns)
     rows = {
-        f"L{one.layer} H{one.head}": [blend(pictures[f], one.values[f], scale, alpha) for f in columns]
-        for one in maps
+        f"L{seen.layer} H{seen.head}": [blend(pictures[f], seen.values[f], scale, alpha) for f in columns]
+        for seen in maps
     }
     names = ["query", *(f"frame {frame}" for frame in columns[1:])]
     figure, axes, shown = st.picture_grid(rows, names)
@@ -161,8 +174,10 @@ def _mark(axis: Axes, seen: VideoMap, frame: int, size: tuple[int, int]) -> None
 def _query_box(seen: VideoMap, size: tuple[int, int]) -> tuple[tuple[float, float], float, float]:
     """Corner (x, y), width and height of the query in a picture of so many rows and columns of pixels."""
     (height, width), (_, row, column) = size, seen.query
+    if row < 0:
+        return (0, 0), width, height
     high, wide = height / seen.values.shape[1], width / seen.values.shape[2]
-    return ((0, 0), width, height) if row < 0 else ((column * wide, row * high), wide, high)
+    return (column * wide, row * high), wide, high
 
 
 def _finish(
@@ -181,8 +196,9 @@ def _finish(
         legend["noise"] = Patch(label="own block, noise in this pass", **hatched)
     if any(seen.query[0] >= 0 for seen in maps):
         legend["query"] = Patch(label="the query", **QUERY)
-    lost = max(seen.elsewhere for seen in maps)
-    note = f"Not shown: {lost:.0%} of the mass, on keys of no frame." if lost > 0.005 else ""
+    lost, note = max(seen.elsewhere for seen in maps), ""
+    if lost > 0.005:
+        note = f"Not shown: {lost:.0%} of the mass, on keys of no frame."
     st.label_figure(figure, [], title, subtitle, legend=legend, note=note)
 
 

@@ -19,9 +19,9 @@ from experiments.caches.blocks import BlockCapture, LatentBlocks, path_of, read_
 from experiments.caches.files import CacheError, RunError, StoppedError
 from experiments.caches.mp4 import count_frames, mp4_tag, write_mp4
 from experiments.extraction import video
+from experiments.extraction.long_rollout import LongVideo, make_long_video
 from experiments.progress import Progress
 from experiments.provenance import fingerprint
-from experiments.running.long_rollout import LongVideo, make_long_video
 from experiments.session import pipeline_of
 from wan.errors import ConfigError
 from wan.vae import VAE

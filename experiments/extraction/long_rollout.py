@@ -157,7 +157,9 @@ def rollout_from(
     policy = policy_of(config)
     chooses = policy.chooses_by_layer or policy.release
     can_be_given = config.sampler == "blocks" and not config.interventions and not chooses
-    num_given = blocks[first].start if can_be_given else 0
+    num_given = 0
+    if can_be_given:
+        num_given = blocks[first].start
     block_at = {frames.start: block for block, frames in enumerate(blocks)}
     yield from session.pipeline.blocks(
         seeded_noise([config], session.model_config, session.dtype, session.device),
