@@ -71,15 +71,19 @@ class HeadStudy:
         of_effects = {"Direct effect": self.effect} | self.controls
         maps = [HeadMap(name, name, UNIT, "sequential", values) for name, values in of_effects.items()]
         for name, values in self.measures.items():
-            unit, scale = ("logits", "diverging") if name == S else ("share", "sequential")
-            maps.append(HeadMap(name, name, unit, scale, values))
+            if name == S:
+                maps.append(HeadMap(name, name, "logits", "diverging", values))
+            else:
+                maps.append(HeadMap(name, name, "share", "sequential", values))
         return maps
 
     def correlations(self) -> dict[str, tuple[Interval, Interval]]:
         """ρ of every measure with the effect, and partial ρ given layer and ‖z‖."""
         # Deeper layers have larger effects and other attention: what is left beside layer and norm counts.
         layer = np.broadcast_to(np.arange(len(self.layers))[:, None], self.effect.shape)
-        given = [layer] if self.norms is None else [layer, self.norms]
+        given = [layer]
+        if self.norms is not None:
+            given.append(self.norms)
         return {
             name: (head_correlation(self.effects, values), head_correlation(self.effects, values, given))
             for name, values in self.measures.items()
@@ -117,17 +121,19 @@ def _attention(atlas: str | Path | None, causal: Mapping) -> tuple[dict[str, np.
     same = cache["weights_sha256"] == causal["weights_sha256"] and cache["layers"] == causal["layers"]
     if not same or "interventions" in cache or "frame_mass" not in cache:
         return {}, None
+    # 1. Shares of mass, [N, H]
     mass = open_profiles(cache, quantity="mass")
     profile, context = mass.profiles(), mass.context_frames
-    # [N, H]
     of_past = profile[..., list(context)]
     past = np.where(np.isnan(of_past).all(-1), np.nan, np.nansum(of_past, -1))
-    found = {"Mass on frame 0": first_frame_mass(profile, context)[0], "Mass on the past": past}
+    measures = {"Mass on frame 0": first_frame_mass(profile, context)[0], "Mass on the past": past}
     if "frame_logits" not in cache:
-        return found, None
+        return measures, None
+    # 2. What needs logits
     logits = open_profiles(cache, quantity="mean_logit")
-    if (matrices := logits.frame_matrices()) is not None:
-        found = {S: first_frame_effect(matrices, logits.block_sizes).effect} | found
+    matrices = logits.frame_matrices()
+    if matrices is not None:
+        measures = {S: first_frame_effect(matrices, logits.block_sizes).effect} | measures
     names = {**KINDS, ABSENT: "no kind"}
     labels = kinds(context_sign_rate(logits), Thresholds())
-    return found, np.vectorize(names.__getitem__, otypes=[object])(labels)
+    return measures, np.vectorize(names.__getitem__, otypes=[object])(labels)

@@ -100,13 +100,15 @@ class LongRollouts:
 
     def costs(self) -> dict[str, tuple[float, float, float]]:
         """Megabytes of keys and values, milliseconds of a late block of one video, the primary measure."""
-        found = {}
+        costs = {}
         for label in self.family:
-            if cost := self.findings["policies"][label].get("cost"):
-                # A batch of videos is rolled out together: milliseconds of one of them.
-                late = 1000 * cost["last_block_seconds"] / cost["batch"]
-                found[self.labels[label]] = (cost["cache_bytes"] / 1e6, late, self.interval(label).estimate)
-        return found
+            cost = self.findings["policies"][label].get("cost")
+            if cost is None:
+                continue
+            # A batch of videos is rolled out together: milliseconds of one of them.
+            late = 1000 * cost["last_block_seconds"] / cost["batch"]
+            costs[self.labels[label]] = (cost["cache_bytes"] / 1e6, late, self.interval(label).estimate)
+        return costs
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a policy: the primary measure, motion, and the paired difference to full with its p."""
@@ -114,10 +116,12 @@ class LongRollouts:
         for label in [*self.family, *self.controls]:
             row = {"policy": self.labels[label]}
             row |= {name: str(self.interval(label, name)) for name in (PRIMARY, "motion")}
-            if against := self.findings["against_full"].get(label):
-                adjusted = against["p_holm"] is not None
-                row |= {"against full": str(_interval(against["difference"]))}
-                row |= {"p": against["p_holm" if adjusted else "p"], "adjusted": "Holm" if adjusted else "no"}
+            against = self.findings["against_full"].get(label)
+            if against is not None:
+                row["against full"] = str(_interval(against["difference"]))
+                row |= {"p": against["p"], "adjusted": "no"}
+                if against["p_holm"] is not None:
+                    row |= {"p": against["p_holm"], "adjusted": "Holm"}
             rows.append(row)
         return rows
 
@@ -174,7 +178,7 @@ def read_effects(path: str | Path) -> tuple[dict[str, dict[int, Interval]], dict
 
 
 def _interval(values: Sequence[float | None]) -> Interval:
-    return Interval(*(float("nan") if value is None else float(value) for value in values))
+    return Interval(*np.array(values, float).tolist())  # None is NaN
 
 
 # --- Memory of heads: how much of something is left when more and more heads lose their past
@@ -223,19 +227,27 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
     panels: rule -> miniature, or all -> budget -> (share,), of all with its interval.
     """
     panels: dict[str, dict[str, dict[int, list[float]]]] = {}
-    for claim, found in report["shares"].items():
+    for claim, shares in report["shares"].items():
         rule, *size = claim.split(", ")
-        if size[1:] == [f"sink {sink}" if rule == "uniform" else f"{window} with sink {sink}"]:
-            # One value a miniature has no interval; "all" has one, over miniatures and captions.
-            each = zip(report["miniatures"], found["same"][EACH], strict=True)
-            for name, row in [(ALL, found["same"][ALL]), *((name, [share]) for name, share in each)]:
-                if row[0] is not None:
-                    panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
+        others = f"{window} with sink {sink}"
+        if rule == "uniform":
+            others = f"sink {sink}"
+        if size[1:] != [others]:
+            continue
+        # One value a miniature has no interval; "all" has one, over miniatures and captions.
+        rows = {ALL: shares["same"][ALL]}
+        for name, share in zip(report["miniatures"], shares["same"][EACH], strict=True):
+            rows[name] = [share]
+        for name, row in rows.items():
+            if row[0] is not None:
+                panels.setdefault(rule, {}).setdefault(name, {})[int(size[0])] = row
     ceilings = {name: report["shares"][name]["same"][ALL][0] for name in (*CEILINGS, "base")}
-    others = f"{window} frames" + f", {sink} of them a sink" * (sink > 0)
-    count = len(report["miniatures"])
-    models = f"{report['model']}{f', {count} trainings' * (count > 1)}, {len(report['captions'])} captions"
-    return panels, ceilings, f"{models}; chosen heads keep the whole past, others {others}"
+    others = f"{window} frames"
+    if sink > 0:
+        others += f", {sink} of them a sink"
+    runs = f"{len(report['miniatures'])} trainings, {len(report['captions'])} captions"
+    about = f"{report['model']}, {runs}; chosen heads keep the whole past, others {others}"
+    return panels, ceilings, about
 
 
 # --- Attribution patching against exact patching (experiments/findings/attribution)
