@@ -39,17 +39,11 @@ def run(argv=None):
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
     args.controls = list(CONTROLS) if args.controls is None else args.controls
-    config, scenes = config_from(args), {}
-    config = replace(config, cache_policy=None, local_attn_size=-1, sink_size=0)
+    config = replace(config_from(args), cache_policy=None, local_attn_size=-1, sink_size=0)
 
-    from experiments.studies.policy_comparison import compare, held_out  # a --help needs no torch
+    from experiments.studies.policy_comparison import compare  # after the flags: a --help needs no torch
 
-    if not args.prompts and not args.prompt:
-        scenes = held_out(args.held_out or 16)
-    runs = list(cli.plan(args, config).values())
-    if scenes:
-        runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
-    compare(args, runs, scenes)
+    compare(args, config)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches.files import replacing, require_same
+from experiments.extraction.sweep import finished
 from experiments.progress import Progress
 from experiments.provenance import fingerprint
 from wan.config import ModelConfig, RunConfig
@@ -111,7 +112,7 @@ def _head_outputs(session: "Session", config: RunConfig, sites: Sequence[str]) -
 
 @dataclass(frozen=True)
 class MeanRuns:
-    """The rollouts of a config's reference set, an item each (the engine's Work)."""
+    """The rollouts of a config's reference set, an item each (the Work of extraction/sweep.py)."""
 
     session: "Session"
     config: RunConfig
@@ -122,10 +123,10 @@ class MeanRuns:
         return HeadOutputs.sites if set(self.sites) <= set(HeadOutputs.sites) else tuple(self.sites)
 
     @cached_property
-    def items(self) -> dict[str, RunConfig]:
-        runs = [(prompt, seed) for prompt in self.config.reference_prompts for seed in MEANS_SEEDS]
+    def runs(self) -> list[RunConfig]:
         plain = replace(self.config, prompt_schedule=None, interventions=[])
-        return {f"run_{n}": replace(plain, prompt=run[0], seed=run[1]) for n, run in enumerate(runs)}
+        prompts = self.config.reference_prompts
+        return [replace(plain, prompt=prompt, seed=seed) for prompt in prompts for seed in MEANS_SEEDS]
 
     @cached_property
     def made_of(self) -> str:
@@ -137,16 +138,28 @@ class MeanRuns:
     def path(self) -> Path:
         return MEANS / f"{self.made_of}.pt"
 
-    def part(self, name: str) -> Path:
-        return MEANS / self.made_of / f"{name}.pt"
+    def name(self, run: RunConfig) -> str:
+        return fingerprint({"means": self.made_of, "prompt": run.prompt, "seed": run.seed})
 
-    def is_done(self, name: str, config: RunConfig) -> bool:
-        return self.path.is_file() or self.part(name).is_file()
+    def part(self, run: RunConfig) -> Path:
+        return MEANS / self.made_of / f"{self.name(run)}.pt"
 
-    def make(self, name: str, config: RunConfig, watch: Progress) -> None:
+    def read(self, run: RunConfig) -> dict[Key, Tensor] | None:
+        """Return the means of a run that is done."""
+        content = finished(self.part(run), self.name(run), "remove it")
+        return None if content is None else content["means"]
+
+    def are_done(self) -> bool:
+        return finished(self.path, self.made_of, "remove it") is not None
+
+    def is_done(self, run: RunConfig) -> bool:
+        return self.are_done() or self.read(run) is not None
+
+    def make(self, run: RunConfig, watch: Progress) -> None:
         """Roll out a run and write its mean outputs, which reference_means takes."""
-        with replacing(self.part(name)) as file:
-            torch.save(_head_outputs(self.session, config, self.recorded).means, file)
+        means = _head_outputs(self.session, run, self.recorded).means
+        with replacing(self.part(run)) as file:
+            torch.save({"means": means, "fingerprint": self.name(run)}, file)
 
 
 def reference_means(
@@ -156,19 +169,20 @@ def reference_means(
     if isinstance(path, (str, Path)):
         return ReferenceMeans(_read_means(Path(path), session.model_config))
     runs = MeanRuns(session, config, sites)
-    if runs.path.is_file():
+    if runs.are_done():
         return ReferenceMeans(_read_means(runs.path, session.model_config, runs.made_of))
-    outputs = [
-        HeadOutputs(means=torch.load(runs.part(name), weights_only=True))
-        if runs.part(name).is_file()  # of a worker
-        else _head_outputs(session, one, runs.recorded)
-        for name, one in runs.items.items()
-    ]
+    outputs = []
+    for run in runs.runs:
+        of_worker = runs.read(run)
+        if of_worker is None:
+            outputs.append(_head_outputs(session, run, runs.recorded))
+        else:
+            outputs.append(HeadOutputs(means=of_worker))
     means = ReferenceMeans.over(outputs)
     values: dict[str, Any] = {"|".join(map(str, key)): values for key, values in means.values.items()}
     with replacing(runs.path) as file:
         torch.save(values | {"fingerprint": runs.made_of}, file)
-    shutil.rmtree(runs.part("").parent, ignore_errors=True)
+    shutil.rmtree(MEANS / runs.made_of, ignore_errors=True)
     return means
 
 

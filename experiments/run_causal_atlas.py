@@ -9,7 +9,7 @@ docs/interventions.md says what the numbers are.
 """
 
 from experiments.running import cli
-from experiments.running.cli import config_from, count, main, plan, run_parser
+from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
 EACH = ("head", "layer", "frame", "site")
@@ -34,7 +34,7 @@ def run(argv=None):
 
     from experiments.studies.causal_atlas import make_atlas  # after the flags: a --help needs no torch
 
-    make_atlas(args, list(plan(args, config).values()))
+    make_atlas(args, config)
 
 
 if __name__ == "__main__":

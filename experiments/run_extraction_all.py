@@ -25,7 +25,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = cli.config_from(args)
 
-    from experiments.running.sweep import make_atlases  # after the flags: a --help needs no torch
+    from experiments.running.atlases import make_atlases  # after the flags: a --help needs no torch
 
     make_atlases(args, config)
 

@@ -674,7 +674,7 @@ class Session:
         return self.replaced(pipeline=self.load_pipeline(config), config=config, files=None, sha256=None)
 
     def here(self, cached: Callable[..., Self]) -> Self:
-        """Return this session, or in another process the one cached there (engine.cached)."""
+        """Return this session, or in another process the one cached there (sweep.cached)."""
         return (
             self if self.pipeline else cached("model", fingerprint(self.identity(self.config)), self.prepare)
         )

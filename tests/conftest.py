@@ -38,7 +38,7 @@ SLOW_FILES = [f"test_{name}" for name in (SLOW + "pretended_gpu").split()]
 
 # Files of ten seconds and more on one core, the longest first. tests/run.sh tells xdist to keep this order:
 # its own begins with files of many tests, and ends with a few that are long.
-LONGEST = "readme_commands notebooks golden_policies own_code engine run cli figures sweep rows "
+LONGEST = "readme_commands notebooks golden_policies own_code sweep run cli figures atlases rows "
 LONGEST += "stopping remedies findings scripts long_rollout parallel training layout kernels"
 LONGEST_FIRST = {f"test_{name}": place for place, name in enumerate(LONGEST.split())}
 

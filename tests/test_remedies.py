@@ -96,8 +96,8 @@ def test_a_command_names_paths_from_the_root(tmp_path, monkeypatch):
 KNOWN = {
     "experiments/caches/store.py": 2,  # remedy, open_layers
     "experiments/analysis/sweeps.py": 1,
-    "experiments/caches/files.py": 1,  # pip
-    "experiments/running/engine.py": 1,  # pip
+    "experiments/caches/mp4.py": 1,  # pip
+    "experiments/extraction/sweep.py": 1,  # pip
     "wan/backends.py": 1,  # pip
     "wan/checkpoint.py": 1,  # downloads
 }

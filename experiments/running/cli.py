@@ -3,13 +3,11 @@
 import argparse
 import atexit
 import gc
-import hashlib
-import re
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -35,7 +33,7 @@ from wan.errors import (
     require_text,
     short_repr,
 )
-from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
+from wan.files import MAX_COUNT, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
 
@@ -286,7 +284,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
     flag = parser.add_argument
     flag("--prompts", metavar="FILE", help="a sweep over the prompts in a file, one per line; # comments")
     flag("--seeds", type=int, nargs="+", help="a sweep over several seeds, in place of one --seed")
-    flag("--output_dir", help="folder of a sweep: PROMPT_sSEED.pt each, and manifest.json")
+    flag("--output_dir", help="folder of a sweep: PROMPT_sSEED.pt each")
     if checkpoints:
         flag(
             "--checkpoints",
@@ -305,7 +303,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
 
 
 def add_engine_flags(parser: Parser) -> None:
-    """Add the flags that choose between this process and workers (engine.py)."""
+    """Add the flags that choose between this process and workers (extraction/sweep.py)."""
     flag = parser.add_mutually_exclusive_group().add_argument
     flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")
     flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
@@ -375,68 +373,6 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
     if args.save_video:
         require_suffix(args.save_video, ".mp4")
     return [args.save_video or str(Path(next(iter(paths))).with_suffix(".mp4"))]
-
-
-# --- The flags of a sweep -> its runs, and where each cache goes
-SLUG_BYTES = 60  # of a prompt that names a file
-FOLDER_BYTES = 200  # of a checkpoint that names a folder; disks allow 255
-
-
-def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
-    """Return the path and settings of every run, those of one checkpoint together.
-
-    Raises ConfigError for flags and files that do not fit.
-    """
-    # 1. Where everything goes
-    if not args.output_dir or args.save_video:
-        raise ConfigError("a sweep needs --output_dir, for caches and videos: no --save_video with a PATH")
-    # 2. A folder for each checkpoint, named as its file; None is the base weights
-    folder = Path(args.output_dir)
-    prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
-    slugs = slugs_of(prompts)
-    weights: dict[str | None, Path] = {config.checkpoint_path: folder}
-    if checkpoints := getattr(args, "checkpoints", None):
-        names = unique_slugs({c: c if c == BASE else Path(c).stem for c in checkpoints}, FOLDER_BYTES)
-        weights = {None if c == BASE else c: folder / name for c, name in names.items()}
-    # 3. Checkpoints outermost: a process holds one model, and loads each once
-    return {
-        str(folder / f"{slugs[prompt]}_s{seed}.pt"): replace(
-            config, checkpoint_path=checkpoint, prompt=prompt, seed=seed
-        )
-        for checkpoint, folder in weights.items()
-        for prompt in prompts
-        for seed in dict.fromkeys(args.seeds or [config.seed])
-    }
-
-
-def read_prompts(path: str | Path) -> list[str]:
-    """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
-    form = "write a prompt a line, without quotes; lines that begin with # are left out"
-    lines = [line.strip() for line in read_text(path, form=form).splitlines()]
-    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise ConfigError(f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line")
-    return prompts
-
-
-def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
-    """Return a unique file name for each prompt, from its words in lower case."""
-    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
-    return unique_slugs({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_BYTES)
-
-
-def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
-    """Return unique names: one that is taken, or cut to max_bytes, gets digits of the key's hash."""
-    slugs, taken = dict[str, str](), set[str]()
-    for prompt, slug in names.items():
-        if len(slug.encode()) > max_bytes or slug in taken:
-            # Bytes, not characters: disks limit the bytes of a name, and Chinese takes three for one
-            cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
-            digits = hashlib.sha256(prompt.encode()).hexdigest()
-            slug = next(name for n in range(8, 65) if (name := f"{cut}-{digits[:n]}") not in taken)
-        slugs[prompt] = slug
-        taken.add(slug)
-    return slugs
 
 
 # --- --config_path and --prompt_schedule: names and files -> settings of a config

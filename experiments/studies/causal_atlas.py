@@ -22,9 +22,10 @@ from torch import Tensor
 from experiments.caches.files import claimed
 from experiments.caches.store import save_cache
 from experiments.edits import MeanRuns, reference_means
+from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
 from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs, fingerprint, identity, record_of, threads_for
-from experiments.running.engine import Results, cached, called, dask_client, work_through
+from experiments.running.atlases import plan
 from experiments.session import Session, load
 from experiments.studies.interventions import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges
@@ -191,7 +192,7 @@ class Piece:
 
 @dataclass
 class Study:
-    """An edit, the runs that it is made in, and the folder of the items (the engine's Work)."""
+    """An edit, the runs that it is made in, and the folder of the items (the Work of extraction/sweep.py)."""
 
     folder: Path
     edit: Edit
@@ -244,20 +245,16 @@ class Study:
     def name(self, config: RunConfig, layer: int | None) -> str:
         return fingerprint(self.identity, prompt=config.prompt, seed=config.seed, layer=layer)
 
-    def pieces(self, batch: int) -> dict[str, Piece]:
-        """Return the items by name: a batch of runs and a layer each, the same for every worker."""
+    def pieces(self, batch: int) -> list[Piece]:
+        """Return a batch of runs and a layer each."""
         # Layers of one batch follow each other, so that its unedited rollouts are made once.
         batches = [self.configs[i : i + batch] for i in range(0, len(self.configs), batch)]
-        return {
-            fingerprint({"items": [self.name(config, layer) for config in configs]}): Piece(configs, layer)
-            for configs in batches
-            for layer in self.layers
-        }
+        return [Piece(configs, layer) for configs in batches for layer in self.layers]
 
-    def is_done(self, name: str, piece: Piece) -> bool:
+    def is_done(self, piece: Piece) -> bool:
         return all(self.store.read(self.name(c, piece.layer)) is not None for c in piece.configs)
 
-    def make(self, name: str, piece: Piece, watch: Progress) -> None:
+    def make(self, piece: Piece, watch: Progress) -> None:
         """Measure the effects of a layer in a batch of runs, whose unedited rollouts are kept for others."""
         watch.log("rollout", piece=str(piece))  # from here on Ctrl-C ends a layer first
 
@@ -310,7 +307,7 @@ def run(study: Study, batch: int, watch: Progress, client: Any = None) -> None:
     """Make missing items, up to batch runs at a time. Raises as work_through does."""
     light = copy(study)  # with what it is of
     light.configs = study.configs[:1]  # pieces have their own, and it travels with each
-    work_through(light, study.pieces(batch), study.folder, watch, client)
+    work_through(light, study.pieces(batch), watch, client)
 
 
 def merged(study: Study) -> dict[str, Tensor]:
@@ -390,17 +387,17 @@ def prepared(
 class Means(MeanRuns):
     """The runs of a reference set, made by workers, and put together once."""
 
-    def make(self, name: str, config: RunConfig, watch: Progress) -> None:
-        MeanRuns(self.session.here(cached), self.config, self.sites).make(name, config, watch)
+    def make(self, run: RunConfig, watch: Progress) -> None:
+        MeanRuns(self.session.here(cached), self.config, self.sites).make(run, watch)
 
     def begun(self) -> "Means":
         assert self.made_of  # by the device here
         return self
 
 
-def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
+def make_atlas(args: argparse.Namespace, config: RunConfig) -> None:
     """Make the items that are missing, and the atlas when all are done. Raises StoppedError after Ctrl-C."""
-    folder = Path(args.output_dir)
+    configs, folder = list(plan(args, config).values()), Path(args.output_dir)
     edits = read_edits(args.edit) if args.edit else [Ablate("mean", passes="denoise")]
     if len(edits) != 1 or configs[0].gpus > 1:
         raise ConfigError("a causal atlas takes one edit, and several GPUs by --workers N instead of gpus")
@@ -413,12 +410,13 @@ def make_atlas(args: argparse.Namespace, configs: Sequence[RunConfig]) -> None:
         dask_client(args, configs[0].device) as client,
     ):
         start = time.monotonic()
-        study = called(client, prepared, folder, edits[0], args.each, configs, *([] if client else [watch]))
+        own_watch = [] if client else [watch]
+        study = call_on_worker(client, prepared, folder, edits[0], args.each, configs, *own_watch)
         if client and isinstance(edit := edits[0], Ablate) and edit.how == "mean" and not edit.source:
             # Each reference prompt is an item: workers share them before the first ablation.
-            means = called(client, Means(study.session, configs[0], edit.sites).begun)
-            work_through(means, means.items, folder, watch, client)
-            called(client, reference_means, study.session, configs[0], None, edit.sites)
+            means = call_on_worker(client, Means(study.session, configs[0], edit.sites).begun)
+            work_through(means, means.runs, watch, client)
+            call_on_worker(client, reference_means, study.session, configs[0], None, edit.sites)
         run(study, args.batch, watch, client)
         save_cache(folder / ATLAS, atlas_cache(study))
         seconds = time.monotonic() - start

@@ -28,6 +28,7 @@ from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import claimed, require_writable, save_report
 from experiments.caches.mp4 import mp4_tag, require_ffmpeg, write_mp4
 from experiments.configs import policy_settings
+from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
 from experiments.extraction.video import decoded_blocks, to_pixels
 from experiments.memory import kv_cache
 from experiments.miniature.judges import EvalPool, workers_of
@@ -43,8 +44,7 @@ from experiments.provenance import (
     threads_for,
     vae_files,
 )
-from experiments.running.cli import unique_slugs
-from experiments.running.engine import Results, cached, called, dask_client, work_through
+from experiments.running.atlases import plan, unique_slugs
 from experiments.session import Session, capturing, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CapturedCall
@@ -126,8 +126,8 @@ def measure(
         answers = judge_seconds(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, scene)
         measures["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
     for file, shortest in mp4s.items():
-        write_mp4(pixels, file, tag=about["name"], shortest=shortest)
-    Results(folder).write(about["name"], {**about, **measures})
+        write_mp4(pixels, file, tag=about["fingerprint"], shortest=shortest)
+    Results(folder).write(about["fingerprint"], {**about, **measures})
 
 
 # --- What is compared
@@ -154,7 +154,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PolicyRuns:
-    """Policies, runs and the folder of the items; makes them (the engine's Work)."""
+    """Policies, runs and the folder of the items; makes them (the Work of extraction/sweep.py)."""
 
     folder: Path
     policies: Mapping[str, Mapping[str, Any]]  # label -> settings
@@ -203,17 +203,16 @@ class PolicyRuns:
                 items.append(Item(label, settings, run, name, mp4s))
         return items
 
-    def groups(self) -> dict[str, Group]:
-        """Return items of one policy that are made together, by the name of the group."""
-        groups = {}
+    def groups(self) -> list[Group]:
+        """Return items of one policy that are made together."""
+        groups = []
         for _, of_label in groupby(self.items, key=lambda item: item.label):
             items = list(of_label)
             for start in range(0, len(items), self.batch):
-                group = items[start : start + self.batch]
-                groups[fingerprint({"items": [item.name for item in group]})] = Group(group)
+                groups.append(Group(items[start : start + self.batch]))
         return groups
 
-    def is_done(self, name: str, group: Group) -> bool:
+    def is_done(self, group: Group) -> bool:
         return all(map(self.has, group.items))
 
     def has(self, item: Item) -> bool:
@@ -227,7 +226,7 @@ class PolicyRuns:
     def attention(self, item: Item) -> Path:
         return self.folder / "attention" / item.name
 
-    def make(self, name: str, group: Group, watch: Progress) -> None:
+    def make(self, group: Group, watch: Progress) -> None:
         """Roll out and decode items of one policy, and measure those not done yet.
 
         All are rolled out where one is missing: bits may depend on the size of a batch, and not on a kill.
@@ -263,9 +262,14 @@ class PolicyRuns:
         for item, video in zip(group.items, videos, strict=True):
             if self.has(item):
                 continue
-            prompt, seed = item.config.prompt, item.config.seed
-            about = {"label": item.label, "name": item.name, "prompt": prompt, "seed": seed, "cost": cost}
-            scene = self.scenes.get(prompt)
+            about = {
+                "label": item.label,
+                "fingerprint": item.name,
+                "prompt": item.config.prompt,
+                "seed": item.config.seed,
+                "cost": cost,
+            }
+            scene = self.scenes.get(item.config.prompt)
             measured.append(pool.submit(measure, video, scene, about, self.store.folder, item.mp4s))
         for future in measured:
             future.result()
@@ -347,11 +351,15 @@ class PolicyRuns:
 
 
 # --- From flags to a table
-def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> None:
+def compare(args: argparse.Namespace, config: RunConfig) -> None:
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
     if args.videos or args.vbench_dir:
         require_ffmpeg("write none by --videos 0, without --vbench_dir")
-    planned = plan(args, runs, scenes)
+    runs, scenes = list(plan(args, config).values()), dict[str, Scene]()
+    if not args.prompts and not args.prompt:
+        scenes = held_out(args.held_out or 16)
+        runs = [replace(run, prompt=prompt) for prompt in scenes for run in runs]
+    planned = policy_runs(args, runs, scenes)
     path = planned.folder / TABLE
     with (
         claimed({str(path): 0}),
@@ -359,17 +367,18 @@ def compare(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[st
         dask_client(args, runs[0].device) as client,
     ):
         start = time.monotonic()
-        comparison = called(client, prepared, planned, args.batch, *([] if client else [watch]))
-        work_through(comparison, comparison.groups(), planned.folder, watch, client)
+        comparison = call_on_worker(client, prepared, planned, args.batch, *([] if client else [watch]))
+        work_through(comparison, comparison.groups(), watch, client)
         seconds = round(time.monotonic() - start, 1)
-        made = {"made": called(client, environment, comparison.session.device), "made_seconds": seconds}
-        table = {"measures": MEASURES | SUMMARIES} | merged(comparison) | made
+        table = {"measures": MEASURES | SUMMARIES} | merged(comparison)
+        table["made"] = call_on_worker(client, environment, comparison.session.device)
+        table["made_seconds"] = seconds
         save_report(table, path)
         print(table_of(drift.policy_rows(table["videos"])))
         watch.print(f"{path}: {len(table['videos'])} videos, {seconds} s, {memory()}")
 
 
-def plan(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> PolicyRuns:
+def policy_runs(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dict[str, Scene]) -> PolicyRuns:
     """Return what the flags ask for, before a model is there.
 
     Raises ConfigError or CacheError for what cannot be compared or written.

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import require_forks
 
-import experiments.running.sweep  # noqa: F401  loaded once, not in every fork
+import experiments.running.atlases  # noqa: F401  loaded once, not in every fork
 from experiments.progress import Progress
 from experiments.running import cli
 

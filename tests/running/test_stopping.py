@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from conftest import ROOT
-from test_engine import STOPPED
+from helpers.sleeping import STOPPED
 
 from experiments.caches import load_cache
 from experiments.caches.mp4 import mp4_tag
@@ -60,8 +60,7 @@ def test_workers_that_are_still_starting_end_quietly(tmp_path):
     while not workers and running.poll() is None:
         time.sleep(0.05)
         workers = psutil.Process(running.pid).children()
-        workers = [p for p in workers if "--multiprocessing-fork" in p.cmdline()]
-    time.sleep(0.5)  # it imports
+    time.sleep(0.5)  # they import
     os.killpg(running.pid, signal.SIGINT)
     said = "".join(running.communicate(timeout=120))
     assert running.returncode == 130 and "Traceback" not in said and said.count("error: ") == 1, said

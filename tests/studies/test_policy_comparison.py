@@ -12,7 +12,7 @@ import torch
 from experiments.caches.blocks import read_blocks
 from experiments.caches.files import CacheError
 from experiments.studies import policy_comparison
-from experiments.studies.policy_comparison import PolicyRuns, held_out
+from experiments.studies.policy_comparison import PolicyRuns
 from wan.errors import ConfigError
 
 POLICIES = ["full", "window,window=3"]
@@ -22,10 +22,10 @@ def compare(tiny, folder, **flags):
     given = {"policies": POLICIES, "output_dir": str(folder), "videos": 0, "judges": 0, "capture": "last:1"}
     given |= {"vae_dtype": "float32", "controls": list(policy_comparison.CONTROLS), "deterministic": False}
     given |= {"batch": 4, "quiet": True, "inputs": []}
+    given |= {"held_out": 2, "seeds": [0, 1]}
     given |= dict.fromkeys(("workers", "scheduler", "slurm", "vbench_dir", "log_file"))
-    config, scenes = replace(tiny.config, num_frames=6), held_out(2)
-    runs = [replace(config, prompt=prompt, seed=seed) for prompt in scenes for seed in (0, 1)]
-    policy_comparison.compare(Namespace(**(given | flags)), runs, scenes)
+    given |= dict.fromkeys(("prompt", "prompts", "save_video"))
+    policy_comparison.compare(Namespace(**(given | flags)), replace(tiny.config, num_frames=6))
     return json.loads((folder / "comparison.json").read_text())
 
 
@@ -50,8 +50,8 @@ def test_every_policy_and_control_has_every_video(made):
     assert full["cache_bytes"] == 2 * window["cache_bytes"] > 0 and full["batch"] == 4
     assert rendered[0]["seconds"] == rendered[1]["seconds"] and table["missing"] == 0
     for video in table["videos"]:  # attention is of policies
-        assert (folder / "attention" / video["name"]).exists() == (video["label"] in POLICIES)
-    one, other = (read_blocks(folder / "attention" / video["name"]) for video in of[POLICIES[1]][:2])
+        assert (folder / "attention" / video["fingerprint"]).exists() == (video["label"] in POLICIES)
+    one, other = (read_blocks(folder / "attention" / video["fingerprint"]) for video in of[POLICIES[1]][:2])
     assert [block["block"] for block in one] == [1] and one[0]["key_frames"][0].tolist() == [3, 4, 5]
     assert one[0]["logits"].shape == (2, 2, 3, 3) and not torch.equal(one[0]["logits"], other[0]["logits"])
 
@@ -61,7 +61,7 @@ def test_what_is_done_is_not_made_again_and_what_is_torn_is(made, tiny, monkeypa
     rolled_out = PolicyRuns._roll_out
     monkeypatch.setattr(PolicyRuns, "_roll_out", lambda *a, **k: calls.append(1) or rolled_out(*a, **k))
     assert compare(tiny, folder)["videos"] == table["videos"] and not calls
-    torn = folder / "items" / f"{table['videos'][0]['name']}.json"
+    torn = folder / "items" / f"{table['videos'][0]['fingerprint']}.json"
     torn.write_text(torn.read_text()[:100])
     assert compare(tiny, folder)["videos"] == table["videos"] and len(calls) == 1
 

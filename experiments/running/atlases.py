@@ -1,0 +1,225 @@
+"""Make an atlas for each prompt, seed and checkpoint of a sweep, here or by workers (extraction/sweep.py).
+
+A cache carries the fingerprint of everything it depends on: the same command makes missing ones, and never
+uses or replaces caches of other settings.
+"""
+
+import argparse
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from experiments.caches.files import CacheError, claimed, remove_leftovers, require_space
+from experiments.caches.mp4 import mp4_tag
+from experiments.extraction.sweep import REMEDY, cached, call_on_worker, dask_client, finished, work_through
+from experiments.extraction.video import check_video
+from experiments.memory import estimate_bytes
+from experiments.progress import Progress, deterministic, observed
+from experiments.prompts import encode_prompts
+from experiments.provenance import (
+    check_outputs,
+    choose_device,
+    choose_dtype,
+    fingerprint,
+    identity,
+    video_tag,
+)
+from experiments.running.cli import BASE, videos_of
+from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
+from experiments.session import Session, load
+from wan.capture import CaptureRequest
+from wan.checkpoint import read_model_config
+from wan.config import RunConfig
+from wan.errors import ConfigError
+from wan.files import MAX_PROMPTS, read_text
+
+PROMPTS_AT_ONCE = 64  # that one worker encodes
+SLUG_BYTES = 60  # of a prompt that names a file
+FOLDER_BYTES = 200  # of a checkpoint that names a folder; disks allow 255
+
+
+# --- The flags of a sweep -> its runs, and where each cache goes
+def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
+    """Return the path and settings of every run, those of one checkpoint together.
+
+    Raises ConfigError for flags and files that do not fit.
+    """
+    # 1. Where everything goes
+    if not args.output_dir or args.save_video:
+        raise ConfigError("a sweep needs --output_dir, for caches and videos: no --save_video with a PATH")
+    # 2. A folder for each checkpoint, named as its file; None is the base weights
+    folder = Path(args.output_dir)
+    folders: dict[str | None, Path] = {config.checkpoint_path: folder}
+    checkpoints = getattr(args, "checkpoints", None)
+    if checkpoints:
+        stems = {path: path if path == BASE else Path(path).stem for path in checkpoints}
+        names = unique_slugs(stems, FOLDER_BYTES)
+        folders = {None if path == BASE else path: folder / name for path, name in names.items()}
+    # 3. Checkpoints outermost: a process holds one model, and loads each once
+    prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
+    slugs, runs = slugs_of(prompts), dict[str, RunConfig]()
+    for checkpoint, folder in folders.items():
+        for prompt in prompts:
+            for seed in args.seeds or [config.seed]:
+                run = replace(config, checkpoint_path=checkpoint, prompt=prompt, seed=seed)
+                runs[str(folder / f"{slugs[prompt]}_s{seed}.pt")] = run
+    return runs
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
+    form = "write a prompt a line, without quotes; lines that begin with # are left out"
+    lines = [line.strip() for line in read_text(path, form=form).splitlines()]
+    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line")
+    return prompts
+
+
+def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
+    """Return a unique file name for each prompt, from its words in lower case."""
+    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
+    return unique_slugs({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_BYTES)
+
+
+def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
+    """Return unique names: one that is taken, or cut to max_bytes, gets digits of the key's hash."""
+    slugs, taken = dict[str, str](), set[str]()
+    for prompt, slug in names.items():
+        if len(slug.encode()) > max_bytes or slug in taken:
+            # Bytes, not characters: disks limit the bytes of a name, and Chinese takes three for one
+            cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
+            digits = hashlib.sha256(prompt.encode()).hexdigest()
+            candidates = (f"{cut}-{digits[:length]}" for length in range(8, 65))
+            slug = next(name for name in candidates if name not in taken)
+        slugs[prompt] = slug
+        taken.add(slug)
+    return slugs
+
+
+# --- The runs of a sweep
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep: where its cache goes, its settings, and the fingerprint that the cache has."""
+
+    path: str
+    config: RunConfig
+    fingerprint: str
+    model: str  # a fingerprint of all but prompt and seed
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
+class AtlasSweep:
+    """Makes an atlas for each run (the Work of extraction/sweep.py)."""
+
+    args: argparse.Namespace
+    requests: Sequence[CaptureRequest]
+    build: BuildCache
+    fields: Sequence[str]  # optional ones that the caches must have
+    prompts: Sequence[str] = ()  # that this process will need, in their order
+
+    def is_done(self, run: PlannedRun) -> bool:
+        """Return whether the cache, and the wanted video, are there. CacheError for other settings."""
+        if self.args.overwrite:
+            return False
+        cache = finished(run.path, run.fingerprint)
+        if cache is None:
+            return False
+        for name in self.fields:
+            if name not in cache:
+                raise CacheError(f"{run.path} belongs to a sweep that did not capture {name}; {REMEDY}")
+        tag = video_tag(run.fingerprint, run.config, self.args.vae_dtype)
+        return all(mp4_tag(video) == tag for video in videos_of(self.args, [run.path]))
+
+    def make(self, run: PlannedRun, watch: Progress) -> None:
+        """Make one cache, after its video if one is wanted."""
+        videos = videos_of(self.args, [run.path])
+        for path in (run.path, *videos):  # of killed processes
+            remove_leftovers(Path(path))
+        with deterministic() if self.args.deterministic else nullcontext():
+            session = cached("model", run.model, lambda: self.load(run.config, watch))
+            with video_of(self.args, run.config, videos[0], watch) if videos else nullcontext():
+                result = session.generate(config=run.config, requests=self.requests, observer=watch)
+                save(self.args, result, {run.path: self.build}, watch)
+
+    def load(self, config: RunConfig, watch: Progress) -> Session:
+        decodes = self.args.save_video is not None
+        return load(config).prepare(self.requests, self.prompts, watch, replays=True, decodes=decodes)
+
+
+def encode(config: RunConfig, prompts: Sequence[str]) -> None:
+    """Store the states of prompts in embeds_dir, where all workers find them."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    encode_prompts(config, prompts, read_model_config(config.ckpt_dir), dtype, device)
+
+
+def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
+    """Make the atlas of one run, or every missing one of a sweep, with the quantities of the flags.
+
+    Raises CacheError where the folder holds caches of other settings, RunError at the end where runs failed,
+    and StoppedError after Ctrl-C.
+    """
+    requests = cache_builders.atlas_requests(
+        config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
+    )
+    build = cache_builders.atlas_cache
+    if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
+        make_caches(args, config, requests, {args.output_path: build})
+        return
+    if config.gpus > 1:
+        raise ConfigError(f"--gpus {config.gpus} makes one rollout; a sweep takes --workers N for N GPUs")
+    quantities = {
+        "frame_mass": args.mass,
+        "key_curve": args.key_curve,
+        "cross_mass": args.cross,
+        "frame_logits_by_band": args.rope_bands,
+        "query_means": args.query_key_means,
+    }
+
+    # 1. Which runs, and where their files go
+    planned = plan(args, config)
+    folder = Path(args.output_dir)
+    videos = [video for path in planned for video in videos_of(args, [path])]
+    models = {run.checkpoint_path: replace(run, prompt="", seed=0) for run in planned.values()}
+    for model in models.values():
+        check_outputs(args, model, [*planned, *videos])
+    with (
+        claimed({str(folder / "atlases"): 0}),  # one command works in a folder at a time
+        observed(args) as watch,
+        dask_client(args, config.device) as client,
+    ):
+        # 2. Whether there is room and a decoder for the missing files
+        missing = [path for path in planned if not Path(path).exists()]
+        require_space(folder, dict.fromkeys(missing, estimate_bytes(config, requests)))
+        if not all(Path(video).exists() for video in videos):
+            check_video(config)
+
+        # 3. Fingerprints, by the weights and the device of whoever makes the caches
+        runs = []
+        identities = {path: call_on_worker(client, identity, model) for path, model in models.items()}
+        for path, run in planned.items():
+            settings = identities[run.checkpoint_path]
+            key = fingerprint(settings, requests=str(requests))  # a model in memory serves these requests
+            runs.append(PlannedRun(path, run, fingerprint(settings, prompt=run.prompt, seed=run.seed), key))
+
+        # 4. Make them. umT5 is large to load: workers encode many prompts at a time, before the first run
+        prompts = list(dict.fromkeys(run.prompt for run in planned.values()))
+        fields = [name for name, captured in quantities.items() if captured]
+        if client is None:
+            work = AtlasSweep(args, requests, build, fields, prompts)
+        else:
+            quiet = argparse.Namespace(**{**vars(args), "quiet": True})  # nobody watches a worker
+            work = AtlasSweep(quiet, requests, build, fields)
+            if missing and config.embeds_dir and not config.prompt_embeds:
+                parts = range(0, len(prompts), PROMPTS_AT_ONCE)
+                batches = [prompts[start : start + PROMPTS_AT_ONCE] for start in parts]
+                client.gather(client.map(partial(encode, config), batches, pure=False))
+        work_through(work, runs, watch, client)
