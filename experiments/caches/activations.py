@@ -135,8 +135,8 @@ class Activations(Sequence[Tensor]):
 
     def __repr__(self) -> str:
         calls = ", ".join(f"{name} {values}" for name, values in self.coordinates.items())
-        shape = list(self.values[0].shape) if self.values else []
-        return f"Activations: {self.site}, {len(self)} calls ({calls}) of shape {shape}"
+        shapes = {str(list(value.shape)) for value in self.values}
+        return f"Activations: {self.site}, {len(self)} calls ({calls}) of shape {' or '.join(sorted(shapes))}"
 
 
 # --- A file
@@ -339,8 +339,8 @@ def texts_by_name(edits: Mapping[str, Any] | None) -> dict[str, str]:
 
 def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return which model a run's facts are of, its LoRA by a hash too."""
-    own = str(facts.get("weights_file", "")).split(" + ")
-    files = [file for file in facts.get("files") or () if file["name"] in own]
+    names = str(facts.get("weights_file", "")).split(" + ")
+    files = [file for file in facts.get("files") or () if file["name"] in names]
     return {name: facts.get(name) for name in OF_A_MODEL} | {"files": files}
 
 
@@ -437,24 +437,15 @@ class ActivationStore:
         about |= model_of(facts) | {"policy": config.get("cache_policy"), "edits": facts.get("interventions")}
         about |= {"batch": batch, "request": dict(request)}
         path = self.path / f"{fingerprint}_seed{facts['seed']}"
-        # 1. A name stands for one text
-        texts = texts_by_name(about["edits"])
-        for run in self._stored() if texts else ():
-            stored = texts_by_name(run.about["edits"])
-            for name in texts.keys() & stored.keys():
-                if texts[name] != stored[name]:
-                    raise CacheError(
-                        f"{run.path} holds a run with another function of the name {name!r}: give this one "
-                        "another name, named(...)"
-                    )
-        # 2. Where all functions have names, a complete run stays, and an interrupted one is written again
+        self._require_texts(texts_by_name(about["edits"]))
+        # 1. Where all functions have names, a complete run stays, and an interrupted one is written again
         reduce = request["reduce"] or {}
         if not fingerprint.startswith(ONLY) and UNNAMED not in reduce:
             for run in self._stored(path.name):
                 if run.is_complete:
                     return run
             return StoredRun(path, about)
-        # 3. A run with a function that has none replaces one of the same settings and text
+        # 2. A run with a function that has none replaces one of the same settings and text
         has_text = not fingerprint.endswith(NO_TEXT) and reduce.get("text_sha256", "") is not None
         for run in self._stored(f"{fingerprint[:SETTINGS]}*_seed{facts['seed']}*"):
             if not has_text or run.about["fingerprint"] != fingerprint:
@@ -468,6 +459,18 @@ class ActivationStore:
             with library_writes(path, CacheError):
                 shutil.rmtree(path)
         return StoredRun(path, about)
+
+    def _require_texts(self, texts: Mapping[str, str]) -> None:
+        """Raise CacheError where a run has a function of one of these names, and of another text."""
+        if not texts:
+            return
+        for run in self._stored():
+            for name, text in texts_by_name(run.about["edits"]).items():
+                if texts.get(name, text) != text:
+                    raise CacheError(
+                        f"{run.path} holds a run with another function of the name {name!r}: give this one "
+                        "another name, named(...)"
+                    )
 
     def add(self, request: Mapping[str, Any], facts: Mapping[str, Any]) -> StoredRun:
         """Begin a run that nothing tells from others, such as a pipeline's; its seed is its number here."""

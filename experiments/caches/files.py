@@ -62,7 +62,7 @@ def save_report(report: Mapping[str, Any], path: str | Path) -> None:
     """Write a report as JSON, a list of numbers in a line."""
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     lists = r"\[\n\s+([^][{}]+)\n\s+\]"
-    text = re.sub(lists, lambda one: "[" + re.sub(r"\n\s+", " ", one[1]) + "]", text)
+    text = re.sub(lists, lambda match: "[" + re.sub(r"\n\s+", " ", match[1]) + "]", text)
     with replacing(path) as file:
         file.write(text.encode())
 
@@ -93,11 +93,11 @@ def require_writable(path: str | Path) -> None:
 
 
 def require_held(
-    name: str, wanted: Any, there: Collection[Any], where: object = "this cache", error: Any = CacheError
+    name: str, wanted: Any, stored: Collection[Any], where: object = "this cache", error: Any = CacheError
 ) -> None:
     """Raise error where something that is chosen from what a file holds is not there."""
-    if wanted not in there:
-        raise error(f"{name} {short_repr(wanted)} is not in {where}; it has {in_words(there)}")
+    if wanted not in stored:
+        raise error(f"{name} {short_repr(wanted)} is not in {where}; it has {in_words(stored)}")
 
 
 def in_words(allowed: Collection[Any]) -> str:
@@ -105,7 +105,12 @@ def in_words(allowed: Collection[Any]) -> str:
     values = list(allowed)
     if len(values) > 2 and values == [*range(len(values))]:
         return f"0..{values[-1]}"
-    return ", ".join(map(str, values[:32])) + ", ..." * (len(values) > 32) or "none"
+    if not values:
+        return "none"
+    words = [str(value) for value in values[:32]]
+    if len(values) > 32:
+        words.append("...")
+    return ", ".join(words)
 
 
 def require_suffix(path: str | Path, suffix: str) -> None:
@@ -122,9 +127,10 @@ def require_distinct(outputs: Iterable[str | Path], inputs: Iterable[str | Path 
     folders = [path for path in read if os.path.isdir(path)]
     used = dict.fromkeys(read, "which this run reads")
     for path in map(os.path.realpath, outputs):
-        in_folder = os.path.isfile(path) and any(Path(path).is_relative_to(folder) for folder in folders)
-        if use := used.get(path, "which this run reads" if in_folder else None):
-            raise CacheError(f"{path} is the same file as one {use}; give it another name")
+        if os.path.isfile(path) and any(Path(path).is_relative_to(folder) for folder in folders):
+            used.setdefault(path, "which this run reads")
+        if path in used:
+            raise CacheError(f"{path} is the same file as one {used[path]}; give it another name")
         used[path] = "which this run writes too"
 
 
@@ -140,7 +146,7 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
         if not overwrite and Path(path).exists():
             raise CacheError(f"{path} is there already, and --no-overwrite keeps it; --overwrite replaces it")
     targets = {target_of(path): size for path, size in paths.items()}
-    with ExitStack() as held:
+    with ExitStack() as locks:
         for target in sorted(targets):
             # The system frees the lock of a killed process, so a file that it left locks nobody out
             lock = FileLock(target.with_name(f".{target.name}.lock"), timeout=0)
@@ -151,8 +157,8 @@ def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
                     f"{target} is being made by another run; wait for it, or choose another --output_path"
                 ) from None
             # Left in reverse order: the file goes while it is still locked, and who waits looks again
-            held.callback(lock.release)
-            held.callback(Path(lock.lock_file).unlink, missing_ok=True)
+            locks.callback(lock.release)
+            locks.callback(Path(lock.lock_file).unlink, missing_ok=True)
             remove_leftovers(target)
         for folder in {path.parent for path in targets}:
             require_space(folder, {str(path): n for path, n in targets.items() if path.parent == folder})
@@ -163,11 +169,10 @@ def require_space(folder: Path, sizes: Mapping[str, int]) -> None:
     """Raise CacheError where a folder's disk has no room for files of these sizes."""
     needed, free = sum(sizes.values()), shutil.disk_usage(folder).free
     if needed > free:
-        more = f" and {len(sizes) - 1} more" if len(sizes) > 1 else ""
-        raise CacheError(
-            f"{next(iter(sizes))}{more} cannot be written: it needs {needed} bytes, "
-            f"{free} are free in {folder}"
-        )
+        files = next(iter(sizes))
+        if len(sizes) > 1:
+            files += f" and {len(sizes) - 1} more"
+        raise CacheError(f"{files} cannot be written: it needs {needed} bytes, {free} are free in {folder}")
 
 
 def remove_leftovers(path: Path) -> None:

@@ -79,7 +79,7 @@ class Fields:
     @property
     def present(self) -> dict[str, Any]:
         """The fields that are not None, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -151,7 +151,9 @@ class Cache(Fields):
     @property
     def done(self) -> int:
         """Number of finished blocks."""
-        return len(self.block_sizes) if self.blocks_done is None else self.blocks_done
+        if self.blocks_done is None:
+            return len(self.block_sizes)
+        return self.blocks_done
 
     @property
     def ahead(self) -> int:
@@ -308,19 +310,22 @@ def build_layer_cache(
     averages: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return a layer cache of a run's fields and mean logits [H, F, F]; profile [H, F] is of last_queries."""
-    own = {
+    if profile is None:
+        profile = matrix[:, last_queries].mean(1)
+    fields_of_layer = {
         "format": "layer",
         "is_logits": True,
         "layer_index": layer,
         "full_frame_attention": matrix,
-        **({} if uncond is None else {"full_frame_attention_uncond": uncond}),
-        "last_block_frame_attention": matrix[:, last_queries].mean(1) if profile is None else profile,
+        "full_frame_attention_uncond": uncond,
+        "last_block_frame_attention": profile,
         "query_frames": list(range(matrix.shape[-1])),
         "key_frames": list(range(matrix.shape[-1])),
         "last_block_query_frames": last_queries,
-        **({} if averages is None else {"average_attention": averages}),
+        "average_attention": averages,
     }
-    return {**common, **at._asdict(), **own}
+    present = {name: value for name, value in fields_of_layer.items() if value is not None}
+    return {**common, **at._asdict(), **present}
 
 
 @dataclass(frozen=True, kw_only=True)

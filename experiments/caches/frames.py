@@ -49,9 +49,9 @@ def one_thread() -> Iterator[None]:
 def query_frame_curves(tokens: Tensor, S: int) -> Tensor:
     """Mean over each query frame's tokens: [H, Lq, Lk] -> [H, Fq, Lk] float32, a head in each thread."""
 
-    def of_head(one: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
-        curves = torch.zeros(one.shape[1] // S, one.shape[2], device=one.device)
-        for _, q, rows in _row_chunks(one, S):
+    def of_head(head: Tensor) -> Tensor:  # [1, Lq, Lk] -> [Fq, Lk]
+        curves = torch.zeros(head.shape[1] // S, head.shape[2], device=head.device)
+        for _, q, rows in _row_chunks(head, S):
             curves[q] += rows.sum(0)
         return curves.div_(S)
 
@@ -76,8 +76,8 @@ def curves_to_frames(curves: Tensor, S: int) -> Tensor:
 def assemble(pieces: Iterable[tuple[Sequence[int], Sequence[int], Tensor]], num_frames: int) -> Tensor:
     """Pieces (query_frames, key_frames, values [H, Fq, Fk, ...]) -> [H, F, F, ...] float32, NaN elsewhere."""
     pieces = list(pieces)
-    heads, _, _, *more = pieces[0][2].shape
-    matrix = torch.full((heads, num_frames, num_frames, *more), float("nan"))
+    heads, _, _, *rest = pieces[0][2].shape
+    matrix = torch.full((heads, num_frames, num_frames, *rest), float("nan"))
     for query_frames, key_frames, values in pieces:
         rows, columns = torch.as_tensor(query_frames), torch.as_tensor(key_frames)
         matrix[:, rows[:, None], columns] = values.float().cpu()
@@ -113,7 +113,9 @@ def by_key_frame(curves: Tensor, key_frame: Tensor, num_frames: int, mean: bool)
     members = (key_frame[:, None] == torch.arange(num_frames)).float()  # [Lk, F]
     counts = members.sum(0)  # [F] tokens of each frame among the keys
     values = curves.float() @ members
-    return (values / counts if mean else values).masked_fill(counts == 0, float("nan"))
+    if mean:
+        values = values / counts
+    return values.masked_fill(counts == 0, float("nan"))
 
 
 def spread_tokens(
@@ -134,7 +136,9 @@ def spread_tokens(
 # --- Averages of evicted frames, which are of no frame
 def most_averages(slot_frame: Tensor) -> int:
     """Return how many averages a row of slots [..., slots] holds at most."""
-    return int((slot_frame == AVERAGE).sum(-1).max()) if slot_frame.numel() else 0
+    if slot_frame.numel() == 0:
+        return 0
+    return int((slot_frame == AVERAGE).sum(-1).max())
 
 
 def averages_of_slots(values: Tensor, slot_frame: Tensor, count: int) -> Tensor:
@@ -148,6 +152,6 @@ def averages_of_tokens(curves: Tensor, key_frame: Tensor, key_token: Tensor, mea
 
     The tokens of a slot lie together; an average begins where key_token [Lk] is 0.
     """
-    there = key_frame == AVERAGE
-    number = (there & (key_token == 0)).cumsum(0)[there]
-    return by_key_frame(curves[..., there], number - 1, int(number.max()), mean)
+    is_average = key_frame == AVERAGE
+    number = (is_average & (key_token == 0)).cumsum(0)[is_average]
+    return by_key_frame(curves[..., is_average], number - 1, int(number.max()), mean)

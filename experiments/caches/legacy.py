@@ -28,7 +28,7 @@ ALLOWED = [
     *[(part, f"numpy._core.multiarray.{name}") for name, part in NUMPY_PARTS.items()],
 ]  # fmt: skip
 
-FIRST_PASS = {"step": 0, "timestep": 1000.0, "is_clean_pass": False}
+FIRST_PASS: dict[str, Any] = {"step": 0, "timestep": 1000.0, "is_clean_pass": False}
 UNKNOWN_PASS = dict.fromkeys(FIRST_PASS)
 UNRECORDED = {"prompt": "", "model": "unknown", "weights": "unknown", "num_frame_per_block": 3}
 UNRECORDED |= dict.fromkeys(("seed", "weights_file", "weights_sha256"))
@@ -39,9 +39,13 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (ListConfig, DictConfig)):
         return OmegaConf.to_container(value, resolve=False)  # resolving could read this machine's environment
     if isinstance(value, np.ndarray):
-        return value.tolist() if value.dtype.kind in "US" else torch.from_numpy(np.ascontiguousarray(value))
-    if isinstance(value, (np.generic, base.Node)):
-        return value.item() if isinstance(value, np.generic) else value._value()
+        if value.dtype.kind in "US":
+            return value.tolist()
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, base.Node):
+        return value._value()
     if isinstance(value, Mapping):
         return {to_plain(key): to_plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -79,9 +83,9 @@ def to_attention_weights(atlas: Mapping[str, Any], at: int = 0) -> dict[str, Any
     logits = atlas["frame_logits"][:, at][:, :, queries].float().nan_to_num(0)  # [layers, H, Fq, F]
     shared = {"num_frames": len(keys), "frame_seq_length": 1, "is_logits": True}
     lengths = {"num_query_frames": len(queries), "num_key_frames": len(keys)}
-    own = {**shared, **lengths, "num_heads": logits.shape[1], "last_block_start_frame": queries[0]}
+    of_layers = {**shared, **lengths, "num_heads": logits.shape[1], "last_block_start_frame": queries[0]}
     layers = [
-        {"layer_idx": layer, "attn_logits": of_layer[None].clone(), **own}
+        {"layer_idx": layer, "attn_logits": of_layer[None].clone(), **of_layers}
         for layer, of_layer in zip(atlas["layers"], logits, strict=True)
     ]
     told = {name: atlas[name] for name in ("prompt", "num_frame_per_block", "block_sizes")}
@@ -99,11 +103,11 @@ def _figure4(raw: dict[str, Any]) -> dict[str, Any]:
     queries = list(range(frames - Lq // S, frames))
     shared = {"num_frames": frames, "frame_seq_length": S, "num_heads": H}
     lengths = {"num_query_frames": len(queries), "num_key_frames": len(keys)}
-    own = {**shared, **lengths, "last_block_start_frame": queries[0]}
+    of_layers = {**shared, **lengths, "last_block_start_frame": queries[0]}
     layers = []
     for entry in entries:
-        named = {"layer_idx": int(entry["layer_idx"]), "is_logits": bool(entry.get("is_logits", logits))}
-        layers.append({**entry, **own, **named})
+        of_layer = {"layer_idx": int(entry["layer_idx"]), "is_logits": bool(entry.get("is_logits", logits))}
+        layers.append({**entry, **of_layers, **of_layer})
     return {
         **shared,
         **FIRST_PASS,
@@ -122,14 +126,16 @@ def _layer(raw: dict[str, Any]) -> dict[str, Any]:
     matrix = torch.as_tensor(raw["full_frame_attention"])
     H, F = matrix.shape[:2]  # [H, F, F]
     # The base model's script wrote orig_num_frames, and has one block; its pass is not in the file
-    bidirectional = "orig_num_frames" in raw
-    blocks = [F] if bidirectional else _blocks(raw, F)
-    last = list(range(max(F - 3, 0), F)) if bidirectional else block_frames(blocks, -1)
+    if "orig_num_frames" in raw:
+        at, blocks, last = UNKNOWN_PASS, [F], list(range(max(F - 3, 0), F))
+    else:
+        at, blocks = FIRST_PASS, _blocks(raw, F)
+        last = block_frames(blocks, -1)
     queries = [int(frame) for frame in raw.get("last_block_query_frames", last)]
     matrix = matrix.masked_fill(later_block(blocks), torch.nan)  # zeros never attended; a real 0 stays
     profile = raw.get("last_block_frame_attention", matrix[:, queries].float().mean(1))
     return {
-        **(UNKNOWN_PASS if bidirectional else FIRST_PASS),
+        **at,
         "layer_index": int(raw["layer_index"]),
         "full_frame_attention": matrix,
         "last_block_frame_attention": torch.as_tensor(profile),
@@ -155,9 +161,9 @@ def _inference(raw: dict[str, Any]) -> dict[str, Any]:
     # 2. Tags of every call
     for call in calls:
         layer = int(call["layer_idx"])
-        own = next(i for i, other in enumerate(by_layer[layer]) if other is call)
+        number = next(i for i, other in enumerate(by_layer[layer]) if other is call)
         Fq, Fk = (length // S for length in _tokens(call).shape[2:])
-        block, at = _place(own, len(by_layer[layer]), blocks, Fq)
+        block, at = _place(number, len(by_layer[layer]), blocks, Fq)
         queries = block_frames(blocks, block)
         keys, note = _key_frames(call, Fk, queries[-1] + 1)
         notes += [text for text in note if text not in notes]
@@ -191,7 +197,9 @@ def _place(position: int, count: int, blocks: list[int], query_frames: int) -> t
 
 
 def _tokens(entry: Mapping[str, Any]) -> Tensor:
-    return entry["attn_logits"] if "attn_logits" in entry else entry["attn_weights"]
+    if "attn_logits" in entry:
+        return entry["attn_logits"]
+    return entry["attn_weights"]
 
 
 def _true_frames(raw: Mapping[str, Any], Fk: int) -> tuple[int, list[str]]:
@@ -215,4 +223,6 @@ def _key_frames(raw: Mapping[str, Any], Fk: int, seen: int) -> tuple[list[int], 
 
 def _blocks(raw: Mapping[str, Any], frames: int) -> list[int]:
     sizes, n = [int(size) for size in raw.get("block_sizes", [])], int(raw["num_frame_per_block"])
-    return sizes if sum(sizes) == frames else block_sizes(frames, n, independent_first_frame=frames % n == 1)
+    if sum(sizes) == frames:
+        return sizes
+    return block_sizes(frames, n, independent_first_frame=frames % n == 1)

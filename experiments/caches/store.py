@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experiments.caches import legacy
 from experiments.caches.activations import load_activations, model_of
-from experiments.caches.files import CacheError, replacing, require_held
+from experiments.caches.files import CacheError, in_words, replacing, require_held
 from experiments.caches.formats import (
     FORMATS,
     AtlasCache,
@@ -49,9 +49,10 @@ def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
     try:
         values = _plain(cache, "cache", {})
         check(values)
-    except (UserError, RecursionError) as error:
-        said = error if isinstance(error, UserError) else "it holds itself"
-        raise CacheError(f"{path} not written: {said}") from None
+    except RecursionError:
+        raise CacheError(f"{path} not written: it holds itself") from None
+    except UserError as error:
+        raise CacheError(f"{path} not written: {error}") from None
     with library_writes(path, CacheError), replacing(path) as file:
         torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
 
@@ -65,10 +66,10 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         if id(value) not in kept:
-            # A view of a larger storage is copied: torch.save would write the whole storage
-            x = value.detach()
-            in_place = x.device.type == "cpu" and x.untyped_storage().nbytes() == x.nbytes
-            kept[id(value)] = x.contiguous() if in_place else x.cpu().clone().contiguous()
+            x = value.detach().cpu()
+            if x.untyped_storage().nbytes() != x.nbytes:
+                x = x.clone()  # a view of a larger storage, which torch.save would write whole
+            kept[id(value)] = x.contiguous()
         return kept[id(value)]
     if isinstance(value, Mapping):
         return {_plain(key, where, kept): _plain(v, f"{where}[{key!r}]", kept) for key, v in value.items()}
@@ -87,7 +88,9 @@ def peek(path: str | Path) -> dict[str, Any]:
         raw = load_tensors(path)
     except UnreadableError:  # not there, torn, older, or of another program
         return {}
-    return raw if isinstance(raw, dict) else {}
+    if not isinstance(raw, dict):
+        return {}
+    return raw
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:
@@ -101,9 +104,10 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     if path.suffix == ".safetensors" and path.is_file() and not expect:
         return load_activations(path)
     if not path.is_file():
-        there = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
-        names = ", ".join(p.name for p in there[:8]) + ", ..." * (len(there) > 8)
-        others = f"; there is {names}" if there and path.name.startswith("layer") else ""
+        others = ""
+        layers = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
+        if layers and path.name.startswith("layer"):
+            others = f"; there is {in_words([layer.name for layer in layers])}"
         raise CacheError(f"{path} not found{others}; {remedy(path, expect)}")
     try:
         # 2. Tensors and plain values; files of the forks' scripts hold configuration objects too
@@ -118,8 +122,9 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     except MemoryError:  # no fault of the file
         raise
     except Exception as error:  # fields of unheard-of types can fail in any way
-        known = isinstance(error, ValueError)
-        reason = str(error) if known else f"{type(error).__name__} in its fields: {error}"
+        reason = str(error)
+        if not isinstance(error, ValueError):
+            reason = f"{type(error).__name__} in its fields: {error}"
         raise CacheError(f"{path} cannot be read as a cache: {reason}; {remedy(path, expect)}") from None
     if expect and raw["format"] not in expect:
         raise CacheError(
@@ -133,7 +138,9 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
 def from_root(path: str | Path) -> Path:
     """Return a path as a command in the root of the repository names it."""
     whole = Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for a link to itself
-    return whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole
+    if whole.is_relative_to(ROOT):
+        return whole.relative_to(ROOT)
+    return whole
 
 
 def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
@@ -143,24 +150,27 @@ def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
     miniature, whose weights are shipped: it runs as it is, in the root of the repository.
     """
     # 1. The format
-    name = Path(path).name
-    kind = (list(formats) or ["atlas"])[0]
-    for one, form in FORMATS.items():
-        if (not formats or one in formats) and name == form.default:
-            kind = one
+    name, allowed = Path(path).name, list(formats or FORMATS)
+    kind = allowed[0] if formats else "atlas"
+    for name_of_format in allowed:
+        if name == FORMATS[name_of_format].default:
+            kind = name_of_format
     layer = re.fullmatch(r"layer(\d+)\.pt", name)
-    if layer and (not formats or "layer" in formats):
+    if layer and "layer" in allowed:
         kind = "layer"
     # 2. The command
-    at = from_root(path)
+    target, default = from_root(path), Path("cache") / FORMATS[kind].default
     words = ["python", f"experiments/{FORMATS[kind].script}", "--config_path configs/wan_mini.yaml"]
-    words += filter(None, [FORMATS[kind].flags])
+    if FORMATS[kind].flags:
+        words.append(FORMATS[kind].flags)
     if kind == "layer":
-        words.append(f"--layer_index {layer[1] if layer else 3}")
+        number = layer[1] if layer else "3"
+        words.append(f"--layer_index {number}")
+        default = Path("cache") / name
     if kind == "causal_atlas":
-        words.append(f"--output_dir {quote(str(at.parent))}")
-    elif at != Path("cache") / (name if kind == "layer" else FORMATS[kind].default):
-        words.append(f"--output_path {quote(str(at))}")
+        words.append(f"--output_dir {quote(str(target.parent))}")
+    elif target != default:
+        words.append(f"--output_path {quote(str(target))}")
     return f"run: {' '.join(words)}"
 
 
@@ -177,11 +187,12 @@ def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = No
     """Return one layer of an atlas in one pass (None: the first) as a layer cache. CacheError: absent."""
     view = open_profiles(atlas, step, "mean_logit")
     profile, matrix, _, averages = view.values(layer)  # [H, F], [H, F, F], -, [H, F, averages]
-    one_block = len(view.block_sizes) == 1  # a bidirectional run: its last frames are the queries
-    last = list(range(view.num_frames))[-3:] if one_block else list(view.query_frames)
+    last, is_bidirectional = list(view.query_frames), len(view.block_sizes) == 1
+    if is_bidirectional:  # its last frames are the queries
+        last = list(range(view.num_frames))[-3:]
     if matrix is None:
         matrix = torch.full((view.num_heads, view.num_frames, view.num_frames), torch.nan)
-    elif one_block:
+    elif is_bidirectional:
         profile = matrix[:, last].mean(1)
     names = declared_fields(Cache) | declared_fields(Sampling)
     common = {name: atlas[name] for name in names if name in atlas}
@@ -196,31 +207,35 @@ def schedule_of(atlas: Mapping[str, Any]) -> dict[str, Any]:
     switches = [switch.get("frame") for switch in config.pop("prompt_schedule", ())]
     names: tuple[str, ...] = ("layers", "pass_timesteps", "pass_steps", "pass_is_clean", "num_frames")
     names += ("block_sizes", "branch", "blocks_done", "rolling_timesteps", "guidance_scale")
-    found = {name: atlas.get(name) for name in names}
-    lists = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in found.items()}
+    schedule = {name: atlas.get(name) for name in names}
+    for name, x in schedule.items():
+        if isinstance(x, Tensor):
+            schedule[name] = x.tolist()
     edits = (atlas.get("interventions") or {}).get("hash")
-    return lists | {"config": config, "frames of later prompts": switches, "edits": edits}
+    return schedule | {"config": config, "frames of later prompts": switches, "edits": edits}
 
 
 def files_by_name(cache: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of the files that a run read, such as the text encoder's."""
-    return {f"file {each['name']}": each["sampled_sha256"] for each in cache.get("files") or ()}
+    return {f"file {file['name']}": file["sampled_sha256"] for file in cache.get("files") or ()}
 
 
 def require_one_model(caches: Mapping[str, Mapping[str, Any]], what: str) -> None:
     """Raise CacheError, which says what takes them, unless caches by name differ in prompt and seed alone."""
-    (first, one), *others = [
-        (name, model_of(each) | schedule_of(each) | files_by_name(each)) for name, each in caches.items()
-    ]
-    for name, other in others:
-        # Files of prompts are each run's own; what has one name must be one file
-        if differs := [key for key in one if one[key] != other.get(key, one[key])]:
-            values = f"{short_repr(one[differs[0]])} and {short_repr(other[differs[0]])}"
-            raise CacheError(
-                f"{what} takes atlases of one model and schedule, which differ in prompt and seed: "
-                f"{differs[0]} is {values} in {first} and {name}"
-            )
-    runs = [run for each in caches.values() if (run := each.get("fingerprint"))]
+    facts = {
+        name: model_of(cache) | schedule_of(cache) | files_by_name(cache) for name, cache in caches.items()
+    }
+    first = next(iter(facts))
+    for name, other in facts.items():
+        for key, value in facts[first].items():
+            # Files of prompts are each run's own; what has one name must be one file
+            if key in other and other[key] != value:
+                values = f"{short_repr(value)} and {short_repr(other[key])}"
+                raise CacheError(
+                    f"{what} takes atlases of one model and schedule, which differ in prompt and seed: "
+                    f"{key} is {values} in {first} and {name}"
+                )
+    runs = [cache["fingerprint"] for cache in caches.values() if cache.get("fingerprint")]
     if len({*runs}) < len(runs):
         raise CacheError(f"{what} takes every run once: two of {', '.join(caches)} are of the same run")
 
@@ -236,26 +251,24 @@ def open_layers(folder: Path, formats: Sequence[str] = ()) -> dict[Path, dict[st
         )
     caches = {path: load_cache(path, expect=formats) for path in paths}
     # Layers of different runs, or a file copied under another name, would be drawn as one rollout
+    rule = f"{folder} must hold one rollout, each layer once, and holds"
     views = [open_profiles(cache) for cache in caches.values()]
     layers = [layer for view in views for layer in view.layers]
-    rollouts = [
-        {
-            **{"source": view.source, "frames": view.num_frames, "heads": view.num_heads},
-            **{"pass": view.pass_label, "edits": view.edits, "settings": view.settings},
-            **{"model": model_of(cache), "given frames": cache.get("first_frames")},
-            "fingerprint": cache.get("fingerprint"),  # of all that numbers depend on; older files have none
-        }
-        for cache, view in zip(caches.values(), views, strict=True)
-    ]
-    other = next((n for n, rollout in enumerate(rollouts) if rollout != rollouts[0]), None)
-    if other is not None or len(set(layers)) < len(layers):
-        what = f"a layer twice: {layers}"
-        if other is not None:
-            one, two = rollouts[0], rollouts[other]
-            differs = next(name for name in one if one[name] != two[name])
-            both = [f"{paths[n].name} has {short_repr(r[differs], 200)}" for n, r in ((0, one), (other, two))]
-            what = f"files of several, by their {differs}: {', '.join(both)}"
-        raise CacheError(
-            f"{folder} must hold one rollout, each layer once, and holds {what}; move some of the files out"
-        )
+    if len(set(layers)) < len(layers):
+        raise CacheError(f"{rule} a layer twice: {layers}; move some of the files out")
+    facts = []
+    for cache, view in zip(caches.values(), views, strict=True):
+        rollout = {"source": view.source, "frames": view.num_frames, "heads": view.num_heads}
+        rollout |= {"pass": view.pass_label, "edits": view.edits, "settings": view.settings}
+        rollout |= {"model": model_of(cache), "given frames": cache.get("first_frames")}
+        rollout["fingerprint"] = cache.get("fingerprint")  # older files have none
+        facts.append(rollout)
+    for path, other in zip(paths, facts, strict=True):
+        for key, value in facts[0].items():
+            if other[key] != value:
+                values = f"{paths[0].name} has {short_repr(value, 200)}, {path.name} has "
+                values += short_repr(other[key], 200)
+                raise CacheError(
+                    f"{rule} files of several, by their {key}: {values}; move some of the files out"
+                )
     return caches
