@@ -6,16 +6,14 @@ of the config holds those that were made before. prompt and tokens may be left o
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
-from experiments.memory import out_of_memory
 from experiments.provenance import encoding_device, fingerprint
 from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
 from wan.config import ModelConfig, RunConfig
@@ -23,44 +21,10 @@ from wan.errors import ConfigError, require_text, short_repr
 from wan.identity import NUMBERS
 from wan.text_encoder import TextEncoder
 
-if TYPE_CHECKING:
-    from experiments.session import Session
-
-PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
 
 PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
-
-
-@dataclass(eq=False)
-class PromptTexts:
-    """States and tokens of many prompts, encoded PROMPTS_AT_ONCE at a time in the order of use."""
-
-    session: "Session"
-    config: RunConfig
-    prompts: list[str]
-    known: dict[str, PromptStates] = field(default_factory=dict)
-
-    def __getitem__(self, prompt: str) -> PromptStates:
-        if prompt in self.known:
-            return self.known[prompt]
-        there = self.prompts.index(prompt) if prompt in self.prompts else len(self.prompts)
-        some = self.prompts[there:][:PROMPTS_AT_ONCE] or [prompt]
-        # On a GPU a model that is loaded makes room meanwhile
-        session, device = self.session, self.session.device
-        model = session.pipeline and session.pipeline.model
-        moves = model and device.type != "cpu" and encoding_device(self.config, device).type != "cpu"
-        with out_of_memory("encoding the prompt"):
-            if moves:
-                model.to("cpu")
-            session.require_files()
-            try:
-                self.known = encode_prompts(self.config, some, session.model_config, session.dtype, device)
-            finally:
-                if moves:
-                    model.to(device)
-        return self.known[prompt]
 
 
 def encode_prompts(

@@ -41,7 +41,7 @@ from experiments.configs import find_config, policy_settings
 from experiments.extraction.video import decode, first_latents, load_vae, save_video
 from experiments.memory import check_requests, free_memory, needs_of_run, out_of_memory, require_memory
 from experiments.progress import Progress
-from experiments.prompts import PromptTexts, needs_encoder, with_given_prompt
+from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
 from experiments.provenance import (
     choose_device,
     choose_dtype,
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
+PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 REMEDY = "try --device cpu or another dtype in the config"
 
 ROLLING: ContextVar[bool] = ContextVar("rolling", default=False)  # a video is being made in this context
@@ -713,6 +714,36 @@ class Session:
             f"Session: {c.model} ({weights}, {where}), {m.num_layers} layers of {m.num_heads} heads, "
             f"{c.num_frames} latent frames in {len(c.block_sizes)} blocks"
         )
+
+
+@dataclass(eq=False)
+class PromptTexts:
+    """States and tokens of many prompts, encoded PROMPTS_AT_ONCE at a time in the order of use."""
+
+    session: Session
+    config: RunConfig
+    prompts: list[str]
+    encoded: dict[str, PromptStates] = field(default_factory=dict)
+
+    def __getitem__(self, prompt: str) -> PromptStates:
+        if prompt in self.encoded:
+            return self.encoded[prompt]
+        start = self.prompts.index(prompt) if prompt in self.prompts else len(self.prompts)
+        batch = self.prompts[start:][:PROMPTS_AT_ONCE] or [prompt]
+        session, device = self.session, self.session.device
+        # On a GPU a model that is loaded makes room meanwhile
+        is_beside = session.pipeline is not None and encoding_device(self.config, device).type != "cpu"
+        moves = is_beside and device.type != "cpu"
+        with out_of_memory("encoding the prompt"):
+            if moves:
+                session.pipeline.model.to("cpu")
+            session.require_files()
+            try:
+                self.encoded = encode_prompts(self.config, batch, session.model_config, session.dtype, device)
+            finally:
+                if moves:
+                    session.pipeline.model.to(device)
+        return self.encoded[prompt]
 
 
 # --- Numbers are checked before they are kept, once a block or step

@@ -25,7 +25,7 @@ from experiments import session as sessions
 from experiments.caches import load_cache
 from experiments.caches.files import RunError
 from experiments.caches.view import open_call, open_profiles
-from experiments.prompts import PROMPTS_AT_ONCE
+from experiments.session import PROMPTS_AT_ONCE
 from experiments.studies import model_check
 from wan import checkpoint
 from wan.capture import CapturedCall, Pass, Site
@@ -311,7 +311,7 @@ def test_weights_leave_the_device_for_the_encoder(monkeypatch):
 
     monkeypatch.setattr(sessions, "choose_device", lambda *given: torch.device("meta"))
     monkeypatch.setattr(sessions, "load_pipeline", lambda *given: pipeline)
-    monkeypatch.setattr("experiments.prompts.encode_prompts", encode)
+    monkeypatch.setattr("experiments.session.encode_prompts", encode)
     prompts = [str(i) for i in range(PROMPTS_AT_ONCE + 1)]
     loaded = sessions.load(config).prepare((), prompts)
     loaded.texts[prompts[-1]]

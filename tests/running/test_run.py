@@ -47,7 +47,7 @@ def beside_the_tiny_model(monkeypatch, tiny):
 
 @pytest.fixture
 def not_loading(monkeypatch):
-    for name in ("session.load_pipeline", "prompts.encode_prompts"):
+    for name in ("session.load_pipeline", "session.encode_prompts"):
         monkeypatch.setattr(f"experiments.{name}", lambda *args: pytest.fail("it began"))
 
 
