@@ -243,6 +243,10 @@ class Run:
             pieces.append((call["query_frames"], call["key_frames"], piece))
         return assemble(pieces, num_frames)
 
+    def of_branch(self, branch: str) -> "Run":
+        """Return the run as if only one branch of guidance had been captured."""
+        return replace(self, records=[call for call in self.records if call["branch"] == branch])
+
     def query_rows(self, name: str, layer: int, step: int) -> Tensor:
         """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
         calls = self.captured(name, layer, step)

@@ -502,14 +502,9 @@ BRANCHES = ("cond", "uncond")  # of guidance: with the prompt and without
 LAST_FRAMES = 3  # query frames of last_block_frame_attention: as many as the last block of a causal rollout
 
 
-def of_branch(run: Run, branch: str) -> Run:
-    """Return the run as if only one branch of guidance had been captured."""
-    return replace(run, records=[call for call in run.records if call["branch"] == branch])
-
-
 def base_layer_cache(run: Run, layer: int, step: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer at one step, with the prompt and without."""
-    cond, uncond = (of_branch(run, name).frame_matrix("frame_logits", layer, step) for name in BRANCHES)
+    cond, uncond = (run.of_branch(name).frame_matrix("frame_logits", layer, step) for name in BRANCHES)
     last = list(range(run.config.num_frames))[-LAST_FRAMES:]
     at = PassTag(step, run.pass_timesteps[step], False)
     return build_layer_cache(run.common, at, layer, cond, last, uncond=uncond)
@@ -521,7 +516,7 @@ def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, A
     if not (steps := [step for step in steps if step in reached]):
         raise RunError(f"none of the steps was reached for {branch}")
     # An atlas has one branch of guidance; a layer cache has both
-    mine, names = of_branch(run, branch), ("frame_logits", "frame_mass")
+    mine, names = run.of_branch(branch), ("frame_logits", "frame_mass")
     own: dict[str, Any] = {
         "format": "atlas",
         "is_logits": True,

@@ -21,8 +21,9 @@ from torch import Tensor
 from experiments.caches.activations import StoredRun
 from experiments.caches.files import RunError, require_held
 from experiments.caches.formats import READ_BY
-from experiments.extraction.cache_builders import Run, of_branch, stack
+from experiments.caches.frames import stack
 from experiments.provenance import device_name, record_of, versions
+from experiments.session import Run
 from wan.activations import Activation, SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
@@ -265,7 +266,7 @@ def pipeline_atlas(run: Run, branch: str | None = None) -> dict[str, Any]:
     branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
     chosen = branch or ("cond" if "cond" in branches else branches[0] if branches else None)
     require_held("branch", chosen, branches, "what was captured", RunError)
-    mine = of_branch(run, chosen)  # type: ignore[arg-type]
+    mine = Run.of_branch(run, chosen)  # type: ignore[arg-type]
     calls = [call for call in mine.records if "frame_logits" in call.values]
     if not calls:
         raise RunError('an atlas needs frames: capture granularity="frame", of self-attention')
