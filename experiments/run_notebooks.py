@@ -7,6 +7,7 @@ A layer of the same notebook, cache and parameters is not done again while its f
 
 import argparse
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,21 @@ def layers(text: str) -> list[int]:
     if text == "all":
         return []
     first, dash, last = text.partition("-")
-    found = list(range(count_or_none(first), count_or_none(last if dash else first) + 1))
-    if not found:
+    if not dash:
+        last = first
+    numbers = list(range(count_or_none(first), count_or_none(last) + 1))
+    if not numbers:
         raise argparse.ArgumentTypeError(f"{text!r} goes backwards: write {last}-{first}")
-    return found
+    return numbers
 
 
 def parameter(text: str) -> tuple[str, Any]:
     """Return the name and the value of NAME=VALUE, which is read as YAML, as papermill does."""
     name, sign, value = text.partition("=")
-    try:
-        return name, yaml.safe_load(value if sign else "[")
-    except yaml.YAMLError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE") from None
+    with suppress(yaml.YAMLError):
+        if sign:
+            return name, yaml.safe_load(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
 
 
 def run(argv=None):
@@ -48,8 +51,9 @@ def run(argv=None):
     flag("--jobs", type=count, help=argparse.SUPPRESS)  # of 1.0: one kernel draws all layers
     args = parser.parse_args(argv)
     names = [name for name, _ in args.parameter or ()]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        parser.error(f"--parameter has {twice} twice")
+    for name in names:
+        if names.count(name) > 1:
+            parser.error(f"--parameter has {name} twice")
 
     if args.jobs:
         warnings.warn("--jobs has no effect: one kernel draws all layers", stacklevel=1)

@@ -32,7 +32,7 @@ from experiments.figures.folder import NO_CHECKSUM, require_unchanged, save_cont
 from experiments.figures.html_page import save_page
 from experiments.running.parameters import FOLDER, parameter_types, typed
 from wan.checkpoint import sampled_sha256
-from wan.errors import ConfigError, did_you_mean
+from wan.errors import ConfigError, require_known
 
 MAKES_FOLDER = ("extract_all_attention.ipynb",)  # whose figures go to layerN in SAVE_DIR
 REMEDY = "move it away, or choose another --output_dir"
@@ -136,8 +136,7 @@ def run_notebooks(args: argparse.Namespace) -> None:
     for name in parameters:
         if name in ("CACHE_PATH", "LAYER", "SAVE_DIR"):
             raise ConfigError(f"{name} follows from the cache and the layers; leave it out of --parameter")
-        if name not in types:
-            raise ConfigError(f"{path.name} has no parameter {name}{did_you_mean(name.upper(), types)}")
+        require_known(name, types, f"{path.name} has no parameter {{}}")
     parameters = typed(parameters, types)
     # 2. The layers
     files = layer_files(args.cache)

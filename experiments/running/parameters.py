@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from experiments.caches.files import in_words
-from wan.errors import ConfigError, did_you_mean, short_repr
+from wan.errors import ConfigError, did_you_mean, library_reads, short_repr
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 CHECKED = "_parameters_were_checked"  # a name in a kernel: what appears later are the user's variables
@@ -51,18 +51,17 @@ def check_parameters(
 
 def require_in_range(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raise ConfigError for a value, or one of a list, that is not allowed, and for an empty list."""
-    if value is None:
+    values = value if isinstance(value, list) else [value]
+    wrong = [item for item in values if item not in allowed]
+    if value is None or (values and not wrong):
         return
     words = in_words(allowed)
     if isinstance(allowed, range) and len(allowed) > 2:
         words = f"{allowed[0]}..{allowed[-1]}"
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        raise ConfigError(f"{name} = [] is not in {words}")
-    for item in values:
-        if item not in allowed:
-            subject = f"{name} has {short_repr(item)}, which" if values is value else f"{name} = {item!r}"
-            raise ConfigError(f"{subject} is not in {words}")
+    subject = f"{name} = {short_repr(value)}"
+    if values is value and values:
+        subject = f"{name} has {short_repr(wrong[0])}, which"
+    raise ConfigError(f"{subject} is not in {words}")
 
 
 def parameter_types(path: Path) -> dict[str, str]:
@@ -70,12 +69,10 @@ def parameter_types(path: Path) -> dict[str, str]:
 
     The type is the annotation, or else that of the default value. ConfigError for a file that is no notebook.
     """
-    try:
+    with library_reads(path):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         sources = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])]
         statements = ast.parse("\n".join(sources)).body
-    except (OSError, ValueError, KeyError, TypeError, SyntaxError):
-        raise ConfigError(f"{path} cannot be read as a notebook") from None
     types = {}
     for statement in statements:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -104,17 +101,15 @@ def typed(values: Mapping[str, Any], types: Mapping[str, str]) -> dict[str, Any]
         adapter = TypeAdapter(eval(types[name], {}))  # of a notebook, whose code runs anyway
         try:
             checked[name] = adapter.validate_json(json.dumps(value, default=plain), strict=True)
-        except (ValidationError, TypeError):
+        except ValidationError:
             raise ConfigError(f"{name} = {short_repr(value)} is not {types[name]}") from None
     return checked
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON does not know as what it knows; TypeError for a value that has no such form."""
+    """Return what JSON does not know as what it knows: arrays and ranges as lists, paths as text."""
     if hasattr(value, "tolist"):  # of numpy and torch
         return value.tolist()
     if isinstance(value, range):
         return list(value)
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"a {type(value).__name__}")
+    return str(value)

@@ -161,7 +161,7 @@ def test_the_parameters_of_each_notebook(parameters_given, command, tmp_path, mo
 
 
 def test_the_runner_refuses_parameters_and_layers(command, tmp_path):
-    with pytest.raises(ConfigError, match="no parameter STEPS; did you mean STEP"):
+    with pytest.raises(ConfigError, match="no parameter 'STEPS'; did you mean STEP"):
         run_notebooks.run([*command, "--parameter", "STEPS=[1]"])
     with pytest.raises(ConfigError, match="LAYER follows from the cache"):
         run_notebooks.run([*command, "--parameter", "LAYER=1"])
