@@ -116,12 +116,13 @@ def _beside_published(ours: LabelMap, labels: np.ndarray | None, source: str) ->
     """Return our map with the heads that differ marked, and the map of published labels."""
     other_model = "" if labels is not None else "published for another model"
     theirs = LabelMap(f"published, {source}", ours.names, labels, other_model)
-    if ours.labels is None:
+    our_labels = ours.labels
+    if our_labels is None:
         return ours, theirs
     ours = ours._replace(missing_reason="")
     if labels is not None:
-        title = f"{ours.title}, {agreement(ours.labels, labels):.1%} agree"
-        ours = ours._replace(title=title, differs=np.not_equal(ours.labels, labels))
+        title = f"{ours.title}, {agreement(our_labels, labels):.1%} agree"
+        ours = ours._replace(title=title, differs=our_labels != labels)
     return ours, theirs
 
 

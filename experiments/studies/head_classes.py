@@ -70,9 +70,9 @@ def count_of(num: int | None, heads: int) -> int:
 
 def most(values: np.ndarray, num: int) -> np.ndarray:
     """Return 1 for the num heads of the largest values, 0 for the others."""
-    found = np.zeros(values.size, int)
-    found[np.argsort(-values, axis=None, kind="stable")[:num]] = 1
-    return found.reshape(values.shape)
+    chosen = np.zeros(values.size, int)
+    chosen[np.argsort(-values, axis=None, kind="stable")[:num]] = 1
+    return chosen.reshape(values.shape)
 
 
 def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
@@ -80,8 +80,8 @@ def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
     # Shares of what all heads read, so that sinks and neighbours compete on one scale.
     first, middle = mass[:, :, 0], mass[:, :, 1 : own[0]].sum(-1)
     first, middle = first / first.sum(), middle / middle.sum()
-    found = np.where(first < middle, NEIGHBOUR, SINK)
-    return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, found)
+    classes = np.where(first < middle, NEIGHBOUR, SINK)
+    return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, classes)
 
 
 def query_means(config: RunConfig) -> dict[str, np.ndarray]:
@@ -103,10 +103,11 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     for layer, block in enumerate(session.pipeline.model.blocks):
         block.self_attn.q.register_forward_hook(partial(add, layer, block.self_attn.norm_q))
     session.rollout(config)
-    of_layers = [sums[layer] for layer in sorted(sums)]
-    pairs, sizes = (torch.stack([one[i] / one[2] for one in of_layers]).float().cpu() for i in (0, 1))
-    found = {"q_mean_real": pairs[..., 0], "q_mean_imag": pairs[..., 1], "q_abs_mean": sizes}
-    return {name: values.numpy() for name, values in found.items()}
+    by_layer = [sums[layer] for layer in sorted(sums)]
+    pairs = torch.stack([total / count for total, _, count in by_layer]).float().cpu()
+    sizes = torch.stack([total / count for _, total, count in by_layer]).float().cpu()
+    means = {"q_mean_real": pairs[..., 0], "q_mean_imag": pairs[..., 1], "q_abs_mean": sizes}
+    return {name: values.numpy() for name, values in means.items()}
 
 
 def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:

@@ -45,7 +45,10 @@ def distance(one: Tensor, other: Tensor) -> Tensor:
 # --- One run without and with its interventions
 def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
     """Roll out with and without config's interventions -> an effects cache, and an mp4 unless --no_video."""
-    args.save_video = None if args.no_video else args.save_video or ""
+    if args.no_video:
+        args.save_video = None
+    elif args.save_video is None:
+        args.save_video = ""  # beside the cache
     videos = videos_of(args, [args.output_path])
     written = [args.output_path, *videos]
     check_outputs(args, config, written)
@@ -104,9 +107,9 @@ def base_runs(path: str | None, session: Session, config: RunConfig) -> tuple[Te
     if path and Path(path).exists():
         with library_reads(f"{path}: what --save_base writes", remedy="remove it"):
             cached = load_tensors(path, mmap=False)
-            found, latents = cached["fingerprint"], (cached["base"], cached["other"])
-        require_same(path, found, made_of, "choose another --save_base, or remove it")
-        return latents
+            run, base, other = (cached[name] for name in ("fingerprint", "base", "other"))
+        require_same(path, run, made_of, "choose another --save_base, or remove it")
+        return base, other
     base, other = session.rollout(config), session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))
     if path:
         with replacing(path) as file:
@@ -134,7 +137,7 @@ def measure(
         unchanged = rolled_out([], shake=FLOOR_NOISE)
     else:  # attention by groups is another backend
         unchanged = rolled_out([Bias(FLOOR_BIAS, frames=("past",), passes="denoise")])
-    found = {
+    effects = {
         "latents_base": base[0].cpu(),
         "latents_edited": latents[0].cpu(),
         "between_seeds": run_distance(other),
@@ -149,10 +152,10 @@ def measure(
         of_block = [replace(edit, blocks=(first,), steps=None, passes="all") for edit in edits]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of an edit that edits later blocks alone
-            found["own_block"] = run_distance(rolled_out(of_block))
+            effects["own_block"] = run_distance(rolled_out(of_block))
     if not any("source" in edit.needs for edit in edits):  # else each block again, over the base run's past
         # A source would have to be rolled out in step with each block: no direct effects then.
-        found["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
+        effects["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
 
         def probe(block: int, denoise: Callable[[], Tensor]) -> None:
             own = slice(frames[block].start, frames[block].stop)
@@ -161,7 +164,7 @@ def measure(
                 with edited(session, config, edits) as made:
                     x0 = denoise()
             if made is not None and any(made.changed):
-                found["direct"][own] = distance(base[:, own], x0)[0].float()
+                effects["direct"][own] = distance(base[:, own], x0)[0].float()
 
         session.rollout(config, probe=probe)
-    return found
+    return effects
