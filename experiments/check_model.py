@@ -1,4 +1,4 @@
-"""Tell within a minute whether a model is right: compare its attention with published atlases, head by head.
+"""Check a model within a minute: compare its attention with published atlases, head by head.
 
     python experiments/check_model.py
     python experiments/check_model.py --frames 72 --output_path outputs/check_model.svg

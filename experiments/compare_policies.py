@@ -1,4 +1,4 @@
-"""Cache policies side by side on long videos: drift per second, one row a video. It goes on where it stopped.
+"""Compare cache policies on long videos: drift per second, a row a video. It goes on where it stopped.
 
     python experiments/compare_policies.py --policies full window,window=9,sink=3 deep_sink --num_frames 240
     python experiments/compare_policies.py --policies family --held_out 18 --seeds 0 1 2 --output_dir OUT
@@ -22,8 +22,12 @@ WITHOUT_USE = ("output_path", "save_video", "overwrite", "cache_policy")
 def run(argv=None):
     parser = run_parser(__doc__, without=WITHOUT_USE)
     flag = parser.add_argument
-    named = "NAME,FIELD=VALUE,..., YAMLs, or family: published settings"
-    flag("--policies", nargs="+", default=["family"], help=named)
+    flag(
+        "--policies",
+        nargs="+",
+        default=["family"],
+        help="NAME,FIELD=VALUE,..., YAMLs, or family: published settings",
+    )
     flag("--held_out", type=count, help="so many held-out scenes of the miniature in place of --prompts")
     flag("--controls", nargs="*", choices=CONTROLS, help="beside held-out scenes; all where not given")
     flag("--batch", type=count, help="videos rolled out together; 64 on a GPU, 8 on a CPU")
@@ -34,11 +38,12 @@ def run(argv=None):
     cli.add_sweep_flags(parser)
     for prompts, of_scenes in product(("prompt", "prompts"), ("held_out", "controls")):
         parser.exclude(prompts, of_scenes)
-    cli.add_engine_flags(parser)
+    cli.add_worker_flags(parser)
     parser.set_defaults(config_path="configs/wan_mini.yaml", num_frames=240, vae_dtype="float32")
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "outputs/policies"
-    args.controls = list(CONTROLS) if args.controls is None else args.controls
+    if args.controls is None:
+        args.controls = list(CONTROLS)
     config = replace(config_from(args), cache_policy=None, local_attn_size=-1, sink_size=0)
 
     from experiments.studies.policy_comparison import compare  # after the flags: a --help needs no torch

@@ -6,8 +6,6 @@ Captions are of the held-out side of experiments/miniature/moving_shapes.py; tra
 What is done is kept in OUTPUT_PATH.partial: the same command goes on where it was stopped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from experiments.caches.files import require_writable, save_report
@@ -17,22 +15,23 @@ from wan.config import load_config
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--config_path", default="configs/wan_mini.yaml")
-    add("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
-    add("--captions", type=count, default=96, help="held-out captions of each set")
-    add("--clips", type=count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
-    add("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
-    add("--device", default="auto")
-    add("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
+    flag = parser.add_argument
+    flag("--config_path", default="configs/wan_mini.yaml")
+    flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
+    flag("--captions", type=count, default=96, help="held-out captions of each set")
+    flag("--clips", type=count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
+    flag("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
+    flag("--device", default="auto")
+    flag("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
     args = parser.parse_args(argv)
 
-    from experiments.miniature.evaluation import evaluate  # no torch for --help
+    from experiments.miniature.evaluation import evaluate  # after the flags: a --help needs no torch
 
-    paths = {"device": args.device}
+    settings = {"device": args.device}
     if args.ckpt_dir:
-        paths |= {"ckpt_dir": args.ckpt_dir, "checkpoint_path": f"{args.ckpt_dir}/self_forcing_mini.pt"}
-    config = load_config(args.config_path, paths)
+        settings["ckpt_dir"] = args.ckpt_dir
+        settings["checkpoint_path"] = f"{args.ckpt_dir}/self_forcing_mini.pt"
+    config = load_config(args.config_path, settings)
     partial = args.output_path.with_name(f"{args.output_path.name}.partial")
     require_writable(args.output_path)
     require_writable(partial)

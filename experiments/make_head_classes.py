@@ -23,16 +23,14 @@ def run(argv=None):
     flag = parser.add_argument
     flag("atlas", nargs="?", help="an atlas with masses, a causal atlas for effect; none for triattention")
     flag("--rule", choices=RULES, required=True)
-    flag(
-        "--num",
-        type=count,
-        help="heads of class dummy, of the most mass, or of the largest effect; else half",
-    )
+    flag("--num", type=count, help="heads of class dummy, of most mass, or of the largest effect; else half")
     flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)
-    if (not args.atlas) != (args.rule == "triattention"):
+    rolls_out = args.rule == "triattention"
+    if rolls_out == bool(args.atlas):
         raise ConfigError("give an atlas, but for --rule triattention, which rolls --config_path out")
-    config = config_from(args) if not args.atlas else None
+    config = config_from(args) if rolls_out else None
+
     from experiments.studies.head_classes import write_classes  # after the flags: a --help needs no torch
 
     write_classes(args, config)

@@ -1,4 +1,4 @@
-"""Attribution patching: score every head and MLP by what the difference to another prompt does through it.
+"""Score every head and MLP by what the difference to another prompt does through it: attribution patching.
 
     python experiments/run_attribution.py --config_path configs/wan_mini.yaml --source_prompt "a blue square"
     ls cache/attribution.pt

@@ -1,31 +1,34 @@
-"""The direct effect of one edit on every head, layer or frame: a causal atlas. It goes on where it stopped.
+"""Measure the direct effect of one edit on every head, layer or frame: a causal atlas.
 
     python experiments/run_causal_atlas.py --config_path configs/wan_mini.yaml --prompts FILE --seeds 0 1
     python experiments/run_causal_atlas.py --each head --edit edit.yaml --output_dir cache/causal_atlas
     python experiments/run_causal_atlas.py --prompts FILE --seeds 0 1 --workers 4
 
-Without --edit every head's output is replaced by its mean over a reference set, in the denoising passes.
-docs/interventions.md says what the numbers are.
+Without --edit every head's output is replaced by its mean over a reference set, in the denoising passes. The
+same command goes on where it stopped. docs/interventions.md explains the numbers.
 """
 
 from experiments.running import cli
 from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
-EACH = ("head", "layer", "frame", "site")
-# --edit names the edit
+# An atlas covers every pass, keeps the pieces that are done, and makes the edits of --edit
 WITHOUT_USE = ("output_path", "step", "save_video", "overwrite", "interventions")
 
 
 def run(argv=None):
-    # An atlas covers every pass, and keeps pieces that are done, of its own edits
     parser = run_parser(__doc__, without=WITHOUT_USE)
-    flag, each = parser.add_argument, "what is edited in turn; site: attn_out, cross_out, mlp_out"
-    flag("--each", choices=EACH, default="head", help=each)
+    flag = parser.add_argument
+    flag(
+        "--each",
+        choices=("head", "layer", "frame", "site"),
+        default="head",
+        help="what is edited in turn; site: attn_out, cross_out, mlp_out",
+    )
     flag("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
     flag("--batch", type=count, default=8, help="runs that are made together")
     cli.add_sweep_flags(parser)
-    cli.add_engine_flags(parser)
+    cli.add_worker_flags(parser)
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or "cache/causal_atlas"
     config = config_from(args)

@@ -11,9 +11,14 @@ from experiments.running.cli import add_config_flags, config_from, main, run_par
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache.pt", steps=True)
     add_config_flags(parser, "layer_indices")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[-1], help="from 0; -1 is the last")
-    what, kept = ("probabilities", "logits"), "probabilities in float32, or logits in float16"
-    parser.add_argument("--capture", choices=what, default=what[0], help=kept)
+    flag = parser.add_argument
+    flag("--blocks", type=int, nargs="+", default=[-1], help="from 0; -1 is the last")
+    flag(
+        "--capture",
+        choices=("probabilities", "logits"),
+        default="probabilities",
+        help="probabilities in float32, or logits in float16",
+    )
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
     config = config_from(args)

@@ -21,7 +21,7 @@ def run(argv=None):
     flag("--query_key_means", action="store_true", help="also the means of q and k before RoPE, per frame")
     cli.add_config_flags(parser, "gpus")
     cli.add_sweep_flags(parser, checkpoints=True)
-    cli.add_engine_flags(parser)
+    cli.add_worker_flags(parser)
     args = parser.parse_args(argv)
     config = cli.config_from(args)
 

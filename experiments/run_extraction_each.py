@@ -12,11 +12,16 @@ from experiments.running.cli import add_config_flags, config_from, main, run_par
 def run(argv=None):
     parser = run_parser(__doc__, None)
     add_config_flags(parser, "layer_index")
-    parser.add_argument("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
+    flag = parser.add_argument
+    flag("--output_dir", help="folder for layerN.pt of every layer, from one rollout")
     parser.exclude("output_dir", "layer_index")
     parser.exclude("output_dir", "output_path")
-    how = "frame: exact means, no matrix; token: the same from whole matrices, slower, as a check"
-    parser.add_argument("--granularity", choices=("token", "frame"), default="frame", help=how)
+    flag(
+        "--granularity",
+        choices=("token", "frame"),
+        default="frame",
+        help="frame: exact means, no matrix; token: the same from whole matrices, slower, as a check",
+    )
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
     config = config_from(args)
@@ -25,8 +30,10 @@ def run(argv=None):
 
     requests = cache_builders.layer_requests(config, args.granularity, args.output_dir is not None)
     folder = args.output_dir or "cache"
-    paths = {layer: args.output_path or f"{folder}/layer{layer}.pt" for layer in requests[0].layers}
-    outputs = {path: partial(cache_builders.layer_cache, layer=layer) for layer, path in paths.items()}
+    outputs = {}
+    for layer in requests[0].layers:
+        path = args.output_path or f"{folder}/layer{layer}.pt"
+        outputs[path] = partial(cache_builders.layer_cache, layer=layer)
     make_caches(args, config, requests, outputs)
 
 

@@ -11,15 +11,21 @@ from experiments.running.cli import add_config_flags, config_from, main, run_par
 def run(argv=None):
     parser = run_parser(__doc__, "cache/attention_cache_figure4.pt")
     add_config_flags(parser, "layer_indices")
-    flag, sizes = parser.add_argument, "token: whole matrix; key: mean over queries; frame: frame pairs"
-    flag("--granularity", choices=("token", "key", "frame"), default="token", help=sizes)
+    flag = parser.add_argument
+    flag(
+        "--granularity",
+        choices=("token", "key", "frame"),
+        default="token",
+        help="token: whole matrix; key: mean over queries; frame: frame pairs",
+    )
     flag("--capture", choices=("logits", "probabilities"), default="logits", help="of a token matrix")
     add_config_flags(parser, "gpus")
     args = parser.parse_args(argv)
-    config, is_logits = config_from(args), args.capture == "logits"
+    config = config_from(args)
 
     from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
 
+    is_logits = args.capture == "logits"
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
     build = partial(cache_builders.figure4_cache, is_logits=is_logits)
     make_caches(args, config, requests, {args.output_path: build})

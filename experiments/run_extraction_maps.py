@@ -6,6 +6,7 @@ python experiments/run_extraction_maps.py --config_path configs/wan_mini.yaml --
 """
 
 import argparse
+import re
 from functools import partial
 from typing import Any
 
@@ -17,25 +18,25 @@ from wan.errors import reason_of, short_repr
 
 def numbers(what: str) -> dict[str, Any]:
     """Return the options of a flag for whole numbers from 0, separated by commas, as many as `what` names."""
+    pattern = ",".join(["[0-9]{1,9}"] * len(what.split(",")))
 
     def read(text: str) -> tuple[int, ...]:
-        words = text.split(",")
-        are_numbers = text.isascii() and all(w.isdecimal() and len(w) < 10 for w in words)
-        if len(words) != len(what.split(",")) or not are_numbers:
+        if not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"{short_repr(text)} is not {what}, whole numbers from 0")
-        return tuple(map(int, words))
+        return tuple(map(int, text.split(",")))
 
     return {"type": read, "metavar": what}
 
 
 def mask(text: str) -> tuple[int | None, Image.Image]:
     """Return the frame, or None, and the image of FRAME,FILE.png."""
-    frame, comma, file = text.partition(",")
-    has_frame = comma and frame.isdecimal() and len(frame) < 10
-    file = file if has_frame else text
+    with_frame = re.fullmatch("([0-9]{1,9}),(.*)", text)
+    frame, file = None, text
+    if with_frame:
+        frame, file = int(with_frame[1]), with_frame[2]
     try:
         with Image.open(file) as image:
-            return int(frame) if has_frame else None, image.convert("L")
+            return frame, image.convert("L")
     except (OSError, ValueError, SyntaxError) as error:  # PIL's of a damaged PNG
         raise argparse.ArgumentTypeError(f"{short_repr(file)} is no image: {reason_of(error)}") from None
 
@@ -43,11 +44,26 @@ def mask(text: str) -> tuple[int | None, Image.Image]:
 def run(argv=None):
     parser = run_parser(__doc__, "cache/maps.pt", steps=True)
     add_config_flags(parser, "layer_indices", "gpus")
-    flag, some = parser.add_argument, {"nargs": "+", "default": []}
-    patch, frame, grid = numbers("FRAME,ROW,COLUMN"), numbers("FRAME"), numbers("FRAME,ROWS,COLUMNS")
-    flag("--query_patch", **some, **patch, help="tokens that look, each on its own: frame, row, column")
-    flag("--query_frame", **some, **frame, help="frames that look, a mean over each one's tokens")
-    flag("--query_grid", **grid, help="evenly spaced tokens of a frame, which the HTML page lets one click")
+    flag = parser.add_argument
+    flag(
+        "--query_patch",
+        nargs="+",
+        default=[],
+        **numbers("FRAME,ROW,COLUMN"),
+        help="tokens that look, each on its own",
+    )
+    flag(
+        "--query_frame",
+        nargs="+",
+        default=[],
+        **numbers("FRAME"),
+        help="frames that look, a mean over the tokens of each",
+    )
+    flag(
+        "--query_grid",
+        **numbers("FRAME,ROWS,COLUMNS"),
+        help="evenly spaced tokens of a frame, which the HTML page lets one click",
+    )
     flag(
         "--query_mask",
         type=mask,
@@ -65,14 +81,14 @@ def run(argv=None):
     from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
 
     grid = cache_builders.token_grid(config)
-    places = [*args.query_patch, *((frame, -1, -1) for (frame,) in args.query_frame)]  # -1: the whole frame
+    places = [*args.query_patch]
+    places += [(frame, -1, -1) for (frame,) in args.query_frame]  # -1: the whole frame
+    marked = []
     for frame, image in args.query_mask:
-        places += [
-            place for place in cache_builders.patches_of_image(image, frame, config) if place not in places
-        ]
+        marked += cache_builders.patches_of_image(image, frame, config)
     if args.query_grid:
-        evenly = cache_builders.patches_of_grid(*args.query_grid, grid=grid)
-        places += [place for place in evenly if place not in places]
+        marked += cache_builders.patches_of_grid(*args.query_grid, grid=grid)
+    places += [place for place in dict.fromkeys(marked) if place not in places]
     blocks = cache_builders.counted_blocks(args.blocks, len(config.block_sizes))
     requests = cache_builders.map_requests(
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words

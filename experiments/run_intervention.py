@@ -1,9 +1,9 @@
-"""One run with and without interventions, from the same noise: what they change, both videos side by side.
+"""Roll out with and without interventions, from the same noise: what they change, and both videos.
 
     python experiments/run_intervention.py --config_path configs/wan_mini.yaml --interventions edits.yaml
     ls cache/effects.pt cache/effects.mp4
 
-docs/interventions.md says what can be edited and what the numbers are.
+docs/interventions.md says what can be edited, and explains the numbers.
 """
 
 from experiments.running.cli import config_from, main, run_parser

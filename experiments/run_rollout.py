@@ -1,4 +1,4 @@
-"""A video of any length: blocks are written as they are made. It goes on where it was stopped or killed.
+"""Make a video of any length, block by block. The same command goes on where it was stopped or killed.
 
     python experiments/run_rollout.py --config_path configs/wan_mini.yaml --num_frames 240
     python experiments/run_rollout.py --num_frames 2400 --cache_policy deep_sink --capture last:3
@@ -16,11 +16,9 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.extraction.long_rollout import (
-        make_from_flags,
-    )  # after the flags: a --help needs no torch
+    from experiments.extraction import long_rollout  # after the flags: a --help needs no torch
 
-    make_from_flags(args, config)
+    long_rollout.make_from_flags(args, config)
 
 
 if __name__ == "__main__":

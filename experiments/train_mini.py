@@ -19,25 +19,25 @@ from experiments.running.cli import Parser, count, finite_number, main
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
+    flag = parser.add_argument
     stages = ("vae", "base", "causal", "few_step", "lora", "framewise")
-    add("--stage", required=True, choices=stages)
-    add("--steps", type=count, help="of the stage; the recipe's where left out, as the next two")
-    add("--batch", type=count, help="clips of 81 frames per step")
-    add("--clips", type=count, help="different clips to train on")
-    add("--minutes", type=finite_number, help="at most; the data is not counted")
-    add("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
-    add("--device", default="auto")
-    add("--seed", type=int, default=0)
+    flag("--stage", required=True, choices=stages)
+    flag("--steps", type=count, help="of the stage; the recipe's where left out, as the next two")
+    flag("--batch", type=count, help="clips of 81 frames per step")
+    flag("--clips", type=count, help="different clips to train on")
+    flag("--minutes", type=finite_number, help="at most; the data is not counted")
+    flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
+    flag("--device", default="auto")
+    flag("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
-    from experiments.miniature.training import train  # no torch for --help
+    from experiments.miniature.training import train  # after the flags: a --help needs no torch
 
     names = ("steps", "batch", "clips", "minutes", "seed")
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    numbers = train(args.stage, args.output_dir, args.device, **given)
-    told = ", ".join(f"{name} {numbers[name]}" for name in ("steps", "seconds", "loss_mean_of_last_10"))
-    print(f"{args.stage}: {told}")
+    settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    numbers = train(args.stage, args.output_dir, args.device, **settings)
+    results = [f"{name} {numbers[name]}" for name in ("steps", "seconds", "loss_mean_of_last_10")]
+    print(f"{args.stage}: {', '.join(results)}")
 
 
 if __name__ == "__main__":

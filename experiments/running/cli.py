@@ -302,7 +302,7 @@ def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
     parser.exclude("no_checkpoint", "checkpoints")
 
 
-def add_engine_flags(parser: Parser) -> None:
+def add_worker_flags(parser: Parser) -> None:
     """Add the flags that choose between this process and workers (extraction/sweep.py)."""
     flag = parser.add_mutually_exclusive_group().add_argument
     flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")

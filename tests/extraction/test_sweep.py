@@ -13,6 +13,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from conftest import ROOT
 from helpers.sleeping import STOPPED, Sleeping, items_of
 
 from experiments.caches.files import CacheError, RunError, StoppedError
+from experiments.extraction import sweep
 from experiments.extraction.sweep import Results, dask_client, finished, work_through
 from experiments.progress import Progress
 from wan.errors import ConfigError
@@ -106,6 +108,24 @@ def counts(work, items, **flags):
     with dask_client(Namespace(**flags), "cpu") as client, Progress(quiet=True) as watch:
         work_through(work, items, watch, client)
     return len(list((work.folder / "items").glob("*.json"))), len(list(work.folder.glob("*.twice")))
+
+
+def test_each_local_worker_has_a_gpu_of_its_own(monkeypatch):
+    environments = []
+
+    def start(command, env, start_new_session):
+        environments.append(dict(env))
+        return SimpleNamespace(pid=0, wait=lambda: 0)
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", start)
+    monkeypatch.setattr(sweep.os, "killpg", lambda pid, number: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    with sweep.local_cluster(2, "auto") as address:
+        assert address.startswith("tcp://127.0.0.1:")
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == ["3", "5"]
+    with pytest.raises(ConfigError, match="--workers 3, and the number of GPUs here is 2"):
+        sweep.local_cluster(3, "auto").__enter__()
 
 
 @pytest.mark.beside
