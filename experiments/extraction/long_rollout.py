@@ -68,11 +68,11 @@ class LongVideo:
         if tag is not None:
             require_same(self.path, tag.partition(" ")[0], fingerprint, REMEDY)
             return
-        # One of this run that was cut off has no tag
+        # One of this run that was cut off has no tag, and shows nothing
         with open(self.path, "rb") as file:
             kind = file.read(8)[4:]
-        if kind not in (b"", b"ftyp"):
-            raise CacheError(f"{self.path} is there and is no mp4; {REMEDY}")
+        if kind not in (b"", b"ftyp") or count_frames(self.path) > 0:
+            raise CacheError(f"{self.path} is there and is no mp4 of this run; {REMEDY}")
 
     def is_whole(self, tag: str, num_frames: int) -> bool:
         """Return True where the mp4 names its run and decoder and has all frames."""
@@ -204,8 +204,8 @@ def make_from_flags(args: argparse.Namespace, config: RunConfig) -> None:
         watch.print(f"writes {', '.join(written)}")
         # 3. The model and the decoder
         with LiveVideo(config, place.path, args.vae_dtype, args.preview, growing=place.path) as video:
-            session = load(config).prepare(observer=watch, replays=True, decodes=True)
             video.ready()
+            session = load(config).prepare(observer=watch, replays=True, decodes=True)
             run = fingerprint(session.identity(config))
             video.comment = f"{run} unfinished"
             latents = LatentBlocks(place.latents, run, config.block_sizes, frame_shape, session.dtype)

@@ -335,11 +335,13 @@ def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp
     assert count_frames(path) == 9
     with pytest.raises(CacheError, match=r"belongs to another run.* choose another --output_path"):
         run_rollout.run([*flags, tiny.path, "--seed", "3"])
-    for content, message in ((b"not a video at all", "is no mp4"), (None, "belongs to another run")):
-        if content is None:
-            write_mp4(np.zeros((9, 64, 64, 3), np.uint8), path, tag="another decoder")
-        else:
-            path.write_bytes(content)
+    pictures = np.zeros((9, 64, 64, 3), np.uint8)
+    for write, message in (
+        (lambda: path.write_bytes(b"not a video at all"), "is no mp4 of this run"),
+        (lambda: write_mp4(pictures, path), "is no mp4 of this run"),
+        (lambda: write_mp4(pictures, path, tag="another decoder"), "belongs to another run"),
+    ):
+        write()
         before = path.read_bytes()
         with pytest.raises(CacheError, match=message):
             run_rollout.run([*flags, tiny.path])
