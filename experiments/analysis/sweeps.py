@@ -46,36 +46,44 @@ def open_sweep(
 
 
 def measures_of(views: Views) -> dict[str, np.ndarray]:
-    """First-frame effect s (NaN without whole matrices) and first − middle of every atlas [atlases, N, H]."""
+    """Return the first-frame effect s and first − middle of every atlas [atlases, N, H].
+
+    The effect is NaN for an atlas without whole matrices.
+    """
     effects, deltas = [], []
     for view in views.values():
-        deltas.append(head_statistics(view.profiles()).delta)
-        matrix, none = view.frame_matrices(), np.full(deltas[-1].shape, np.nan)
-        effects.append(none if matrix is None else first_frame_effect(matrix, view.block_sizes).effect)
+        delta = head_statistics(view.profiles()).delta
+        effect = np.full(delta.shape, np.nan)
+        matrix = view.frame_matrices()
+        if matrix is not None:
+            effect = first_frame_effect(matrix, view.block_sizes).effect
+        deltas.append(delta)
+        effects.append(effect)
     return {"effect": np.stack(effects), "delta": np.stack(deltas)}
 
 
 def stability(values: np.ndarray) -> np.ndarray:
-    """|mean| / standard deviation (n − 1) of values [atlases, N, H] -> [N, H]; NaN without a spread."""
+    """Return |mean| / standard deviation (n − 1) of values [atlases, N, H] -> [N, H]; NaN: no spread."""
     # Unlike a t value it does not grow with the number of atlases
-    moved = np.moveaxis(np.asarray(values, np.float64), 0, -1)
-    spread = np.sqrt(varying(moved - moved.mean(-1, keepdims=True), moved) / max(len(values) - 1, 1))
-    return np.abs(moved.mean(-1)) / spread
+    samples = np.moveaxis(np.asarray(values, np.float64), 0, -1)  # [N, H, atlases]
+    deviations = samples - samples.mean(-1, keepdims=True)
+    spread = np.sqrt(varying(deviations, samples) / max(len(values) - 1, 1))
+    return np.abs(samples.mean(-1)) / spread
 
 
 def rank_correlations(values: np.ndarray) -> np.ndarray:
-    """Spearman's ρ over heads between every pair of atlases, values [n, N, H] -> [n, n]."""
+    """Return Spearman's ρ over heads between every pair of atlases, values [n, N, H] -> [n, n]."""
     rows = np.reshape(values, (len(values), -1))
     return np.array([[spearman(a, b) for b in rows] for a in rows])
 
 
 def sweep_maps(measures: Measures) -> list[HeadMap]:
-    """Mean, spread, and log₁₀ of |mean| / spread of every measure, layers × heads."""
+    """Return mean, spread, and log₁₀ of |mean| / spread of every measure, layers × heads."""
     maps = []
     for name, values in measures.items():
-        title, ratio = MEASURES[name], stability(values)
+        title, mean, spread = MEASURES[name], np.mean(values, 0), np.std(values, 0, ddof=1)
+        ratio = stability(values)
         log_ratio = np.log10(np.where(ratio > 0, ratio, np.nan))  # 0 where mean and spread are alike
-        mean, spread = np.mean(values, 0), np.std(values, 0, ddof=1)
         maps += [
             HeadMap(f"{name}_mean", f"{title}: mean", "logits", "diverging", mean),
             HeadMap(f"{name}_spread", f"{title}: spread", "logits", "sequential", spread),
@@ -85,14 +93,20 @@ def sweep_maps(measures: Measures) -> list[HeadMap]:
 
 
 def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
-    """A row per measure: rank correlations between atlases, and the heads that stay above their spread."""
+    """Return a row per measure: rank correlations of atlases, and the heads that stay above their spread."""
     rows = []
     for name, values in measures.items():
         pairs = rank_correlations(values)[np.triu_indices(len(values), 1)]
-        row = {"measure": MEASURES[name], "mean rank correlation": np.mean(pairs), "least": np.min(pairs)}
-        row |= {"largest": np.max(pairs), "pairs": len(pairs)}
-        row["|mean| above spread"] = int((stability(values) > 1).sum())
-        rows.append(row | {"heads": values[0].size})
+        row = {
+            "measure": MEASURES[name],
+            "mean rank correlation": np.mean(pairs),
+            "least": np.min(pairs),
+            "largest": np.max(pairs),
+            "pairs": len(pairs),
+            "|mean| above spread": int((stability(values) > 1).sum()),
+            "heads": values[0].size,
+        }
+        rows.append(row)
     return rows
 
 
@@ -100,7 +114,7 @@ def sweep_rows(measures: Measures) -> list[dict[str, Any]]:
 
 
 def moved(one: Profiles, other: Profiles) -> np.ndarray:
-    """RMS difference of mean logits, rows centred, over cells that are context in both, [layers, heads]."""
+    """Return the RMS difference of mean logits, rows centred, over context cells of both, [layers, heads]."""
     same = ("layers", "num_heads", "num_frames", "quantity")
     require_alike(one, other, same, "heads of two models cannot be matched by index")
     # Own blocks are noise, and blocks may differ between the models
@@ -111,24 +125,36 @@ def moved(one: Profiles, other: Profiles) -> np.ndarray:
 
 
 def kind_maps(views: Views, thresholds: Thresholds, reference: str) -> list[LabelMap]:
-    """A panel for each model's kinds of heads; marked are those that are another kind in the reference."""
+    """Return a panel for each model's kinds of heads; marked are those of another kind in the reference."""
     labels = {name: kinds(context_sign_rate(view), thresholds) for name, view in views.items()}
-    differs = {name: None if name == reference else one != labels[reference] for name, one in labels.items()}
-    return [LabelMap(name, KINDS, found, differs=differs[name]) for name, found in labels.items()]
+    panels = []
+    for name, of_heads in labels.items():
+        differs = None
+        if name != reference:
+            differs = of_heads != labels[reference]
+        panels.append(LabelMap(name, KINDS, of_heads, differs=differs))
+    return panels
 
 
 def model_rows(
-    values: Mapping[str, np.ndarray], of_kinds: Sequence[LabelMap], distances: Sequence[HeadMap]
+    effects: Mapping[str, np.ndarray], kinds_of: Sequence[LabelMap], distances: Sequence[HeadMap]
 ) -> list[dict[str, Any]]:
-    """A row per model: first-frame effect, kinds of heads, how far they moved."""
-    labels, moves = {one.title: one.labels for one in of_kinds}, {one.name: one.values for one in distances}
+    """Return a row per model: first-frame effect, kinds of heads, how far they moved."""
+    labels = {panel.title: panel.labels for panel in kinds_of}
+    moves = {panel.name: panel.values for panel in distances}
     rows = []
-    for name, effect in values.items():
-        row = {"model": name, "mean of s": np.nanmean(effect)}
-        row |= {"above 1": (effect > 1).sum(), "heads": effect.size}
-        if (found := labels.get(name)) is not None:
-            row |= {word: (found == kind).sum() for kind, word in KINDS.items()}
-        if (distance := moves.get(name)) is not None:
+    for name, effect in effects.items():
+        row = {
+            "model": name,
+            "mean of s": np.nanmean(effect),
+            "above 1": (effect > 1).sum(),
+            "heads": effect.size,
+        }
+        of_heads = labels.get(name)
+        if of_heads is not None:
+            row |= {word: (of_heads == kind).sum() for kind, word in KINDS.items()}
+        distance = moves.get(name)
+        if distance is not None:
             row["moved by"] = np.nanmean(distance)
         rows.append(row)
     return rows
