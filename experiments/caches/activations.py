@@ -161,9 +161,8 @@ def content_sha256(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     digest = hashlib.sha256(json.dumps([metadata["about"], metadata["sites"]]).encode())
     for name, x in tensors.items():
         digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        digest.update(
-            x.reshape(-1).view(torch.uint8).numpy().data
-        )  # a tensor without axes has no view as bytes
+        numbers = x.reshape(-1).view(torch.uint8).numpy()  # a tensor without axes has no view as bytes
+        digest.update(numbers.data)
     return digest.hexdigest()
 
 
@@ -572,9 +571,10 @@ class ActivationRows(Dataset[Tensor]):
     >>> for x in DataLoader(rows, batch_size=4096, shuffle=True, num_workers=2):
     ...     loss = train(x)  # [4096, width]
 
-    Files are not mapped: pages of a map count as the process's memory as long as it is there, so that
-    shuffled rows would take as much as the store has, and a map of a file that becomes shorter ends the
-    process.
+    A shuffle of all rows holds their numbers, 40 bytes a row; of a billion take
+    sampler=RandomSampler(rows, replacement=True, num_samples=...) in its place. Files are not mapped: pages
+    of a map count as the process's memory as long as it is there, so that shuffled rows would take as much as
+    the store has, and a map of a file that becomes shorter ends the process.
     """
 
     def __init__(self, pieces: Sequence[RowPiece], width: int, dtype: torch.dtype):
