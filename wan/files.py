@@ -19,7 +19,6 @@ import yaml
 from pydantic import Field
 
 from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of
-from wan.seals import unsealed
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -92,12 +91,6 @@ def read_yaml(
     if not isinstance(content, kind):
         raise ConfigError(f"{path}: not a mapping of {what}")
     return content
-
-
-def read_sealed(path: str | Path, error: type[UserError], remedy: str) -> dict[str, Any]:
-    """Read a report that sealed() made. Raise error, which ends with the remedy, for anything else."""
-    with library_reads(path, error, remedy):
-        return unsealed(Path(path).read_text(encoding="utf-8"))
 
 
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:
