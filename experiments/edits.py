@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import replacing, require_same
-from experiments.extraction.sweep import finished
+from experiments.caches.files import finished, replacing, require_same
 from experiments.progress import Progress
 from experiments.provenance import fingerprint
 from wan.config import ModelConfig, RunConfig

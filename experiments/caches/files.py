@@ -22,8 +22,10 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from wan.errors import UserError, library_writes, short_repr
+from wan.files import UnreadableError, load_tensors
 
 PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
+REMEDY = "choose another --output_dir"
 ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be equal to
 
 
@@ -192,3 +194,32 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
             remedy = f"give your function a name, named(...), and {remedy}"
             said = f"{said} (a function without a name, so that no run equals another)"
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
+
+
+def peek(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a cache that is as it was written, unchecked; none of any other file."""
+    try:
+        raw = load_tensors(path)
+    except UnreadableError:  # not there, torn, older, or of another program
+        return {}
+    if not isinstance(raw, dict):
+        return {}
+    return raw
+
+
+def finished(path: str | Path, fingerprint: str, remedy: str = REMEDY) -> dict[str, Any] | None:
+    """Return the content of a cache or a JSON that is whole and of this run; None where one is to be made.
+
+    That is where it is missing, torn or partial. Raises CacheError for a file of another run.
+    """
+    if Path(path).suffix == ".json":
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+    else:
+        content = peek(path)  # compares the checksums of its archive
+    if not content:
+        return None
+    require_same(path, content.get("fingerprint"), fingerprint, remedy)
+    return None if content.get("partial") else content

@@ -35,7 +35,7 @@ from experiments.caches.formats import (
 from experiments.caches.view import open_profiles
 from wan.config import changed_settings
 from wan.errors import UserError, library_writes, short_repr
-from wan.files import UnreadableError, load_tensors
+from wan.files import load_tensors
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,17 +80,6 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
     if value is None or type(value) in (bool, int, float):
         return value
     raise CacheError(f"{where} is a {type(value).__name__}; only tensors and plain Python values are stored")
-
-
-def peek(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a cache that is as it was written, unchecked; none of any other file."""
-    try:
-        raw = load_tensors(path)
-    except UnreadableError:  # not there, torn, older, or of another program
-        return {}
-    if not isinstance(raw, dict):
-        return {}
-    return raw
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:

@@ -8,7 +8,6 @@ what is done: the same command goes on after Ctrl-C, a kill or a lost node, and 
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -24,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
-from experiments.caches.files import RunError, StoppedError, require_same, save_report
-from experiments.caches.store import peek
+from experiments.caches.files import RunError, StoppedError, finished, save_report
 from experiments.progress import Progress
 from wan.errors import ConfigError, one_line
 from wan.files import read_yaml
@@ -33,28 +31,8 @@ from wan.files import read_yaml
 if TYPE_CHECKING:
     from distributed import Client
 
-REMEDY = "choose another --output_dir"
 Loaded = TypeVar("Loaded")
 Ends = Iterator[tuple[Any, Exception | None]]  # items as they end, and what went wrong
-
-
-# --- What is done
-def finished(path: str | Path, fingerprint: str, remedy: str = REMEDY) -> dict[str, Any] | None:
-    """Return the content of a cache or a JSON that is whole and of this run; None where one is to be made.
-
-    That is where it is missing, torn or partial. Raises CacheError for a file of another run.
-    """
-    if Path(path).suffix == ".json":
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-    else:
-        content = peek(path)  # compares the checksums of its archive
-    if not content:
-        return None
-    require_same(path, content.get("fingerprint"), fingerprint, remedy)
-    return None if content.get("partial") else content
 
 
 class Results:

@@ -15,10 +15,10 @@ from PIL import Image
 
 import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
-from experiments.caches.files import CacheError, require_same
+from experiments.caches.files import CacheError, peek, require_same
 from experiments.caches.formats import FORMATS
 from experiments.caches.mp4 import VideoWriter, mp4_tag
-from experiments.caches.store import peek, remedy
+from experiments.caches.store import remedy
 from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
 from wan.errors import library_reads

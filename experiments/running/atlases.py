@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from experiments.caches.files import CacheError, claimed, remove_leftovers, require_space
+from experiments.caches.files import REMEDY, CacheError, claimed, finished, remove_leftovers, require_space
 from experiments.caches.mp4 import mp4_tag
-from experiments.extraction.sweep import REMEDY, cached, call_on_worker, dask_client, finished, work_through
+from experiments.extraction.sweep import cached, call_on_worker, dask_client, work_through
 from experiments.extraction.video import check_video
 from experiments.memory import estimate_bytes
 from experiments.progress import Progress, deterministic, observed

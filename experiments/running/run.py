@@ -8,8 +8,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed
-from experiments.caches.store import peek, save_cache
+from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed, peek
+from experiments.caches.store import save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction.video import LiveVideo
 from experiments.memory import estimate_bytes

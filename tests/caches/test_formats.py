@@ -16,10 +16,10 @@ from helpers.synthetic_caches import MAKERS, older_figure4, older_inference, old
 from omegaconf import OmegaConf
 
 from experiments.caches import load_cache, save_cache
-from experiments.caches.files import CacheError, part_of
+from experiments.caches.files import CacheError, part_of, peek
 from experiments.caches.formats import FORMATS, Fields, check, declared_fields
 from experiments.caches.legacy import to_attention_weights
-from experiments.caches.store import open_layers, peek
+from experiments.caches.store import open_layers
 from experiments.caches.view import open_profiles
 from wan import files
 
