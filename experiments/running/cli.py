@@ -3,11 +3,13 @@
 import argparse
 import atexit
 import gc
+import hashlib
+import re
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
@@ -33,7 +35,7 @@ from wan.errors import (
     require_text,
     short_repr,
 )
-from wan.files import MAX_COUNT, read_yaml
+from wan.files import MAX_COUNT, MAX_PROMPTS, read_text, read_yaml
 
 # This module and those it imports must not import torch: --help would wait for it.
 
@@ -398,3 +400,69 @@ def schedule_settings(path: str) -> list[Any]:
             "prompt and perhaps how"
         )
     return prompts
+
+
+# --- The flags of a sweep -> its runs, and where each cache goes
+SLUG_BYTES = 60  # of a prompt that names a file
+FOLDER_BYTES = 200  # of a checkpoint that names a folder; disks allow 255
+
+
+def plan(args: argparse.Namespace, config: RunConfig) -> dict[str, RunConfig]:
+    """Return the path and settings of every run, those of one checkpoint together.
+
+    Raises ConfigError for flags and files that do not fit.
+    """
+    # 1. Where everything goes
+    if not args.output_dir or args.save_video:
+        raise ConfigError("a sweep needs --output_dir, for caches and videos: no --save_video with a PATH")
+    # 2. A folder for each checkpoint, named as its file; None is the base weights
+    folder = Path(args.output_dir)
+    folders: dict[str | None, Path] = {config.checkpoint_path: folder}
+    checkpoints = getattr(args, "checkpoints", None)
+    if checkpoints:
+        stems = {path: path if path == BASE else Path(path).stem for path in checkpoints}
+        names = unique_slugs(stems, FOLDER_BYTES)
+        folders = {None if path == BASE else path: folder / name for path, name in names.items()}
+    # 3. Checkpoints outermost: a process holds one model, and loads each once
+    prompts = read_prompts(args.prompts) if args.prompts else [config.prompt]
+    slugs, runs = slugs_of(prompts), dict[str, RunConfig]()
+    for checkpoint, folder in folders.items():
+        for prompt in prompts:
+            for seed in args.seeds or [config.seed]:
+                run = replace(config, checkpoint_path=checkpoint, prompt=prompt, seed=seed)
+                runs[str(folder / f"{slugs[prompt]}_s{seed}.pt")] = run
+    return runs
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Return the lines of a text file, without empty ones, comments (#) and repetitions."""
+    form = "write a prompt a line, without quotes; lines that begin with # are left out"
+    lines = [line.strip() for line in read_text(path, form=form).splitlines()]
+    prompts = list(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        raise ConfigError(f"{path} holds {len(prompts)} prompts, not 1 to {MAX_PROMPTS}; write one per line")
+    return prompts
+
+
+def slugs_of(prompts: Sequence[str]) -> dict[str, str]:
+    """Return a unique file name for each prompt, from its words in lower case."""
+    words = {prompt: re.sub(r"[\W_]+", "-", prompt.lower()).strip("-") for prompt in prompts}
+    return unique_slugs({prompt: slug or "prompt" for prompt, slug in words.items()}, SLUG_BYTES)
+
+
+def unique_slugs(names: Mapping[str, str], max_bytes: int) -> dict[str, str]:
+    """Return unique names: one that is taken, or cut to max_bytes, gets digits of the key's hash."""
+    slugs, taken = dict[str, str](), set[str]()
+    for prompt, slug in names.items():
+        if len(slug.encode()) > max_bytes or slug in taken:
+            # Bytes, not characters: disks limit the bytes of a name, and Chinese takes three for one
+            cut = slug.encode()[:max_bytes].decode(errors="ignore").rstrip("-")
+            digits = hashlib.sha256(prompt.encode()).hexdigest()
+            candidates = (f"{cut}-{digits[:length]}" for length in range(8, 65))
+            slug = next(name for name in candidates if name not in taken)
+        slugs[prompt] = slug
+        taken.add(slug)
+    return slugs
+
+
+# --- The runs of a sweep

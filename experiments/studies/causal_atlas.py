@@ -25,7 +25,7 @@ from experiments.edits import MeanRuns, reference_means
 from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
 from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs, fingerprint, identity, record_of, threads_for
-from experiments.running.atlases import plan
+from experiments.running.cli import plan
 from experiments.session import Session, load
 from experiments.studies.interventions import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
 from wan.blocks import block_ranges

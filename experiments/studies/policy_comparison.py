@@ -44,7 +44,7 @@ from experiments.provenance import (
     threads_for,
     vae_files,
 )
-from experiments.running.atlases import plan, unique_slugs
+from experiments.running.cli import plan, unique_slugs
 from experiments.session import Session, capturing, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CapturedCall
