@@ -51,14 +51,19 @@ class Call:
     @property
     def numbers(self) -> list[int]:
         """The numbers of its heads in the model."""
-        here = range(self.q.shape[2]) if self.of_heads is None else self.of_heads
+        here: Sequence[int] = range(self.q.shape[2])
+        if self.of_heads is not None:
+            here = self.of_heads
         return [self.shard.heads.start + head for head in here]
 
     def of_item(self, item: int) -> "Call":
         """Return the call of one item of the batch, with the keys that this item has."""
         q, k, v = (x[item : item + 1] for x in (self.q, self.k, self.v))
-        lse = None if self.lse is None else self.lse[item : item + 1]
-        tails = None if self.tails is None else self.tails[:, item : item + 1]
+        lse, tails = self.lse, self.tails
+        if lse is not None:
+            lse = lse[item : item + 1]
+        if tails is not None:
+            tails = tails[:, item : item + 1]
         return replace(self, q=q, k=k, v=v, layout=self.layout.of_item(item), lse=lse, tails=tails)
 
     def parts(self) -> Iterator["Call"]:
@@ -66,8 +71,10 @@ class Call:
         assert self.at is not None
         tokens, start = self.q.shape[1] // len(self.at.query_frames), 0
         for part in self.at.parts:
-            rows = slice(start, start := start + tokens * len(part.query_frames))
-            lse = None if self.lse is None else self.lse[..., rows].contiguous()
+            stop = start + tokens * len(part.query_frames)
+            rows, start, lse = slice(start, stop), stop, self.lse
+            if lse is not None:
+                lse = lse[..., rows].contiguous()
             at = replace(part, levels=self.at.levels)
             yield replace(self, at=at, q=self.q[:, rows].contiguous(), lse=lse)
 
@@ -103,7 +110,8 @@ def attention(
     # Somebody looks: the call goes by as a value, which edits replace before the softmax.
     call = Call(site, current_pass(), q, k, v, layout)
     out = _attend_watched(call)
-    if by := observer():
+    by = observer()
+    if by:
         by.observe(call)
     return hook_point(site_name(site, "z"), site.layer, out, site.shard)
 
@@ -128,11 +136,22 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
             else:
                 out.index_copy_(2, heads, whole.transpose(1, 2))
         # 2. A call for each layout of the group's heads, to those who look.
-        for rows, layout in parts() if is_watched or by else ():
+        if not is_watched and not by:
+            continue
+        for rows, layout in parts():
             of_heads = tuple(numbers[row] for row in rows)
-            asks, keys, seen = (x if len(rows) == len(numbers) else select(x, rows, 2) for x in (q, k, v))
+            q_part, k_part, v_part = q, k, v
+            if len(rows) < len(numbers):
+                q_part, k_part, v_part = (select(x, rows, 2) for x in (q, k, v))
             call = Call(
-                site, current_pass(), asks, keys, seen, layout, of_heads=of_heads, layer_heads=num_heads
+                site=site,
+                at=current_pass(),
+                q=q_part,
+                k=k_part,
+                v=v_part,
+                layout=layout,
+                of_heads=of_heads,
+                layer_heads=num_heads,
             )
             if is_watched:  # before the next: a source stops in each call
                 out[:, :, as_index(of_heads, q.device)] = _attend_watched(call)
@@ -149,7 +168,9 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
 
 def site_name(site: Site, name: str) -> str:
     """Return the name of a site of one of a layer's two attentions."""
-    return name if site.kind == "self" else f"cross_{name}"
+    if site.kind == "self":
+        return name
+    return f"cross_{name}"
 
 
 def _attend_watched(call: Call) -> Tensor:
@@ -160,8 +181,8 @@ def _attend_watched(call: Call) -> Tensor:
     q, k, v = readable(*(x.transpose(1, 2) for x in (call.q, call.k, call.v)))  # as edits left them
     call.q, call.k, call.v = (x.transpose(1, 2) for x in (q, k, v))  # captures have kernels, too
     # 2. The softmax. FlashAttention-4 gives the mass of key frames beside it, where that is captured.
-    slots = 0
-    if call.of_heads is None and (by := observer()) and backends.gives_tails(q, k, v):
+    slots, by = 0, observer()
+    if call.of_heads is None and by and backends.gives_tails(q, k, v):
         slots = by.slots_weighed(call.site, call.layout)
     if call.bias is not None:
         out, call.lse = attend_by_groups(q, k, v, call.bias)
@@ -174,7 +195,9 @@ def _attend_watched(call: Call) -> Tensor:
     names = site_name(call.site, "scores"), site_name(call.site, "pattern")
     if not any(wanted(name, layer) for name in names):
         return out
-    bias = None if call.bias is None else send(call.bias.per_token(), q.device)[:, None]
+    bias = None
+    if call.bias is not None:
+        bias = send(call.bias.per_token(), q.device)[:, None]
     plain = logits_of(q, k, bias)
     scores = hook_point(names[0], layer, plain, shard, of_heads)
     softmax = scores.softmax(-1)
@@ -208,11 +231,12 @@ def readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             raise ConfigError(f"attention of q, k, v [B, L, H, D] does not fit: {shapes}")
         q, k, v = (x.expand(*sizes, -1, -1) for x in (q, k, v))
     # 2. Rows of D numbers in a piece; on a GPU they begin at multiples of 16 bytes and share no memory.
-    if backends.can_read(q) and backends.can_read(k) and backends.can_read(v):
-        return q, k, v
-    q, k, v = (
-        x if backends.can_read(x) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)
-    )
+    if not backends.can_read(q):
+        q = q.clone(memory_format=torch.contiguous_format)
+    if not backends.can_read(k):
+        k = k.clone(memory_format=torch.contiguous_format)
+    if not backends.can_read(v):
+        v = v.clone(memory_format=torch.contiguous_format)
     return q, k, v
 
 
@@ -263,13 +287,15 @@ def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Te
     parts = []
     for tokens, added in bias.runs():
         out, lse = attention_with_lse(q, k[:, :, tokens], v[:, :, tokens])
-        parts.append((out, lse + send(torch.tensor(added), lse.device)[:, None] if any(added) else lse))
+        if any(added):
+            lse = lse + send(torch.tensor(added), lse.device)[:, None]
+        parts.append((out, lse))
     if len(parts) == 1:
         return parts[0]
     # As FlashAttention joins blocks of keys (arXiv 2205.14135): a part weighs e^(its lse - lse of all).
-    kernels = None if q.dtype == torch.float64 else fused_kernels(q)
-    if kernels:  # PyTorch would write what is merged four times, in float32
-        return kernels.merge_parts(*(list(each) for each in zip(*parts, strict=True)))
+    kernels = fused_kernels(q)
+    if kernels and q.dtype != torch.float64:  # PyTorch would write what is merged four times, in float32
+        return kernels.merge_parts([out for out, _ in parts], [lse for _, lse in parts])
     lse = torch.stack([part for _, part in parts]).logsumexp(0)  # [B, H, Lq]
     merged = torch.zeros_like(parts[0][0], dtype=torch.promote_types(q.dtype, torch.float32))
     for out, part in parts:
@@ -281,4 +307,6 @@ def logits_of(q: Tensor, k: Tensor, bias: Tensor | None = None) -> Tensor:
     """q·k/√D of [B, H, L, D], plus a bias: float32 [B, H, Lq, Lk], of float64 that."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = (q.to(wide) @ k.to(wide).mT) * max(q.shape[-1], 1) ** -0.5
-    return logits if bias is None else logits + bias
+    if bias is None:
+        return logits
+    return logits + bias

@@ -59,11 +59,20 @@ class QueryKeyNorm(nn.Module):
     ) -> Tensor:
         """[B, L, dim] -> [B, L, H, D]; written into out where it is given."""
         # One kernel reads x once; PyTorch would write the norm and read it again to rotate it.
-        if kernels := fused_kernels(x):
+        kernels = fused_kernels(x)
+        if kernels:
             return kernels.norm_rotate(x, self.weight, rope, self.num_heads, self.eps, out)
         x = F.rms_norm(x, x.shape[-1:], self.weight, self.eps).unflatten(-1, (self.num_heads, -1))
-        x = x if rope is None else rotate(x, *rope)
-        return x if out is None else out.copy_(x)
+        if rope is not None:
+            x = rotate(x, *rope)
+        return written(x, out)
+
+
+def written(x: Tensor, out: Tensor | None) -> Tensor:
+    """Return x, written into out where it is given."""
+    if out is None:
+        return x
+    return out.copy_(x)
 
 
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -71,12 +80,13 @@ def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Ten
 
     scale and shift are given per frame, float32 [B, F or 1, dim].
     """
-    if kernels := fused_kernels(x, scale, shift):
+    kernels = fused_kernels(x, scale, shift)
+    if kernels:
         return kernels.modulated_norm(x, scale, shift, eps, out)
     # All tokens of a frame share one row of scale and shift: [B, F, 1, dim] against [B, F, S, dim].
     normed = F.layer_norm(x, x.shape[-1:], eps=eps).unflatten(1, (scale.shape[1], -1))
     modulated = torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2).to(x.dtype)
-    return modulated if out is None else out.copy_(modulated)
+    return written(modulated, out)
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
@@ -84,11 +94,12 @@ def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> 
 
     It is written into out where that is given.
     """
-    if kernels := fused_kernels(x, y, gate):
+    kernels = fused_kernels(x, y, gate)
+    if kernels:
         return kernels.gated_add(x, y, gate, out)
     x_frames, y_frames = (z.unflatten(1, (gate.shape[1], -1)) for z in (x, y))  # [B, F, S, dim]
     added = torch.addcmul(x_frames, y_frames, gate[:, :, None]).flatten(1, 2).to(x.dtype)
-    return added if out is None else out.copy_(added)
+    return written(added, out)
 
 
 def multiply(linear: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
@@ -113,9 +124,11 @@ class FeedForward(nn.Sequential):
             hidden = self.widened(x)
         else:
             wide = widen(x)
-            changed = hook_point("mlp_pre", self.layer, wide)
-            same = by_kernel and not is_changed(changed, wide)
-            hidden = self.widened(x) if same else gelu(changed)
+            watched = hook_point("mlp_pre", self.layer, wide)
+            if by_kernel and not is_changed(watched, wide):
+                hidden = self.widened(x)
+            else:
+                hidden = gelu(watched)
         return narrow(hook_point("mlp_post", self.layer, hidden))
 
     def widened(self, x: Tensor) -> Tensor:
@@ -157,8 +170,8 @@ class SelfAttention(_Attention):
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """x [B, L, dim]. layout is required where kv_cache is None: it says what the keys are."""
-        own = self.project(x, rope, kv_cache is not None and kv_cache.stores_raw)
-        return self.merge(self.attend(own, kv_cache, mask, layout))
+        with_raw = kv_cache is not None and kv_cache.stores_raw
+        return self.merge(self.attend(self.project(x, rope, with_raw), kv_cache, mask, layout))
 
     # project() and merge() know nothing of the past, nor of who is looking: wan/wings/parallel.py exchanges
     # tokens for heads in between, wan/wings/graphs.py replays both.
@@ -184,20 +197,23 @@ class SelfAttention(_Attention):
         # 3. Rotate again only what was changed: another kernel would give other bits.
         if is_changed(raw, plain):
             rotated = rotate(raw, *rope)
-        return hook_point(f"{name}_rot", layer, rotated), (raw,) if with_raw else ()
+        rotated = hook_point(f"{name}_rot", layer, rotated)
+        if with_raw:
+            return rotated, (raw,)
+        return rotated, ()
 
     def attend(
         self,
-        own: Sequence[Tensor],
+        projected: Sequence[Tensor],
         kv_cache: Cache = None,
         mask: Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         """Return what heads see with what project() gave, [B, L, H, D]."""
-        q, k, v = own[:3]  # [B, L, H, D]
+        q, k, v, *raw_k = projected  # [B, L, H, D]
         if kv_cache is not None:
             # The cache takes this block's keys and gives back those of the past with them.
-            seen = kv_cache.write(self.site.layer, q, k, v, own[3] if len(own) > 3 else None)
+            seen = kv_cache.write(self.site.layer, q, k, v, *raw_k)
             if isinstance(seen, list):  # heads that see keys of their own
                 return attention_by_heads(seen, self.site, len(q))
             k, v = seen  # [B, Lk, H, D]
@@ -206,7 +222,9 @@ class SelfAttention(_Attention):
 
     def merge(self, seen: Tensor, out: Tensor | None = None) -> Tensor:
         """Project what all heads saw, [B, L, H, D] -> [B, L, dim]; written into out where it is given."""
-        return self.o(seen.flatten(2)) if out is None else multiply(self.o, seen, out)
+        if out is None:
+            return self.o(seen.flatten(2))
+        return multiply(self.o, seen, out)
 
 
 class CrossAttention(_Attention):
@@ -225,7 +243,9 @@ class CrossAttention(_Attention):
 def random_rows(rows: int, dim: int) -> nn.Parameter:
     """Draw a modulation [1, rows, dim]. On meta nothing is drawn: that imports torch._dynamo, for seconds."""
     x = torch.empty(1, rows, dim)
-    return nn.Parameter(x if x.is_meta else x.normal_().div_(dim**0.5))
+    if not x.is_meta:
+        x.normal_().div_(dim**0.5)
+    return nn.Parameter(x)
 
 
 class Block(nn.Module):
@@ -291,7 +311,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y (None: x + y), and its norm: norm3's, or with feed that of the FFN's input."""
         # A kernel adds and norms in one pass over memory; a watcher's replacement is normed once more.
-        if kernels := fused_kernels(x, y, gate, *(feed or ())):
+        kernels = fused_kernels(x, y, gate, *(feed or ()))
+        if kernels:
             norm = self.norm3
             how: tuple = (norm.weight, norm.bias, norm.eps, True)
             if feed is not None:
@@ -302,8 +323,10 @@ class Block(nn.Module):
                 return total, normed
             if not total.requires_grad:
                 return total, kernels.add_norm(total, torch.zeros_like(total), None, *how)[1]
+        elif gate is None:
+            total = hook_point(site, self.layer, x + y)
         else:
-            total = hook_point(site, self.layer, x + y if gate is None else gated_add(x, y, gate))
+            total = hook_point(site, self.layer, gated_add(x, y, gate))
         if feed is None:
             return total, self.norm3(total)
         return total, modulated_norm(total, feed.scale, feed.shift, self.eps)
@@ -323,6 +346,11 @@ class Head(nn.Module):
         """x [B, L, dim], time embedding per frame, float32 [B, F or 1, dim] -> [B, L, patch · channels]."""
         shift, scale = (self.modulation + time[:, :, None]).unbind(2)  # float32 as time is
         return self.head(modulated_norm(x, scale, shift, self.eps))
+
+
+def by_video(module: nn.Module, x: Tensor, videos: int) -> Tensor:
+    """Return module(x) of a batch, each of these videos on its own."""
+    return torch.cat([module(video) for video in x.chunk(videos)])
 
 
 class WanModel(nn.Module):
@@ -363,11 +391,11 @@ class WanModel(nn.Module):
         # The rows of zeros are embedded and attended too, so they are no mask: [B, text_len, text_dim].
         padded = F.pad(context, (0, 0, 0, config.text_len - context.shape[1]))
         text = self.text_embedding(padded.to(self.text_embedding[0].weight.dtype))  # [B, text_len, dim]
-        found = []
+        keys_values = []
         for block in self.blocks:  # each computes within its turn: wan/wings/offload.py streams its weights
             attn = block.cross_attn
-            found.append((attn.norm_k(attn.k(text)), attn.values(text)))  # [B, text_len, H, D] each
-        return found
+            keys_values.append((attn.norm_k(attn.k(text)), attn.values(text)))  # [B, text_len, H, D] each
+        return keys_values
 
     def flow(
         self,
@@ -380,7 +408,8 @@ class WanModel(nn.Module):
     ) -> Tensor:
         """The transformer: x [B, C, F, h, w], t [B, F or 1], indices of the F frames -> flow like x."""
         # What torch would compute with all the same: keys of other videos, patches without the last rows.
-        if (texts := len(text[0][0])) != len(x):
+        texts = len(text[0][0])
+        if texts != len(x):
             raise ConfigError(
                 f"prompt embeddings of batch {texts} for latents of batch {len(x)}; give each video its own"
             )
@@ -390,18 +419,22 @@ class WanModel(nn.Module):
         dtype = self.patch_embedding.weight.dtype
         # Videos of a batch are alone in convolutions and in products of one row, which sum several in another
         # order than one: a video would not be what it is alone. Rows of larger products have the same bits.
-        videos = 1 if kv_cache is None else len(x)
-        x = torch.cat([self.patch_embedding(some) for some in x.to(dtype).chunk(videos)])  # [B, dim, F, h, w]
+        videos = 1
+        if kv_cache is not None:
+            videos = len(x)
+        x = by_video(self.patch_embedding, x.to(dtype), videos)  # [B, dim, F, h, w]
         grid_h, grid_w = x.shape[3:]
         rope = self.rope_tables(frames, grid_h, grid_w, kv_cache)
         x = rearrange(x, "b dim f h w -> b (f h w) dim").contiguous()  # [B, L, dim]
         # 2. The noise level of each frame.
         waves = sinusoidal_embedding(t, self.config.freq_dim).to(dtype)
-        time = torch.cat([self.time_embedding(some) for some in waves.chunk(videos)])  # [B, F or 1, dim]
-        rows = torch.cat([self.time_projection(some) for some in time.chunk(videos)])
-        rows = rows.unflatten(-1, (6, -1)).float()  # [B, F or 1, 6, dim]
+        time = by_video(self.time_embedding, waves, videos)  # [B, F or 1, dim]
+        rows = by_video(self.time_projection, time, videos)
+        rows = rearrange(rows, "b f (six dim) -> b f six dim", six=6).float()  # [B, F or 1, 6, dim]
         # 3. The layers. Without a cache the keys are the frames' own.
-        layout = KeyLayout.of_frames(frames, x.shape[1]) if kv_cache is None else None
+        layout = None
+        if kv_cache is None:
+            layout = KeyLayout.of_frames(frames, x.shape[1])
         x = self.run_layers(x, rows, rope, text, kv_cache, mask, layout)
         # 4. Tokens to flow.
         return self.flow_of(x, time, grid_h, grid_w)
@@ -434,12 +467,13 @@ class WanModel(nn.Module):
     def rope_tables(self, frames: Sequence[int], height: int, width: int, kv_cache: Cache) -> Rope:
         """Return tables for the positions that a cache gives to queries and keys, else for the frames'."""
         # Policies such as Infinity-RoPE place queries and keys elsewhere than their frames.
-        at = frames if kv_cache is None else kv_cache.key_positions
-        keys = self.rotary(at, height, width, self.device)
-        asks = at if kv_cache is None else kv_cache.query_positions
-        if tuple(asks) == tuple(at):
+        of_keys = of_queries = frames
+        if kv_cache is not None:
+            of_keys, of_queries = kv_cache.key_positions, kv_cache.query_positions
+        keys = self.rotary(of_keys, height, width, self.device)
+        if tuple(of_queries) == tuple(of_keys):
             return Rope(keys, keys)
-        return Rope(self.rotary(asks, height, width, self.device), keys)
+        return Rope(self.rotary(of_queries, height, width, self.device), keys)
 
     def init_weights(self) -> None:
         """Initialise for training: Xavier for products, normal for embeddings, zero for the head."""
@@ -499,8 +533,11 @@ class CausalWanModel(WanModel):
                 "model.blocks[5].ffn.compile(); a GPU's layers are replayed from CUDA graphs anyway"
             )
         if frames is None:
-            frames = range(x.shape[1]) if kv_cache is None else kv_cache.newest
-        t = t if t.ndim == 2 else t.expand(x.shape[0])[:, None]  # [B, F or 1]
+            frames = range(x.shape[1])
+            if kv_cache is not None:
+                frames = kv_cache.newest
+        if t.ndim < 2:
+            t = t.expand(x.shape[0])[:, None]  # [B, F or 1]
         x = hook_point("x_t", None, x)  # [B, F, C, h, w]; convolutions want [B, C, F, h, w]
         flow = self.flow(x.transpose(1, 2), t, text, frames, kv_cache, mask)
         return hook_point("flow", None, flow.transpose(1, 2))
@@ -518,14 +555,17 @@ class CausalWanModel(WanModel):
         config, device, shard = self.config, self.device, self.head_shard
         _, patch_h, patch_w = config.patch_size
         rotary = RotaryTable(config.head_dim)  # of its own: each remembers one table
+        num_heads = config.num_heads
+        if shard:
+            num_heads = len(shard.heads)
 
         sizes = CacheSizes(
-            [len(shard.heads) if shard else config.num_heads] * config.num_layers,
-            config.head_dim,
-            config.tokens_per_frame(height, width),
-            num_frames,
-            batch,
-            block_size,
+            num_heads=[num_heads] * config.num_layers,
+            head_dim=config.head_dim,
+            tokens_per_frame=config.tokens_per_frame(height, width),
+            num_frames=num_frames,
+            batch=batch,
+            block_size=block_size,
             rope=lambda positions: rotary(positions, height // patch_h, width // patch_w, device),
             dtype=self.dtype,
             device=device,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wan.blocks import block_ranges, block_sizes, steps_of_blocks
-from wan.cache import CachePolicy, Full, How, PromptSwitch, apply_switch, of_window
+from wan.cache import CachePolicy, Full, How, PromptSwitch, Text, apply_switch, of_window
 from wan.config import NUM_TRAIN_TIMESTEPS
 from wan.errors import ConfigError
 from wan.model import CausalWanModel
@@ -56,9 +56,15 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: float | Tensor) -> Tensor:
 def check_numerics() -> None:
     """Raise ConfigError under autocast or another default dtype, which would change numbers in silence."""
     dtype, autocast = torch.get_default_dtype(), any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    if dtype != torch.float32 or autocast:
-        found = "autocast is active" if autocast else f"torch's default dtype is {dtype}"
-        raise ConfigError(f"{found}, which changes numbers; run rollouts in torch.float32, without autocast")
+    problem = ""
+    if dtype != torch.float32:
+        problem = f"torch's default dtype is {dtype}"
+    if autocast:
+        problem = "autocast is active"
+    if problem:
+        raise ConfigError(
+            f"{problem}, which changes numbers; run rollouts in torch.float32, without autocast"
+        )
 
 
 class CausalInferencePipeline:
@@ -95,23 +101,36 @@ class CausalInferencePipeline:
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         steps, self.first_steps, self.later_steps = steps_of_blocks(denoising_step_list, first_block_steps)
         schedule = FlowSchedule(timestep_shift)
-        timesteps = schedule.warp(steps) if warp_denoising_step else torch.as_tensor(steps).float()
+        timesteps = torch.as_tensor(steps).float()
+        if warp_denoising_step:
+            timesteps = schedule.warp(steps)
         self.timesteps, self.sigmas = timesteps.tolist(), schedule.sigma(timesteps).tolist()
         self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
         if cache_policy is None and model.local_attn_size != -1:
             cache_policy = of_window(model.local_attn_size, model.sink_size)
         self.cache_policy = cache_policy or Full()
-        self.cache_policy.check([num_frame_per_block, *([1] if independent_first_frame else [])])
+        sizes = [num_frame_per_block]
+        if independent_first_frame:
+            sizes.append(1)
+        self.cache_policy.check(sizes)
         if recompute_context:
             self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 
     def at(self, block: int, frames: range, step: int | None) -> Pass:
         """Announce a pass; None, where the cache is computed again, has the clean pass's timestep."""
-        last, is_recache = len(self.timesteps), step is None
-        timestep = self.pass_timesteps[last if step is None else step]
-        how: Any = {"timestep": timestep, "is_clean_pass": is_recache or step == last}
-        return Pass(query_frames=tuple(frames), block=block, step=step, is_recache=is_recache, **how)
+        last = len(self.timesteps)
+        of_timestep = last
+        if step is not None:
+            of_timestep = step
+        return Pass(
+            query_frames=tuple(frames),
+            block=block,
+            step=step,
+            timestep=self.pass_timesteps[of_timestep],
+            is_clean_pass=of_timestep == last,
+            is_recache=step is None,
+        )
 
     @torch.no_grad()
     def inference(
@@ -136,15 +155,17 @@ class CausalInferencePipeline:
         as in blocks().
         """
         # 1. Inputs: the given beginning, and the prompt's states [B, n, text_dim].
-        given = noise[:, :0] if initial_latent is None else initial_latent  # [B, G, C, h, w]
+        beginning = noise[:, :0]  # [B, G, C, h, w]
+        if initial_latent is not None:
+            beginning = initial_latent
         if prompt_embeds is None:
             prompt_embeds = self.encode(text_prompts)
         # 2. The rollout, block by block; nothing is computed before the loop asks for it.
         rollout = self.blocks(
-            TensorNoise(noise, renoise, generator, start=given.shape[1]),
+            TensorNoise(noise, renoise, generator, start=beginning.shape[1]),
             prompt_embeds,
-            num_given=given.shape[1],
-            given=lambda frames: given[:, frames.start : frames.stop],
+            num_given=beginning.shape[1],
+            given=lambda frames: beginning[:, frames.start : frames.stop],
             prompt_schedule=prompt_schedule,
             on_pass=on_pass,
             probe=probe,
@@ -156,8 +177,12 @@ class CausalInferencePipeline:
                 on_block(block, x0)
         # 3. Latents to pixels, where there is a VAE.
         latents = torch.cat(finished, 1)  # [B, G + F, C, h, w]
-        video = None if self.vae is None else self.vae.decode(latents)
-        return (video, latents) if return_latents else video
+        video = None
+        if self.vae is not None:
+            video = self.vae.decode(latents)
+        if return_latents:
+            return video, latents
+        return video
 
     @torch.no_grad()
     def blocks(
@@ -182,7 +207,8 @@ class CausalInferencePipeline:
         """
         # 0. Refuse what could not be done, before anything is computed.
         check_numerics()
-        num_frames = noise.shape[1] if num_frames is None else num_frames
+        if num_frames is None:
+            num_frames = noise.shape[1]
         blocks = self.block_ranges(num_given, num_frames)
         check_frames(noise, range(num_given, num_given + num_frames))
         if prompt_schedule:
@@ -275,18 +301,21 @@ class Rollout:
         switch = self.switches.get(frames.start)
         how: How = "keep"
         if switch:
-            how = switch.how
-            prompts = None if switch.prompt is None else [switch.prompt] * self.noise.shape[0]
-            embeds = switch.prompt_embeds
-            embeds = self.pipeline.encode(prompts) if embeds is None else embeds
+            how, embeds = switch.how, switch.prompt_embeds
+            if embeds is None:
+                prompts = None
+                if switch.prompt is not None:
+                    prompts = [switch.prompt] * self.noise.shape[0]
+                embeds = self.pipeline.encode(prompts)
             self.text = self.model.text_keys_values(embeds)
         # 2. What the policy makes of the past under it, and how many of its frames are computed again.
         again = 0
         if switch or self.context:
             remembered, again = apply_switch(self.kv_cache, how, len(self.past), self.context)
             del self.past[: len(self.past) - remembered]
-        shard = self.model.head_shard
-        text = shard.of_text(self.text) if shard else self.text
+        text: Text = self.text
+        if self.model.head_shard:
+            text = self.model.head_shard.of_text(text)
         if again:
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
             self.kv_cache.recache(past, text, lasts=not self.context)
@@ -296,9 +325,11 @@ class Rollout:
 
     def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
         """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w]."""
-        steps = self.pipeline.later_steps if block else self.pipeline.first_steps
-        sigmas = self.pipeline.sigmas
-        x = self.noise.first(frames) if x is None else x
+        steps, sigmas = self.pipeline.later_steps, self.pipeline.sigmas
+        if block == 0:
+            steps = self.pipeline.first_steps
+        if x is None:
+            x = self.noise.first(frames)
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
             x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])

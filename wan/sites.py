@@ -70,20 +70,22 @@ def call_hook(function: Callable[..., Any], x: Any, where: "ActivationSite") -> 
     """Call a user's function as fn(x, where), or as fn(x) if it takes or requires x alone."""
     # A module's own __call__ takes anything; a builtin such as torch.relu has no signature
     try:
-        known = inspect.signature(getattr(function, "forward", function)).parameters.values()
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
     except (TypeError, ValueError):
         return function(x)
-    given = [one for one in known if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_where = (
-        len([one for one in given if one.default is one.empty]) > 1  # lambda x, where, scale=scale: ...
-        or any(one.name == "where" for one in given)
-        or any(one.kind == one.VAR_POSITIONAL for one in known)
+        len([p for p in positional if p.default is p.empty]) > 1  # lambda x, where, scale=scale: ...
+        or any(p.name == "where" for p in positional)
+        or any(p.kind == p.VAR_POSITIONAL for p in parameters)
     )
-    if not takes_where and not given:
+    if not takes_where and not positional:
         raise ConfigError(
             f"{where}: a function of (x, where), or of x, is called there; this one takes nothing"
         )
-    return function(x, where) if takes_where else function(x)
+    if takes_where:
+        return function(x, where)
+    return function(x)
 
 
 # --- Who calls, and in which forward
@@ -130,7 +132,9 @@ class ActivationSite:
     branch = property(lambda self: self.at.branch)
 
     def __str__(self) -> str:
-        of_layer = "" if self.layer is None else f"layer {self.layer}, "
+        of_layer = ""
+        if self.layer is not None:
+            of_layer = f"layer {self.layer}, "
         return f"{self.site}: {of_layer}block {self.block}, step {self.step}"
 
 
@@ -194,12 +198,19 @@ def pushed(stack: ContextVar[tuple[Any, ...]], *entries: Any) -> Iterator[None]:
     finally:
         with _lock:
             _open -= 1
-        for of, entry in [*((stack, one) for one in entries), *((_GENERATORS, one) for one in generators)]:
-            now = of.get()
-            held = [n for n, one in enumerate(now) if one is entry]
-            if not held:  # of a generator that another thread closes
-                raise ConfigError("a context was left in another thread or task than the one that entered it")
-            of.set(now[: held[-1]] + now[held[-1] + 1 :])
+        for entry in entries:
+            remove(stack, entry)
+        for entry in generators:
+            remove(_GENERATORS, entry)
+
+
+def remove(stack: ContextVar[tuple[Any, ...]], entry: Any) -> None:
+    """Remove an entry from a stack of this context, wherever it is there."""
+    entries = stack.get()
+    places = [n for n, other in enumerate(entries) if other is entry]
+    if not places:  # of a generator that another thread closes
+        raise ConfigError("a context was left in another thread or task than the one that entered it")
+    stack.set(entries[: places[-1]] + entries[places[-1] + 1 :])
 
 
 def require_running_generators() -> None:
@@ -209,7 +220,8 @@ def require_running_generators() -> None:
     while frame is not None:
         running.add(id(frame))
         frame = frame.f_back
-    if suspended := [name for key, name in _GENERATORS.get() if key not in running]:
+    suspended = [name for key, name in _GENERATORS.get() if key not in running]
+    if suspended:
         raise ConfigError(
             f"the generator {suspended[0]} is suspended inside intervene(), capture() or watched(), which "
             "would change or see this run: generate inside it, or close() it first"
@@ -245,8 +257,9 @@ def observe_process(by: Any) -> None:
 
 def observer() -> Any:
     """Return the observer of attention calls in this context, or None."""
-    found = _OBSERVERS.get() if _open else ()
-    return found[-1][0] if found else _of_process
+    if _open and _OBSERVERS.get():
+        return _OBSERVERS.get()[-1][0]
+    return _of_process
 
 
 current_pass = _PASS.get  # the forward that runs, as the sampler announced it, or None
@@ -254,7 +267,9 @@ current_pass = _PASS.get  # the forward that runs, as the sampler announced it, 
 
 def watchers() -> tuple[Watcher, ...]:
     """Return all watchers of this context, outermost first."""
-    return _WATCHERS.get() if _open else ()
+    if _open:
+        return _WATCHERS.get()
+    return ()
 
 
 def require_no_data(edits: Iterable[Any], what: str) -> None:
@@ -271,7 +286,8 @@ def active_edits() -> list[Any]:
 
 def announced_pass() -> Pass:
     """Return the present pass, which a pipeline announces; ConfigError outside of one."""
-    if (at := _PASS.get()) is None:
+    at = _PASS.get()
+    if at is None:
         raise ConfigError(
             "captures and edits need the pass of each call: run the model through the "
             "pipeline, or inside ATTENTION_WEIGHT_CAPTURE.during(Pass(query_frames=...))"
@@ -299,7 +315,8 @@ def hook_point(
             continue
         at = announced_pass()
         changed = watcher.on_activation(x, ActivationSite(site, layer, at, shard, of_heads))
-        x = x if changed is None else changed
+        if changed is not None:
+            x = changed
     return x
 
 
@@ -341,9 +358,10 @@ def check_site(name: Any) -> str:
 
 def check_sites(sites: Collection[str], sizes: "RolloutSizes") -> None:
     """Raise ConfigError for sites whose tokens several GPUs share."""
-    if sizes.splits_tokens and (lost := sorted(set(sites) - WHOLE_ON_EACH_GPU)):
-        known = ", ".join(sorted(WHOLE_ON_EACH_GPU - {*CALLS}))
-        raise ConfigError(f"several GPUs share the tokens of {lost[0]}: take one GPU, or one of {known}")
+    lost = sorted(set(sites) - WHOLE_ON_EACH_GPU)
+    if sizes.splits_tokens and lost:
+        whole = ", ".join(sorted(WHOLE_ON_EACH_GPU - {*CALLS}))
+        raise ConfigError(f"several GPUs share the tokens of {lost[0]}: take one GPU, or one of {whole}")
 
 
 def check_indices(name: str, chosen: Collection[int] | None, count: int | None) -> None:
