@@ -52,17 +52,18 @@ Metric = Callable[..., Tensor]
 
 def takes_activations(metric: Metric) -> bool:
     """Return whether a metric takes (x0, seen), not x0 alone. ConfigError where it is called otherwise."""
-    try:
-        known = inspect.signature(metric).parameters.values() if callable(metric) else ()
-    except (TypeError, ValueError):  # of a builtin, such as torch.mean
-        return False
-    needed = [
-        p for p in known if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    given = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    if len(needed) > 2 or not given:
+    parameters: list[inspect.Parameter] = []
+    if callable(metric):
+        try:
+            parameters = list(inspect.signature(metric).parameters.values())
+        except (TypeError, ValueError):  # of a builtin, such as torch.mean
+            return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in positional if p.default is p.empty]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(needed) > 2 or not (positional or takes_any):
         raise ConfigError(f"metric {short_repr(metric)} is no function of x0, or of x0 and the activations")
-    return len(needed) == 2 or any(p.name == "seen" for p in given)
+    return len(needed) == 2 or any(p.name == "seen" for p in positional)
 
 
 @dataclass(eq=False)
@@ -75,10 +76,10 @@ class Graph:
     @property
     def seen(self) -> dict[str, list[Tensor]]:
         """The activations by site, in the order of their calls."""
-        found: dict[str, list[Tensor]] = {}
+        of_sites: dict[str, list[Tensor]] = {}
         for where, x in self.nodes.items():
-            found.setdefault(where.site, []).append(x)
-        return found
+            of_sites.setdefault(where.site, []).append(x)
+        return of_sites
 
 
 @dataclass(eq=False)
@@ -130,13 +131,15 @@ class Gradients(Watcher):
 
     def check(self, sizes: RolloutSizes) -> None:
         check_sites(self.sites, sizes)
-        if any(isinstance(one, Gradients) and one is not self for one in watchers()):
+        if any(isinstance(watcher, Gradients) and watcher is not self for watcher in watchers()):
             raise ConfigError("gradients are recorded already in this context: ask one for all sites")
         check_indices("layer", self.layers, sizes.num_layers)
         check_indices("block", self.blocks, sizes.num_blocks)
-        num_passes = sizes.num_passes if self.through == "rollout" else sizes.num_steps
-        if self.through != "rollout" and sizes.num_steps in (self.steps or ()):
-            raise ConfigError(f"step {sizes.num_steps} is the clean pass, which has no x0: choose others")
+        num_passes = sizes.num_passes
+        if self.through != "rollout":
+            num_passes = sizes.num_steps
+            if num_passes in (self.steps or ()):
+                raise ConfigError(f"step {num_passes} is the clean pass, which has no x0: choose others")
         check_indices("step", self.steps, num_passes)
         # A new rollout begins.
         self._sizes, self._open, self._finished, self._past = sizes, None, [], {}
@@ -149,19 +152,26 @@ class Gradients(Watcher):
         if where.site == "x_t":
             # The pipeline's no_grad comes back at x0, or where the rollout leaves it.
             torch.set_grad_enabled(records)
-            self._open = (self._open or Graph()) if records else self._open
+            if records and self._open is None:
+                self._open = Graph()
         if isinstance(x, Call):
-            return self._with_past(x, where) if records and self.through == "rollout" else None
+            if records and self.through == "rollout":
+                return self._with_past(x, where)
+            return None
         if self.wants(where.site, where.layer, where.at):
             x = self.node(x)
             assert self._open is not None
             self._open.nodes[where] = x
-        return self._close(x, where.at, records) if where.site == "x0" else x
+        if where.site == "x0":
+            return self._close(x, where.at, records)
+        return x
 
     @staticmethod
     def node(x: Tensor) -> Tensor:
         """Return x as a separate node of the graph; begin the graph if there is none."""
-        return x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        if x.requires_grad:
+            return x.view_as(x)
+        return x.detach().requires_grad_()
 
     def _close(self, x0: Tensor, at: Pass, records: bool) -> Tensor:
         """End a graph at its last x0 and continue with x0 detached."""
@@ -173,7 +183,9 @@ class Gradients(Watcher):
             return x0
         graph, self._open = self._open, None
         assert graph is not None
-        graph.x0 = torch.cat(self._finished, 1) if self.through == "rollout" else x0
+        graph.x0 = x0
+        if self.through == "rollout":
+            graph.x0 = torch.cat(self._finished, 1)
         torch.set_grad_enabled(False)
         if self.metric is None:
             self.graphs.append(graph)
@@ -190,14 +202,16 @@ class Gradients(Watcher):
             raise ConfigError(
                 "through='rollout' takes keys that stay where they are: cache_policy full or window"
             )
-        parts = []
+        keys, values = [], []
         for n, slot in enumerate(layout.slots):
-            own = tuple(x[:, n * S : (n + 1) * S] for x in (call.k, call.v))
-            is_own = n in layout.own
-            parts.append(own if is_own else self._past.get((layer, slot.frame), own))
-            if is_own and where.is_clean_pass:
-                self._past[layer, slot.frame] = own  # type: ignore[assignment]
-        call.k, call.v = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+            k, v = call.k[:, n * S : (n + 1) * S], call.v[:, n * S : (n + 1) * S]
+            if n not in layout.own:
+                k, v = self._past.get((layer, slot.frame), (k, v))
+            elif where.is_clean_pass:
+                self._past[layer, slot.frame] = k, v
+            keys.append(k)
+            values.append(v)
+        call.k, call.v = torch.cat(keys, 1), torch.cat(values, 1)
         return call
 
     # --- Gradients
@@ -215,21 +229,27 @@ class Gradients(Watcher):
         self.found, self.values = [], []
         for graph in self.graphs:
             self._differentiate(graph, metric, retain_graph)
-        self.graphs = self.graphs if retain_graph else []
+        if not retain_graph:
+            self.graphs = []
         return self.found
 
     def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
         value, nodes = self.value_of(graph, metric), list(graph.nodes.values())
-        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-        if not is_number or not value.requires_grad or not value.isfinite():
-            what = f"is {short_repr(getattr(value, 'shape', value))}"
-            if is_number:
-                what = "depends on no x0" if value.isfinite() else f"is {value.item()}"
-            raise ConfigError(f"a gradient is of one number that depends on x0, and what came {what}")
+        problem = ""
+        if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+            problem = f"is {short_repr(getattr(value, 'shape', value))}"
+        elif not value.isfinite():
+            problem = f"is {value.item()}"
+        elif not value.requires_grad:
+            problem = "depends on no x0"
+        if problem:
+            raise ConfigError(f"a gradient is of one number that depends on x0, and what came {problem}")
         with torch.enable_grad():
-            found = torch.autograd.grad(value.sum(), nodes, retain_graph=retain_graph, materialize_grads=True)
+            gradients = torch.autograd.grad(
+                value.sum(), nodes, retain_graph=retain_graph, materialize_grads=True
+            )
         self.values.append(value.item())
-        self.take(graph, found)
+        self.take(graph, gradients)
 
     @staticmethod
     def value_of(graph: Graph, metric: Metric) -> Any:
@@ -237,16 +257,18 @@ class Gradients(Watcher):
         assert graph.x0 is not None
         with torch.enable_grad():
             x0 = graph.x0.clone()  # the video's own, whatever the metric does with what it gets
-            return metric(x0, graph.seen) if takes_activations(metric) else metric(x0)
+            if takes_activations(metric):
+                return metric(x0, graph.seen)
+            return metric(x0)
 
-    def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
+    def take(self, graph: Graph, gradients: Sequence[Tensor]) -> None:
         """Keep the gradients of a graph, in the order of its nodes."""
         if self.to is not None and torch.device(self.to).type == "cpu":
-            moved = [to_host(one) for one in found]
+            gradients = [to_host(gradient) for gradient in gradients]
             wait_for_host()
-        else:
-            moved = [one if self.to is None else one.to(self.to) for one in found]
-        self.found += map(Activation, graph.nodes, moved)
+        elif self.to is not None:
+            gradients = [gradient.to(self.to) for gradient in gradients]
+        self.found += map(Activation, graph.nodes, gradients)
 
     # --- Less memory, more work
     @contextmanager
@@ -271,30 +293,34 @@ class Gradients(Watcher):
         if at is None or not self.records(at):
             return function(*args)
         watching = self._beside(_Replay(self))
-        if problem := next((e for w in watching for e in w.edits if "source" in e.needs), None):
-            raise ConfigError(f"recompute=True cannot repeat an edit that takes another run: {problem}")
+        for edit in (edit for watcher in watching for edit in watcher.edits):
+            if "source" in edit.needs:
+                raise ConfigError(f"recompute=True cannot repeat an edit that takes another run: {edit}")
 
-        def run(*given: Any) -> Any:
+        def run(*inputs: Any) -> Any:
             if not before:
-                found = function(*given)
-                before.append(size_of(found))
-                return found
-            found = Context().run(self._again, at, watching, partial(function, *given))
-            if not torch.isclose(size_of(found), before[0], rtol=1e-3):
+                outputs = function(*inputs)
+                before.append(size_of(outputs))
+                return outputs
+            outputs = Context().run(self._again, at, watching, partial(function, *inputs))
+            if not torch.isclose(size_of(outputs), before[0], rtol=1e-3):
                 raise ConfigError(
                     "recompute=True calls functions of one's own twice, and one gave something else then"
                 )
-            return found
+            return outputs
 
         with set_checkpoint_early_stop(False):  # run() has to come to its end, which it compares
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
     def _beside(self, me: Watcher) -> list[Watcher]:
         """Return who watches a repeated call: me in my place, and edits, which count no call twice."""
-        edits = {id(one): Edits(one.edits, one.data) for one in watchers() if isinstance(one, Edits)}
-        return [
-            me if one is self else edits[id(one)] for one in watchers() if one is self or id(one) in edits
-        ]
+        watching: list[Watcher] = []
+        for watcher in watchers():
+            if watcher is self:
+                watching.append(me)
+            elif isinstance(watcher, Edits):
+                watching.append(Edits(watcher.edits, watcher.data))
+        return watching
 
     @staticmethod
     def _again(at: Pass, watching: Sequence[Watcher], function: Callable[[], Any]) -> Any:
@@ -382,8 +408,8 @@ class Attribution(Gradients):
         watching, self._runs_again, self._own_x0 = self._beside(self), True, own_x0
         try:
             for point in range(self.points):
-                there = partial(at_point, (point + 0.5) / self.points)
-                Context().run(self._again, where.at, watching, there)
+                call = partial(at_point, (point + 0.5) / self.points)
+                Context().run(self._again, where.at, watching, call)
         finally:
             self._runs_again, self._open = False, None
             torch.set_grad_enabled(False)
@@ -393,19 +419,19 @@ class Attribution(Gradients):
 
     def of(self, site: str, layer: int | None, where: ActivationSite) -> Tensor:
         """Return what the source has at a site of a pass; ConfigError where it has none."""
-        there = ActivationSite(site, layer, where.at)
-        if there not in self.source:
-            raise ConfigError(f"the source has no {there}: it must have the same frames, blocks and steps")
-        return self.source[there]
+        place = ActivationSite(site, layer, where.at)
+        if place not in self.source:
+            raise ConfigError(f"the source has no {place}: it must have the same frames, blocks and steps")
+        return self.source[place]
 
     def _metric(self, where: ActivationSite) -> Metric:
         """Return the metric of a pass: what was given, or the way from the own x0 to the source's."""
         if not self._follows_source:
             assert self.metric is not None
             return self.metric
-        own, theirs = self._own_x0.double(), self.of("x0", None, where).double()
-        way = theirs - own
-        return lambda x0: ((x0.double() - own) * way).sum() / way.square().sum()
+        start = self._own_x0.double()
+        way = self.of("x0", None, where).double() - start
+        return lambda x0: ((x0.double() - start) * way).sum() / way.square().sum()
 
     def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
         where = next(iter(graph.nodes))
@@ -414,23 +440,25 @@ class Attribution(Gradients):
             self._own_x0 = graph.x0.detach()
         metric = self._metric(where)
         super()._differentiate(graph, metric, retain_graph)
-        reached = Graph(x0=self.of("x0", None, where))
-        is_known = not takes_activations(metric)  # the source's are not all there
-        self.reached.append(float(self.value_of(reached, metric)) if is_known else float("nan"))
+        reached = float("nan")  # of the activations that a metric takes, the source has a few
+        if not takes_activations(metric):
+            reached = float(self.value_of(Graph(x0=self.of("x0", None, where)), metric))
+        self.reached.append(reached)
 
-    def take(self, graph: Graph, found: Sequence[Tensor]) -> None:
-        for (where, node), gradient in zip(graph.nodes.items(), found, strict=True):
-            own = self._own.get(where, node).detach()
-            change = (self.of(where.site, where.layer, where) - own).double() * gradient.double()
+    def take(self, graph: Graph, gradients: Sequence[Tensor]) -> None:
+        for (where, node), gradient in zip(graph.nodes.items(), gradients, strict=True):
+            before = self._own.get(where, node).detach()
+            change = (self.of(where.site, where.layer, where) - before).double() * gradient.double()
             axes = SITES[where.site].split()
             score = change.sum([n for n, axis in enumerate(axes) if axis != "H"]).reshape(-1).float().cpu()
             self.scores[where] = self.scores.get(where, 0) + score / self.points
 
 
-def size_of(found: Any) -> Tensor:
+def size_of(outputs: Any) -> Tensor:
     """Return the mean size of what a part of a layer returned: a tensor or several."""
-    parts = [found] if isinstance(found, Tensor) else found
-    return torch.stack([x.detach().abs().mean(dtype=torch.float32) for x in parts]).sum()
+    if isinstance(outputs, Tensor):
+        outputs = [outputs]
+    return torch.stack([x.detach().abs().mean(dtype=torch.float32) for x in outputs]).sum()
 
 
 class _Replay(Watcher):
@@ -441,4 +469,6 @@ class _Replay(Watcher):
         self.node = recorder.node
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
-        return self.node(x) if self.wants(where.site, where.layer, where.at) else None
+        if self.wants(where.site, where.layer, where.at):
+            return self.node(x)
+        return None

@@ -43,8 +43,15 @@ def frame_values(
     # 1. Values of every slot, or of every token where slots hold tokens of several frames.
     by_slot = layout.chosen is None
     num_slots = len(layout.slots)
-    added = None if bias is None else send(bias.values if by_slot else bias.per_token(), q.device)
-    means = frame_sums(k, num_slots) / layout.tokens_per_slot if by_slot else k.float()
+    if by_slot:
+        means = frame_sums(k, num_slots) / layout.tokens_per_slot
+    else:
+        means = k.float()
+    added: Tensor | None = None
+    if bias is not None and by_slot:
+        added = send(bias.values, q.device)
+    elif bias is not None:
+        added = send(bias.per_token(), q.device)
     parts = {"logits": with_bias(frame_logits(q, means, num_query_frames), added)}
     if mass and tails is not None:
         parts["mass"] = mass_of_tails(tails, num_query_frames)
@@ -61,9 +68,12 @@ def frame_values(
     if layout.is_plain:
         values = {f"frame_{name}": part for name, part in parts.items()}
     else:
-        frames = slot_frames(layout, len(q)) if by_slot else key_frames(layout, len(q))[0]
+        if by_slot:
+            frames, tokens = slot_frames(layout, len(q)), layout.tokens_per_slot
+        else:
+            frames, tokens = key_frames(layout, len(q))[0], 1
         members = (frames[:, :, None] == torch.tensor(layout.columns)).float()  # [B, slots or tokens, Fk]
-        tokens_kept = members.sum(1).long() * (layout.tokens_per_slot if by_slot else 1)
+        tokens_kept = members.sum(1).long() * tokens
         members = send(members[:, None], q.device)
         values = {"frame_logits": _visible_mean(parts["logits"], members), "slot_logits": parts["logits"]}
         if mass:
@@ -146,7 +156,8 @@ def frame_mass(
     Every row of the result sums to 1. On the CPU lse is not used: in bfloat16 it is only good to 5e-5 there,
     and the softmax of a chunk costs the same.
     """
-    if lse is not None and (kernels := mass_kernels(q)):
+    kernels = mass_kernels(q)
+    if lse is not None and kernels:
         # The call's lse counts the bias, the kernel's logits do not: e^bias is still to come.
         mass = kernels.query_frame_mass(q, k, lse, num_key_frames)  # [B, H, Fk, Lq]
         if bias is not None:
@@ -192,9 +203,12 @@ def token_mass(
     With the unedited call's lse [B, H, Lq] a kernel forms it on CUDA. Else whole query frames are taken at
     once, as many as fit: their means run along memory. Where not one fits it is taken in pieces.
     """
-    if lse is not None and (kernels := mass_kernels(q)):
+    kernels = mass_kernels(q)
+    if lse is not None and kernels:
         mass = kernels.key_token_mass(q, k, lse, num_query_frames)
-        return mass if bias is None else _weighted(mass, bias[:, None])
+        if bias is None:
+            return mass
+        return _weighted(mass, bias[:, None])
     # 1. How many query frames fit at once; where not one does, its queries go in pieces.
     S = q.shape[1] // num_query_frames
     frames = CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2] * S)
@@ -210,7 +224,9 @@ def token_mass(
         _logits(part, keys, bias).softmax(-1).unflatten(2, (-1, S)).mean(3)
         for part in q.split(frames * S, dim=1)
     ]
-    return means[0] if len(means) == 1 else torch.cat(means, 2)
+    if len(means) == 1:
+        return means[0]
+    return torch.cat(means, 2)
 
 
 def key_token_means(
@@ -220,7 +236,8 @@ def key_token_means(
 
     lse is used on CUDA alone, as in frame_mass.
     """
-    if lse is not None and (kernels := mass_kernels(q)):
+    kernels = mass_kernels(q)
+    if lse is not None and kernels:
         logits, mass = (x[:, :, 0] for x in kernels.key_token_means(q, k, lse))
         if bias is not None:
             mass = _weighted(mass, bias)
@@ -274,16 +291,20 @@ def scaled_logits(
     keys = k.permute(0, 2, 3, 1).float()  # [B, H, D, Lk]
     rows = max(1, CHUNK_ELEMENTS // (k.shape[0] * k.shape[1] * k.shape[2]))
     for start in range(0, q.shape[1], rows):
-        some = slice(start, start + rows)
-        logits = _logits(q[:, some], keys, bias)
-        if (own := rows_of_mask(mask, some)) is not None:
-            logits = logits.masked_fill(~own, -torch.inf) if own.dtype == torch.bool else logits + own
+        chunk = slice(start, start + rows)
+        logits, hidden = _logits(q[:, chunk], keys, bias), rows_of_mask(mask, chunk)
+        if hidden is not None and hidden.dtype == torch.bool:
+            logits = logits.masked_fill(~hidden, -torch.inf)
+        elif hidden is not None:
+            logits = logits + hidden
         yield logits
 
 
 def rows_of_mask(mask: Tensor | None, rows: slice) -> Tensor | None:
     """Return the rows of a mask [..., Lq or 1, Lk] that are of some queries."""
-    return mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+    if mask is None or mask.shape[-2] == 1:
+        return mask
+    return mask[..., rows, :]
 
 
 def visible_sums(
@@ -295,7 +316,7 @@ def visible_sums(
     what is added to the logits) and a bias [H, Lk] say which pairs count: those whose logit is not -inf.
     """
     size = q.shape[1] // groups
-    found = []
+    of_groups = []
     for group in range(groups):
         rows = slice(group * size, (group + 1) * size)
         parts = []
@@ -304,15 +325,17 @@ def visible_sums(
             # A query that sees no key at all gives 0 / 0; it has no mass.
             mass = logits.softmax(-1).nan_to_num().sum(2)
             parts.append(torch.stack([logits.masked_fill(~is_seen, 0).sum(2), is_seen.sum(2), mass]))
-        found.append(torch.stack(parts).sum(0))
-    sums, pairs, mass = torch.stack(found, 3).unbind()
+        of_groups.append(torch.stack(parts).sum(0))
+    sums, pairs, mass = torch.stack(of_groups, 3).unbind()
     return sums, pairs, mass / size
 
 
 def _logits(q: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
     """Scaled float32 logits [B, H, Lq, Lk] of queries [B, Lq, H, D] and keys [B, H, D, Lk], plus bias."""
     logits = (q.transpose(1, 2).float() * q.shape[-1] ** -0.5) @ keys
-    return logits if bias is None else logits + bias[:, None]
+    if bias is None:
+        return logits
+    return logits + bias[:, None]
 
 
 def with_bias(logits: Tensor, bias: Tensor | None) -> Tensor:
