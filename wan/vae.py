@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from wan.checkpoint import (
@@ -145,7 +146,9 @@ class StreamedDecoder:
         # 1. As the VAE has them; the video's first latent frame is one video frame, and goes alone.
         z = latents.float() * self.model.latents_std[:, 0] + self.model.latents_mean[:, 0]
         at_once = max(1, DECODED_AT_ONCE // (z.shape[3] * z.shape[4]))
-        pieces = z.split(at_once, 1) if self.past else (z[:, :1], *z[:, 1:].split(at_once, 1))
+        pieces = list(z.split(at_once, 1))
+        if not self.past:
+            pieces = [z[:, :1], *z[:, 1:].split(at_once, 1)]
         # 2. Pixels in about -1..1 to 0..1.
         parts = [
             part.float().div_(2).add_(0.5).clamp_(0, 1)
@@ -156,10 +159,18 @@ class StreamedDecoder:
         return torch.cat(parts, 1)
 
 
-def patched(vae: "AutoencoderKLWan", video: Tensor, undo: bool = False) -> Tensor:
-    """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's), or back."""
-    size, module = vae.config.patch_size, diffusers_vae()
-    return video if size is None else (module.unpatchify if undo else module.patchify)(video, size)
+def patched(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
+    """Move patches of pixels of [B, 3, F, H, W] to channels where the VAE has patches (Wan2.2's)."""
+    if vae.config.patch_size is None:
+        return video
+    return diffusers_vae().patchify(video, vae.config.patch_size)
+
+
+def unpatched(vae: "AutoencoderKLWan", video: Tensor) -> Tensor:
+    """Undo patched()."""
+    if vae.config.patch_size is None:
+        return video
+    return diffusers_vae().unpatchify(video, vae.config.patch_size)
 
 
 def diffusers_vae() -> ModuleType:
@@ -194,7 +205,16 @@ class Sum(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """[B, T, H, W, C] of the sum."""
         B, T, H, W, *_, C = self.y.shape
-        return (B, T, 2 * H - 2, 2 * W - 2, C) if self.shuffled else (B, T, H, W, C)
+        if self.shuffled:
+            return B, T, 2 * H - 2, 2 * W - 2, C
+        return B, T, H, W, C
+
+
+def biased(s: Sum) -> Tensor:
+    """Return a convolution's output with its bias."""
+    if s.bias is None:
+        return s.y
+    return s.y + s.bias
 
 
 Layer = Callable[[Sum, "Past", bool], Sum]
@@ -209,10 +229,13 @@ def feed(
     gamma [C] normalises it and asks for SiLU. stack 1: frames behind the past ones, [B, T + 2, H, W, C]; 3 (a
     kernel's): each frame with the two before it, [B, T, H, W, 3C]; 0: none. past becomes the last two.
     """
-    if kernels := vae_kernels(s.y):
+    kernels = vae_kernels(s.y)
+    if kernels:
         return kernels.feed(s.y, s.bias, s.residual, s.shuffled, gamma, past, stack, keep)
     # 1. The sum: [B, T, H, W, C].
-    x = unshuffled(s.y) if s.shuffled else s.y
+    x = s.y
+    if s.shuffled:
+        x = unshuffled(x)
     if s.bias is not None:
         x = x + s.bias
     if s.residual is not None:
@@ -257,16 +280,25 @@ class Conv:
 
     def __init__(self, conv: Any, norm: Any = None, row: int = 1):
         """row: outputs are a multiple of it, and those too many are 0."""
-        self.gamma = None if norm is None else scaled_gamma(norm)
+        self.gamma: Tensor | None = None
+        if norm is not None:
+            self.gamma = scaled_gamma(norm)
         weight, bias = conv.weight.detach(), conv.bias.detach()
-        self.on_gpu, self.padding = vae_kernels(weight) is not None, weight.shape[-1] // 2
-        self.stack = 3 if self.on_gpu and self.padding and weight.shape[1] <= STACKED_CHANNELS else 1
+        on_gpu, self.padding = vae_kernels(weight) is not None, weight.shape[-1] // 2
+        self.stack = 1
+        if on_gpu and self.padding and weight.shape[1] <= STACKED_CHANNELS:
+            self.stack = 3
         # cuDNN is slow at 3 output channels: rows of zeros make them a multiple of row.
-        more = -len(weight) % row
-        weight, bias = F.pad(weight, (0, 0) * 4 + (0, more)), F.pad(bias, (0, more))
+        rows = -len(weight) % row
+        weight, bias = F.pad(weight, (0, 0) * 4 + (0, rows)), F.pad(bias, (0, rows))
         if self.stack == 3:
             weight = weight.transpose(1, 2).flatten(1, 2)  # [O, 3C, 3, 3]
-        self.bias, self.weight = bias, weight.contiguous(memory_format=LAYOUTS[weight.ndim])
+        self.weight = weight.contiguous(memory_format=LAYOUTS[weight.ndim])
+        # What the convolution adds, and what the next feed() adds.
+        self.bias: Tensor | None = bias
+        self.later: Tensor | None = None
+        if on_gpu:
+            self.bias, self.later = None, bias
 
     def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
         return self.read(s, past)[1]
@@ -277,15 +309,14 @@ class Conv:
             B, _, H, W, C = s.shape
             past[self] = s.y.new_zeros(B, 2, H, W, C)
         x, fed = feed(s, self.gamma, past[self], self.stack, keep)
-        added, later = (None, self.bias) if self.on_gpu else (self.bias, None)
         if self.stack == 3:
             frames = fed.flatten(0, 1).permute(0, 3, 1, 2)  # [BT, 3C, H, W]
-            y = F.conv2d(frames, self.weight, added, padding=self.padding)
+            y = F.conv2d(frames, self.weight, self.bias, padding=self.padding)
             y = y.permute(0, 2, 3, 1).unflatten(0, fed.shape[:2])
         else:
             frames, padding = fed.permute(0, 4, 1, 2, 3), (0, self.padding, self.padding)
-            y = F.conv3d(frames, self.weight, added, padding=padding).permute(0, 2, 3, 4, 1)
-        return x, Sum(y.contiguous(), later)
+            y = F.conv3d(frames, self.weight, self.bias, padding=padding).permute(0, 2, 3, 4, 1)
+        return x, Sum(y.contiguous(), self.later)
 
 
 class Residual:
@@ -293,13 +324,15 @@ class Residual:
 
     def __init__(self, block: Any):
         self.first, self.second = Conv(block.conv1, block.norm1), Conv(block.conv2, block.norm2)
-        one = block.conv_shortcut
-        self.shortcut = (one.weight.flatten(1), one.bias) if isinstance(one, nn.Conv3d) else None
+        self.shortcut: tuple[Tensor, Any] | None = None
+        if isinstance(block.conv_shortcut, nn.Conv3d):
+            self.shortcut = block.conv_shortcut.weight.flatten(1), block.conv_shortcut.bias
 
     def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
         x, hidden = self.first.read(s, past, keep=True)
-        residual = F.linear(x, *self.shortcut) if self.shortcut else x
-        return self.second(hidden, past)._replace(residual=residual)
+        if self.shortcut:
+            x = F.linear(x, *self.shortcut)
+        return self.second(hidden, past)._replace(residual=x)
 
 
 class Attention:
@@ -323,13 +356,15 @@ class Upsample:
     """Twice as many pixels in each direction; with a convolution over time, twice as many frames too."""
 
     def __init__(self, block: Any):
-        self.over_time = Conv(block.time_conv) if block.mode == "upsample3d" else None
+        self.over_time: Conv | None = None
+        if block.mode == "upsample3d":
+            self.over_time = Conv(block.time_conv)
         conv = block.resample[1]
-        weight, self.bias, self.on_gpu = (
-            conv.weight.detach(),
-            conv.bias.detach(),
-            vae_kernels(conv.weight) is not None,
-        )
+        weight, bias = conv.weight.detach(), conv.bias.detach()
+        self.bias: Tensor | None = bias.repeat(4)  # what the convolution adds
+        self.later: Tensor | None = None  # what the next feed() adds
+        if vae_kernels(weight) is not None:
+            self.bias, self.later = None, bias
         # Two of a kernel's three rows see the same one: the last two for even pixels, the first two for odd.
         rows = weight.new_tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]], dtype=torch.float32)
         four = torch.einsum("apx,bqy,ocxy->abocpq", rows, rows, weight.float())  # [2, 2, O, C, 2, 2]
@@ -339,12 +374,12 @@ class Upsample:
         if self.over_time is None or is_first:  # the first frame of a video stays one
             x, _ = feed(s, keep=True)
         else:
-            y, bias, *_ = self.over_time(s, past)
-            x = (y if bias is None else y + bias).unflatten(-1, (2, -1)).movedim(-2, 2).flatten(1, 2)
-        added, later = (None, self.bias) if self.on_gpu else (self.bias.repeat(4), None)
+            x = biased(self.over_time(s, past))
+            x = rearrange(x, "b f h w (two c) -> b (f two) h w c", two=2)
         frames = x.flatten(0, 1).permute(0, 3, 1, 2)
-        y = F.conv2d(frames, self.weight, added, padding=1).permute(0, 2, 3, 1)  # [BT, h + 1, w + 1, 4C]
-        return Sum(y.unflatten(-1, (2, 2, -1)).unflatten(0, x.shape[:2]).contiguous(), later, shuffled=True)
+        y = F.conv2d(frames, self.weight, self.bias, padding=1).permute(0, 2, 3, 1)  # [BT, h + 1, w + 1, 4C]
+        y = y.unflatten(-1, (2, 2, -1)).unflatten(0, x.shape[:2]).contiguous()
+        return Sum(y, self.later, shuffled=True)
 
 
 class UpBlock:
@@ -352,8 +387,11 @@ class UpBlock:
 
     def __init__(self, block: Any):
         self.layers: list[Layer] = [Residual(resnet) for resnet in block.resnets]
-        upsamplers = block.upsamplers if hasattr(block, "upsamplers") else [block.upsampler]
-        self.layers += [Upsample(one) for one in upsamplers or () if one is not None]
+        if hasattr(block, "upsamplers"):
+            upsamplers = list(block.upsamplers or ())
+        else:
+            upsamplers = [block.upsampler]
+        self.layers += [Upsample(upsampler) for upsampler in upsamplers if upsampler is not None]
         self.around: Any = getattr(block, "avg_shortcut", None)
 
     def __call__(self, s: Sum, past: Past, is_first: bool = False) -> Sum:
@@ -363,14 +401,18 @@ class UpBlock:
             s = Sum(x)
         for layer in self.layers:
             s = layer(s, past, is_first)
-        return s if x is None else s._replace(residual=self.spread(x, is_first))
+        if x is None:
+            return s
+        return s._replace(residual=self.spread(x, is_first))
 
     def spread(self, x: Tensor, is_first: bool) -> Tensor:
         """Give channels to new frames and pixels: [B, T, H, W, C] -> [B, tT, sH, sW, O]."""
         t, s = self.around.factor_t, self.around.factor_s
-        x = x.repeat_interleave(self.around.repeats, -1).unflatten(-1, (-1, t, s, s))
-        x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
-        return x[:, t - 1 :] if is_first else x
+        x = x.repeat_interleave(self.around.repeats, -1)
+        x = rearrange(x, "b f h w (c t p q) -> b (f t) (h p) (w q) c", t=t, p=s, q=s)
+        if is_first:
+            return x[:, t - 1 :]
+        return x
 
 
 class Decoder:
@@ -388,9 +430,10 @@ class Decoder:
         self.stages: list[list[Layer]] = [[Conv(decoder.conv_in), *inner, first]]
         for block in others:
             self.stages.append([block])
-        self.stages[-1].append(
-            Conv(decoder.conv_out, decoder.norm_out, ROW if vae_kernels(post.weight) else 1)
-        )
+        row = 1
+        if vae_kernels(post.weight):
+            row = ROW
+        self.stages[-1].append(Conv(decoder.conv_out, decoder.norm_out, row))
 
     def decode(self, z: Tensor, past: Past, is_first: bool) -> Iterator[Tensor]:
         """Yield pixels [B, frames, 3, 8h, 8w], about -1..1, of the next latents [B, F, C, h, w].
@@ -400,9 +443,9 @@ class Decoder:
         # [B, F, C, h, w] -> [B, F, h, w, C], in float32 as diffusers' post_quant_conv of float32 latents.
         x = F.linear(z.movedim(2, -1).float(), *self.post).to(self.dtype)
         for s in self._through(0, Sum(x), past, is_first):
-            y = s.y if s.bias is None else s.y + s.bias
-            y = y[..., : self.channels].unflatten(-1, (-1, self.patch, self.patch))  # [B, T, H, W, c, x, y]
-            yield y.permute(0, 1, 4, 2, 6, 3, 5).flatten(5, 6).flatten(3, 4)
+            y = biased(s)[..., : self.channels]
+            pattern = "b f h w (c x y) -> b f c (h y) (w x)"
+            yield rearrange(y, pattern, x=self.patch, y=self.patch)
 
     def _through(self, number: int, s: Sum, past: Past, is_first: bool) -> Iterator[Sum]:
         """Put frames through a stage, as many at once as fit, and each part through the stages behind it."""
@@ -413,8 +456,10 @@ class Decoder:
         # Later stages have more pixels, and take fewer frames at once.
         frames = max(1, AT_ONCE // (B * H * W * C * s.y.element_size()))
         for start in range(0, T, frames):
-            of = slice(start, start + frames)
-            part = s._replace(y=s.y[:, of], residual=None if s.residual is None else s.residual[:, of])
+            chunk = slice(start, start + frames)
+            part = s._replace(y=s.y[:, chunk])
+            if s.residual is not None:
+                part = part._replace(residual=s.residual[:, chunk])
             for layer in self.stages[number]:
                 part = layer(part, past, is_first)
             yield from self._through(number + 1, part, past, is_first)
@@ -506,9 +551,13 @@ class PreviewStream:
                 y = layer(x.flatten(0, 1), torch.cat([last, x[:, :-1]], 1).flatten(0, 1))
             else:
                 y = layer(x.flatten(0, 1))
-            times = layer.times if isinstance(layer, Grow) else 1
-            x = y.unflatten(1, (times, -1)).flatten(0, 1).unflatten(0, (batch, -1))
-        return x[:, 3 if is_first else 0 :].float().clamp(0, 1)
+            if isinstance(layer, Grow):
+                x = rearrange(y, "(b f) (times c) h w -> b (f times) c h w", b=batch, times=layer.times)
+            else:
+                x = y.unflatten(0, (batch, -1))
+        if is_first:
+            x = x[:, 3:]
+        return x.float().clamp(0, 1)
 
 
 def _conv(inputs: int, outputs: int, bias: bool = True) -> nn.Conv2d:

@@ -54,7 +54,7 @@ from wan.errors import ConfigError
 from wan.files import read_json
 from wan.model import CausalWanModel, TextKeysValues, WanModel
 from wan.pipeline import FlowSchedule, add_noise
-from wan.vae import channels_last, patched
+from wan.vae import channels_last, patched, unpatched
 from wan.wings.graphs import Recorder, Replay
 
 # --- Sizes of the models
@@ -405,7 +405,7 @@ def decode(vae: AutoencoderKLWan, z: Tensor) -> Tensor:
     cache, z = [None] * vae._cached_conv_counts["decoder"], vae.post_quant_conv(z)
     first = vae.decoder(z[:, :, :1], feat_cache=cache, feat_idx=[0], first_chunk=True)
     rest = [vae.decoder(z[:, :, 1:], feat_cache=cache, feat_idx=[0])] if z.shape[2] > 1 else []
-    return patched(vae, torch.cat([first, *rest], 2), undo=True)
+    return unpatched(vae, torch.cat([first, *rest], 2))
 
 
 @torch.no_grad()
