@@ -45,12 +45,13 @@ Reduce = Callable[..., Tensor]  # fn(x, where), or fn(x)
 
 def check_device(to: Any) -> None:
     """Raise ConfigError for a missing device; None leaves values where they are."""
+    if to is None:
+        return
     try:
-        kind = "cpu" if to is None else torch.device(to).type
-        there = kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
+        kind = torch.device(to).type
     except (RuntimeError, TypeError):
-        there = False
-    if not there:
+        kind = "none"
+    if kind != "cpu" and not (kind == "cuda" and torch.cuda.is_available()):
         raise ConfigError(f"to {short_repr(to)} is not cpu, cuda or cuda:N here, or None, to stay")
 
 
@@ -113,10 +114,12 @@ class SiteCapture(Watcher):
                 self.flush()
             self.newest = where.block
         # 2. Videos that are made together are apart here; what all of them share is each one's.
-        parts = [x] if self.items in (None, 1) else x.split(1)
+        parts: Sequence[Tensor] = [x]
+        if self.items is not None and self.items > 1:
+            parts = x.split(1)
         if self.items is not None and len(parts) != self.items:
             assert len(parts) == 1, f"{where}: a batch of {len(parts)}, not of {self.items}"
-            parts = parts * self.items
+            parts = list(parts) * self.items
         for item, part in enumerate(parts):
             self.kept.append(Activation(where, self.taken(part.detach(), where), item))
 
@@ -126,21 +129,24 @@ class SiteCapture(Watcher):
         value = self.chosen(x, where)
         if self.reduce:
             value = call_hook(self.reduce, value.clone(), where)
-            kept = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-            if not kept:
-                what = (
-                    f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                )
-                raise ConfigError(f"reduce at {where}: it returned {what}, not a tensor with its numbers")
+            problem = ""
+            if not isinstance(value, Tensor):
+                problem = f"a {type(value).__name__}"
+            elif value.layout != torch.strided or value.is_meta:
+                problem = f"a {value.layout} tensor"
+            if problem:
+                raise ConfigError(f"reduce at {where}: it returned {problem}, not a tensor with its numbers")
         if self.dtype and value.is_floating_point():  # counts and indices of reduce stay what they are
             value = value.to(self.dtype)
         # 2. Copy to the host while the next layers compute.
-        to = value.device if self.to is None else torch.device(self.to)
-        is_copy = to.type != value.device.type or to.index not in (None, value.device.index)
-        # a value that stays must not be overwritten by the layers to come
-        if not is_copy:
-            return value.clone()
-        return to_host(value.contiguous()) if to.type == "cpu" else value.to(to)
+        to = value.device
+        if self.to is not None:
+            to = torch.device(self.to)
+        if to.type == value.device.type and to.index in (None, value.device.index):
+            return value.clone()  # what stays must not be overwritten by the layers to come
+        if to.type == "cpu":
+            return to_host(value.contiguous())
+        return value.to(to)
 
     def chosen(self, x: Tensor, where: ActivationSite) -> Tensor:
         """Return the selected frames and heads of an activation."""
@@ -157,7 +163,7 @@ class SiteCapture(Watcher):
 
     def flush(self) -> None:
         """Wait for copies to the host; pass the last block to on_block."""
-        if any(one.value.is_pinned() for one in self.kept if one.value.device.type == "cpu"):
+        if any(kept.value.is_pinned() for kept in self.kept if kept.value.device.type == "cpu"):
             wait_for_host()
         if self.on_block and self.kept:
             self.on_block(self.kept)

@@ -52,14 +52,16 @@ def has_fa4(device: torch.device) -> bool:
     require_known(choice, CHOICES, f"{VARIABLE} is {{}}; unset it")
     if choice == "cudnn" or device.type != "cuda":
         return False
-    lacks = None
+    problem = ""
     if installed_version(FA4) is None:
-        lacks = 'flash-attn-4 is not installed; run: pip install ".[fa4]"'
-    elif (major := torch.cuda.get_device_capability(device)[0]) not in (HOPPER, BLACKWELL):
-        lacks = f"it needs a GPU of compute capability 9 or 10, and {device} has {major}; unset it"
-    if lacks and choice == "fa4":
-        raise ConfigError(f"{VARIABLE} is fa4, but {lacks}")
-    return lacks is None
+        problem = 'flash-attn-4 is not installed; run: pip install ".[fa4]"'
+    else:
+        major, _ = torch.cuda.get_device_capability(device)
+        if major not in (HOPPER, BLACKWELL):
+            problem = f"it needs a GPU of compute capability 9 or 10, and {device} has {major}; unset it"
+    if problem and choice == "fa4":
+        raise ConfigError(f"{VARIABLE} is fa4, but {problem}")
+    return not problem
 
 
 @cache
@@ -76,7 +78,9 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> str | None:
         return "efficient"
     if not has_fa4(device):
         return "cudnn"
-    fewest = FEWEST_KEYS if is_launched(device) else FEWEST_KEYS_OF_FUNCTION
+    fewest = FEWEST_KEYS_OF_FUNCTION
+    if is_launched(device):
+        fewest = FEWEST_KEYS
     return f"fa4 {installed_version(FA4)}, cudnn below {fewest} keys"
 
 
@@ -138,10 +142,11 @@ def fa4_attention(
     With num_frames and gives_tails() there are tails [2, B, H, Fk, Lq] of the key frames (wan/wings/fa4.py).
     """
     tokens_first = (x.transpose(1, 2) for x in (q, k, v))  # [B, L, H, D], as the package has them
-    if launches(q):
-        frame_size = k.shape[2] // num_frames if num_frames else 0
-        out, lse, tails = imported("wan.wings.fa4").attention(*tokens_first, frame_size)
-    else:
+    if not launches(q):
         out, lse, *_ = imported("flash_attn.cute").flash_attn_func(*tokens_first, return_lse=True)
-        tails = None
+        return out.transpose(1, 2), lse, None
+    frame_size = 0
+    if num_frames:
+        frame_size = k.shape[2] // num_frames
+    out, lse, tails = imported("wan.wings.fa4").attention(*tokens_first, frame_size)
     return out.transpose(1, 2), lse, tails

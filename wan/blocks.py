@@ -22,9 +22,10 @@ def block_sizes(
     least = 1 - first  # blocks of n frames
     if count < least or left_over:
         lower = first + max(count, least) * n
-        behind = " after an independent first frame" if first else ""
-        fits = sorted({lower, lower + n})
-        raise ConfigError(f"{num_frames} frames do not fit blocks of {n}{behind}; try {fits[0]} or {fits[1]}")
+        blocks = f"blocks of {n}"
+        if first:
+            blocks += " after an independent first frame"
+        raise ConfigError(f"{num_frames} frames do not fit {blocks}; try {lower} or {lower + n}")
     return [1] * first + [n] * count
 
 
@@ -35,7 +36,9 @@ def steps_of_blocks(
 
     [1000, 500] with first_block_steps [1000, 750, 500, 250] -> [1000, 750, 500, 250], 0..3 and [0, 2].
     """
-    first = list(steps if first_block_steps is None else first_block_steps)
+    first = list(steps)
+    if first_block_steps is not None:
+        first = list(first_block_steps)
     every = sorted({*steps, *first}, reverse=True)
     return every, [every.index(step) for step in first], [every.index(step) for step in steps]
 
@@ -60,8 +63,10 @@ def visible_frames(
 ) -> list[int]:
     """Return the key frames that a block sees, its own included: all so far, or a sink and the newest."""
     frames = list(range(block_ranges(block_sizes)[block].stop))
-    excess = len(frames) - local_attn_size if local_attn_size > 0 else 0
-    return frames[:sink_size] + frames[sink_size + max(0, excess) :]
+    if local_attn_size <= 0:
+        return frames
+    excess = max(0, len(frames) - local_attn_size)
+    return frames[:sink_size] + frames[sink_size + excess :]
 
 
 def rolling_attention_size(local_attn_size: int, num_steps: int, block_size: int) -> int:
@@ -69,7 +74,9 @@ def rolling_attention_size(local_attn_size: int, num_steps: int, block_size: int
 
     Raises ConfigError where they do not hold the first block and a window of num_steps blocks.
     """
-    size = ROLLING_ATTENTION if local_attn_size == -1 else local_attn_size
+    size = local_attn_size
+    if size == -1:
+        size = ROLLING_ATTENTION
     least = (num_steps + 1) * block_size
     if size < least:
         raise ConfigError(

@@ -365,10 +365,10 @@ class CachePolicy:
         settings = {"name": self.name}
         if self.release:
             settings["released"] = self.release
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if type(value) is not type(each.default) or value != each.default:
-                settings[each.name] = value
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if type(value) is not type(setting.default) or value != setting.default:
+                settings[setting.name] = value
         return settings
 
     def check(self, block_sizes: Sequence[int] = ()) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 # --- Indices and host tensors for a device, without making the host wait for it
 def send(x: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device."""
-    leaves = x.device.type == "cpu" and device.type == "cuda"
-    return x.pin_memory().to(device, non_blocking=True) if leaves else x.to(device)
+    if x.device.type == "cpu" and device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 LEFT: set[torch.device] = set()  # GPUs from which copies to the host were started
@@ -42,9 +43,11 @@ def as_index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:
 
     A list as an index would be copied to the device, and the host would wait for it.
     """
-    first = numbers[0] if numbers else 0
-    if list(numbers) == list(range(first, first + len(numbers))):
-        return slice(first, first + len(numbers))
+    if not numbers:
+        return slice(0, 0)
+    first, stop = numbers[0], numbers[0] + len(numbers)
+    if list(numbers) == list(range(first, stop)):
+        return slice(first, stop)
     return send(torch.tensor(numbers, dtype=torch.long), device)
 
 
@@ -114,7 +117,8 @@ class RotaryTable:
     ) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin for rotate(), float32 [L, 1, D]; kept until others are asked for."""
         key = (tuple(frames), height, width, device)
-        if (found := self._last.get(key)) is None:  # another thread may replace what is kept
+        tables = self._last.get(key)  # another thread may replace what is kept
+        if tables is None:
             if isinstance(frames, range):  # made on the device: a copy from the host would wait for it
                 positions = torch.arange(frames.start, frames.stop, frames.step, device=device)
             else:
@@ -125,9 +129,9 @@ class RotaryTable:
             parts = time[:, None, None], row[None, :, None], column[None, None]
             turns = torch.cat([part.expand(grid) for part in parts], -1).flatten(0, 2)[:, None]  # [L, 1, D/2]
             cos, sin = turns.real.float(), turns.imag.float()
-            found = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
-            self._last = {key: found}
-        return found
+            tables = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
+            self._last = {key: tables}
+        return tables
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -198,7 +202,9 @@ class KeyLayout:
     @cached_property
     def on_host(self) -> "KeyLayout":
         """The same without tensors on a device, for values that outlive the block."""
-        return self if self.chosen is None else replace(self, chosen=self.chosen.on_host)
+        if self.chosen is None:
+            return self
+        return replace(self, chosen=self.chosen.on_host)
 
     @property
     def differs(self) -> bool:
@@ -233,17 +239,22 @@ class KeyLayout:
     @cached_property
     def names(self) -> tuple[frozenset[int | str], ...]:
         """The names by which edits call the frame of every slot (wan/interventions.py: Frames)."""
-        found = []
+        of_slots = []
         for n, slot in enumerate(self.slots):
-            named: set[int | str] = set()
-            for frame in slot.by_item:  # frames of the block itself are "own", never a number
-                if n in self.own:
-                    named |= {"own", f"own:{frame}"}
-                else:
-                    named |= {frame, *["first"] * (frame == 0), *["past"] * (frame != EMPTY)}
-                    named |= {*["sink"] * (n in self.sink)}
-            found.append(frozenset(named))
-        return tuple(found)
+            names: set[int | str] = set()
+            for frame in slot.by_item:
+                if n in self.own:  # frames of the block itself are "own", never a number
+                    names |= {"own", f"own:{frame}"}
+                    continue
+                names.add(frame)
+                if frame == 0:
+                    names.add("first")
+                if frame != EMPTY:
+                    names.add("past")
+                if n in self.sink:
+                    names.add("sink")
+            of_slots.append(frozenset(names))
+        return tuple(of_slots)
 
     @cached_property
     def columns(self) -> tuple[int, ...]:
@@ -276,8 +287,11 @@ class KeyLayout:
 
 def slot_frames(layout: KeyLayout, batch: int) -> Tensor:
     """Return the frame of every slot, int64 [B, slots]."""
-    rows = [[slot.items[i] if slot.items else slot.frame for slot in layout.slots] for i in range(batch)]
-    return torch.tensor(rows)
+    frames = torch.tensor([layout.frames]).repeat(batch, 1)
+    for index, slot in enumerate(layout.slots):
+        if slot.items:
+            frames[:, index] = torch.tensor(slot.items[:batch])
+    return frames
 
 
 def key_frames(layout: KeyLayout, batch: int) -> tuple[Tensor, Tensor]:

@@ -50,10 +50,10 @@ Noise: TypeAlias = "TensorNoise | SeededNoise"
 
 def check_frames(noise: Noise, frames: range) -> None:
     """Raise ConfigError where a noise is not of all these frames."""
-    there = range(noise.start, noise.start + noise.shape[1])
-    if frames.start < there.start or frames.stop > there.stop:
-        has, asks = (f"frames {one.start}..{one.stop - 1}" for one in (there, frames))
-        raise ConfigError(f"noise of {has} is not that of {asks}; draw more frames")
+    first, last = noise.start, noise.start + noise.shape[1] - 1
+    if frames.start < first or frames.stop - 1 > last:
+        wanted = f"frames {frames.start}..{frames.stop - 1}"
+        raise ConfigError(f"noise of frames {first}..{last} is not that of {wanted}; draw more frames")
 
 
 # --- The noise of the public scripts: torch.randn in bfloat16 on the GPU, in the order of their calls
@@ -109,14 +109,17 @@ def released_noise(config: RunConfig, channels: int, device: torch.device) -> tu
         for newest in range(len(blocks) + steps - 1):
             window = range(max(0, newest - steps + 1), min(newest, len(blocks) - 1) + 1)
             for block in window:
-                if (step := newest - block) < steps - 1:
-                    own, start = blocks[block], blocks[window.start].start
+                step = newest - block
+                if step < steps - 1:
+                    frames, start = blocks[block], blocks[window.start].start
                     drawn = draw(blocks[window[-1]].stop - start)
-                    renoise[step, own.start : own.stop] = drawn[own.start - start : own.stop - start]
+                    renoise[step, frames.start : frames.stop] = drawn[
+                        frames.start - start : frames.stop - start
+                    ]
     else:
-        for block, own in enumerate(blocks):
+        for block, frames in enumerate(blocks):
             for step in range(len(config.passes_of_block(block)) - 2):
-                renoise[step, own.start : own.stop] = draw(len(own))
+                renoise[step, frames.start : frames.stop] = draw(len(frames))
     return noise[None], renoise[:, None]
 
 
@@ -154,10 +157,10 @@ def _philox(counter: list[np.ndarray], seed: int) -> list[np.ndarray]:
     # Multipliers and key increments of Philox 4x32: Salmon et al., SC 2011, as in Random123.
     a, b, c, d = counter
     for _ in range(10):
-        one, other = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        first, second = (np.uint64(key) for key in keys)
-        highs = (x >> np.uint64(32) for x in (other, one))
-        a, b, c, d = next(highs) ^ b ^ first, other & low, next(highs) ^ d ^ second, one & low
+        of_a, of_c = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        first, second = np.uint64(keys[0]), np.uint64(keys[1])
+        high_a, high_c = of_a >> np.uint64(32), of_c >> np.uint64(32)
+        a, b, c, d = high_c ^ b ^ first, of_c & low, high_a ^ d ^ second, of_a & low
         keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
     return [a, b, c, d]
 

@@ -46,7 +46,8 @@ class TextEncoder(nn.Module):
             # 3. Its weights. One tensor has two names, of which a file may have one.
             state = read_part(ckpt_dir, "text_encoder")
             names = ("shared.weight", "encoder.embed_tokens.weight")
-            if tokens := [state[name] for name in names if name in state]:
+            tokens = [state[name] for name in names if name in state]
+            if tokens:
                 state |= dict.fromkeys(names, tokens[0])
             assign(encoder, state, weights, dtype, device)
             encoder.tie_weights()

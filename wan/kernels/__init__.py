@@ -26,7 +26,7 @@ def fused_kernels(x: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Return the fused kernels if they support these inputs: on CUDA, without gradients."""
     if not x.is_cuda:
         return None
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *others)):
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, *others)):
         return None
     return import_module("wan.kernels.fused")  # Triton is there only beside CUDA
 
@@ -40,4 +40,6 @@ def mass_kernels(q: Tensor) -> ModuleType | None:
 
 def vae_kernels(x: Tensor) -> ModuleType | None:
     """Return the kernels of the VAE's decoder if they support x: on CUDA."""
-    return import_module("wan.kernels.vae") if x.is_cuda else None
+    if not x.is_cuda:
+        return None
+    return import_module("wan.kernels.vae")

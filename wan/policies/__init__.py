@@ -93,8 +93,8 @@ def _released(name: str, released: Any) -> type[CachePolicy]:
     if released is True and releases:
         return next(iter(releases.values()))
     if not isinstance(released, str) or released not in releases:
-        known = ", ".join(releases) or "none"
-        problem = f"released {short_repr(released)} is not one of {known}; leave it out"
+        names = ", ".join(releases) or "none"
+        problem = f"released {short_repr(released)} is not one of {names}; leave it out"
         raise ConfigError(f"cache_policy {name}: {problem}")
     return releases[released]
 
@@ -125,7 +125,9 @@ def policy_of(config: RunConfig) -> CachePolicy:
 def policy_classes(config: RunConfig) -> list[type[CachePolicy]]:
     """Return the classes of cache_policy, and of its policies for classes of heads; no file is read."""
     classes = list[type[CachePolicy]]()
-    remaining = [config.cache_policy] if config.cache_policy else []
+    remaining = []
+    if config.cache_policy:
+        remaining.append(config.cache_policy)
     for settings in remaining:
         remaining += (settings.get("policies") or {}).values()
         classes.append(POLICIES[settings["name"]])

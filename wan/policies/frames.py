@@ -56,10 +56,10 @@ class LongLiveSink(ZeroSink):
     """
 
     def own_slots(self, cache: KVCache) -> range:
-        own = cache.own
+        slots = cache.own
         if cache.passes < 2 or cache.newest.start == 0:
-            return own
-        return range(max(own.start, min(self.sink, own.stop)), own.stop)
+            return slots
+        return range(max(slots.start, min(self.sink, slots.stop)), slots.stop)
 
 
 # --- The policies, each with its releases
@@ -647,12 +647,12 @@ class PerHeadCache(AnyCache):
                     index=[torch.tensor(row, dtype=torch.long, device=sizes.device) for row in numbers],
                 )
             )
-        self.caches = [each.cache for each in self.classes]
+        self.caches = [head_class.cache for head_class in self.classes]
 
     def advance(self, block: range, text: Text = (), cut: bool = False) -> None:
-        for each in self.classes:
-            rows = zip(text, each.index, strict=False)
-            each.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
+        for head_class in self.classes:
+            rows = zip(text, head_class.index, strict=False)
+            head_class.cache.advance(block, [(k[:, :, row], v[:, :, row]) for (k, v), row in rows], cut)
         first, self.newest = self.caches[0], block
         self.query_positions, self.key_positions = first.query_positions, first.key_positions
         self.stores_raw = any(cache.stores_raw for cache in self.caches)
@@ -670,17 +670,17 @@ class PerHeadCache(AnyCache):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None
     ) -> list[HeadGroup]:
         groups = []
-        for each in self.classes:
-            if not each.in_layer[layer]:
+        for head_class in self.classes:
+            if not head_class.in_layer[layer]:
                 continue
-            row, raw = each.index[layer], None
-            if raw_k is not None and each.cache.stores_raw:
+            cache, row, raw = head_class.cache, head_class.index[layer], None
+            if raw_k is not None and cache.stores_raw:
                 raw = raw_k[:, :, row]
             queries = q[:, :, row]
-            seen = each.cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
+            seen = cache.write(layer, queries, k[:, :, row], v[:, :, row], raw)
             if len(row):
-                parts = partial(each.cache.parts, layer, len(row))
-                groups.append(HeadGroup(each.numbers[layer], row, queries, *seen, parts))
+                parts = partial(cache.parts, layer, len(row))
+                groups.append(HeadGroup(head_class.numbers[layer], row, queries, *seen, parts))
         return groups
 
     @property

@@ -326,16 +326,15 @@ class DummyForcing(HeadwisePolicy):
         if cache.is_recache or cache.block != self.ar_start:
             return
         # 1. Drawn rows of the block's queries; where videos of a batch stand apart, q[0] has heads of all.
-        own = q.shape[1]
-        first = own
+        tokens = first = q.shape[1]
         if self.ar_start == 1:
             first = cache.tokens_per_frame
-        rows = torch.randint(0, own, (first // 3,), generator=self._generator)
+        rows = torch.randint(0, tokens, (first // 3,), generator=self._generator)
         queries = q[0, send(rows, q.device)].float().transpose(0, 1)  # [H, rows, D]
         [kind] = cache.kinds[layer]
         logits = queries @ kind.keys[0].float().permute(1, 2, 0) * cache.head_dim**-0.5
         # 2. Mass on the first frame (or block), on those between, and on the block itself.
-        weights, shares = logits.softmax(-1), (slice(first), slice(first, -own), slice(-own, None))
+        weights, shares = logits.softmax(-1), (slice(first), slice(first, -tokens), slice(-tokens, None))
         mass = torch.stack([weights[:, :, keys].sum(-1).mean(-1) for keys in shares], -1)  # [H, 3]
         self.head_mass.append(cache.shard.gather(mass.unflatten(0, (cache.items, -1)), 1).cpu())
 
@@ -501,13 +500,13 @@ class ForcingKV(HeadwisePolicy):
 
     def roll(self, cache: HeadwiseCache) -> None:
         """Let every kind keep its sink, chosen chunks and recent frames."""
-        S, own = cache.tokens_per_frame, cache.own
-        chunks = None
+        S, chunks = cache.tokens_per_frame, None
         if self.is_divided and self._recent >= S and self.dynamic_context_length and cache.num_layers > 1:
             chunks = self._choose(cache)
         for layer in range(cache.num_layers):
             self.keep(cache, layer, chunks)
-        self._recent, self._chosen = min(self.temporal_context_length * S, self._recent + own), 0
+        self._recent = min(self.temporal_context_length * S, self._recent + cache.own)
+        self._chosen = 0
         if chunks is not None:
             self._chosen = chunks.shape[1]
 
@@ -586,11 +585,12 @@ class ForcingKVRelease(ForcingKV):
         return scores[:1]
 
     def divide(self, cache: HeadwiseCache) -> None:
-        S, n, own = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1], cache.block_size
+        S, n = cache.tokens_per_frame, cache.kinds[0][0].keys.shape[1]
         super().divide(cache)
-        tokens = n - min(self.sink * S, n)
-        lengths = {label: self.lengths[label] for label in (True, False)}
-        self._rings = {label: Ring(size * S, tokens) for label, size in lengths.items() if size > own}
+        tokens, self._rings = n - min(self.sink * S, n), {}
+        for label in (True, False):
+            if self.lengths[label] > cache.block_size:
+                self._rings[label] = Ring(self.lengths[label] * S, tokens)
         for layer, kinds in enumerate(cache.kinds):
             for kind in kinds:
                 ring = self._rings.get(self.class_of(cache, layer, kind))

@@ -51,11 +51,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, frame_size: int = 0) -> tuple[Ten
     batch, len_q, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, len_q, device=q.device)
-    tails = None
+    tails, aux = None, AuxData(None, None)
     if frame_size:
         tails = torch.empty(2, batch, heads, k.shape[1] // frame_size, len_q, device=q.device)
+        aux = AuxData([tails], None)
     kernel = _compiled(q.dtype, head_dim, frame_size)
-    aux = AuxData(None if tails is None else [tails], None)
     kernel(q, k, v, out, lse, head_dim**-0.5, *[None] * 9, aux, None, None)
     return out, lse, tails
 
@@ -91,9 +91,9 @@ class ForwardWithTails(FlashAttentionForwardSm90):
         self.frame_size = frame_size
 
     def mma(self, *args: Any, **options: Any) -> Any:
-        given = inspect.signature(FlashAttentionForwardSm90.mma).bind(self, *args, **options).arguments
-        self.tails, self.scale_log2 = given["aux_data"].tensors[0], given["softmax_scale_log2"]
-        thread = given["tiled_mma_qk"].get_slice(given["tidx"])
+        bound = inspect.signature(FlashAttentionForwardSm90.mma).bind(self, *args, **options).arguments
+        self.tails, self.scale_log2 = bound["aux_data"].tensors[0], bound["softmax_scale_log2"]
+        thread = bound["tiled_mma_qk"].get_slice(bound["tidx"])
         places = thread.partition_C(cute.make_identity_tensor((self.tile_m, self.tile_n)))
         self.places = layout_utils.reshape_acc_to_mn(places)  # row and column of what a thread holds
         return super().mma(*args, **options)

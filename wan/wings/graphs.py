@@ -81,12 +81,14 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None 
 def forget_cuda_graphs(model: CausalWanModel) -> None:
     """Free all recordings, for example before moving weights; they are made again when needed."""
     for block in model.blocks:
-        if isinstance(replayed := vars(block).get("forward"), ReplayedBlock):
-            for kept in (replayed.graphs, replayed.texts, replayed.copied, replayed.inputs):
+        layer = vars(block).get("forward")
+        if isinstance(layer, ReplayedBlock):
+            for kept in (layer.graphs, layer.texts, layer.copied, layer.inputs):
                 kept.clear()
-            replayed.recorder.renew()
-    if isinstance(replayed := vars(model).get("run_layers"), ReplayedPass):
-        replayed.forget()
+            layer.recorder.renew()
+    whole = vars(model).get("run_layers")
+    if isinstance(whole, ReplayedPass):
+        whole.forget()
 
 
 # CUDA ends a recording with an error, for good, where an older graph is freed meanwhile. A dropped model is a
@@ -109,8 +111,10 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self.device = device
-        # Goes before what a capture computes beside it (CaptureBeside): the lower number has priority.
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # Goes before what a capture computes beside it (CaptureBeside): the lower number has priority.
+            self.stream = torch.cuda.Stream(device, priority=-1)
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.is_whole = False  # while the layers of a whole pass run, for a recording or in its place
         weakref.finalize(self, _retire, self.graphs).atexit = False
@@ -119,7 +123,9 @@ class Recorder:
     def renew(self) -> None:
         """Take a new memory pool; PyTorch refuses one whose graphs were all freed."""
         self.graphs.clear()
-        self.pool = torch.cuda.graph_pool_handle() if self.stream else None
+        self.pool: Any = None
+        if self.stream:
+            self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, call: Callable[[], None]) -> Replay:
         """Record call() without running it; return a function that launches all of its kernels at once.
@@ -193,9 +199,10 @@ class OnOneGPU:
 
     def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
         """Compute what is not recorded: keys, values, attention and the product after it."""
-        raw_k = (attn.norm_k(self.keys),) if kv_cache.stores_raw else ()
-        k, v = attn.norm_k(self.keys, self.rope.keys), attn.values(self.normed)
-        attn.merge(attn.attend((self.queries, k, v, *raw_k), kv_cache), self.normed)
+        projected = [self.queries, attn.norm_k(self.keys, self.rope.keys), attn.values(self.normed)]
+        if kv_cache.stores_raw:
+            projected.append(attn.norm_k(self.keys))
+        attn.merge(attn.attend(projected, kv_cache), self.normed)
 
     def merged(self, attn: SelfAttention) -> Tensor:
         """Return self-attention's output, inside the second recorded part."""
@@ -212,19 +219,20 @@ class OnSeveralGPUs(OnOneGPU):
     """The first graph sends tokens; the second one receives the heads' outputs."""
 
     def allocate(self, num_heads: int) -> None:
-        self.own: tuple[Tensor, ...] = ()  # what a layer projects
+        self.projected: tuple[Tensor, ...] = ()
         self.heads: Tensor | None = None  # what its heads saw
 
     def project(self, block: Block, with_raw: bool) -> None:
         attend = block.modulations(self.time)[0]
         normed = modulated_norm(self.x, attend.scale, attend.shift, block.eps)
-        own = block.self_attn.project(normed, self.rope, with_raw)
-        self.own = self.own or own
-        copy_all(self.own, own)
+        projected = block.self_attn.project(normed, self.rope, with_raw)
+        self.projected = self.projected or projected
+        copy_all(self.projected, projected)
 
     def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
-        heads = attn.attend(self.own, kv_cache)
-        self.heads = heads if self.heads is None else self.heads
+        heads = attn.attend(self.projected, kv_cache)
+        if self.heads is None:
+            self.heads = heads
         copy_all([self.heads], [heads])
 
     def merged(self, attn: SelfAttention) -> Tensor:
@@ -237,8 +245,9 @@ class ReplayedBlock:
 
     def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, OnOneGPU], after: int):
         self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after
-        before = block.forward
-        self.eager: Callable[..., Tensor] = before.eager if isinstance(before, ReplayedBlock) else before
+        self.eager: Callable[..., Tensor] = block.forward
+        if isinstance(self.eager, ReplayedBlock):
+            self.eager = self.eager.eager
         self.graphs: dict[Hashable, Replay] = {}
         self.texts: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the prompt's, at fixed addresses
         self.copied: dict[Hashable, weakref.ref[Tensor]] = {}  # and whose they are now
@@ -273,17 +282,19 @@ class ReplayedBlock:
 
         # 2. Bring the inputs to the addresses that the graphs know.
         if key not in self.inputs:  # of all layers
-            kind = OnOneGPU if attn.site.shard is None else OnSeveralGPUs
+            kind = OnOneGPU
+            if attn.site.shard is not None:
+                kind = OnSeveralGPUs
             self.inputs[key] = kind(x, time, rope, attn.num_heads)
         inputs = self.inputs[key]
         inputs.take(x, time, rope)
-        own_text = self.text_of(text)
+        text = self.text_of(text)
         # 3. Graph, attention, graph.
         if ("before", key) not in self.graphs:
             inputs.project(self.block, with_raw)  # compiles what no call without graphs did; finds addresses
         self._replay(("before", key), lambda: inputs.project(self.block, with_raw))
         inputs.attend(attn, kv_cache)
-        self._replay(("after", key), lambda: inputs.finish(self.block, own_text))
+        self._replay(("after", key), lambda: inputs.finish(self.block, text))
         return inputs.x
 
     def text_of(self, text: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -291,8 +302,8 @@ class ReplayedBlock:
         shape = text[0].shape
         if shape not in self.texts:
             self.texts[shape] = torch.empty_like(text[0]), torch.empty_like(text[1])
-        of = self.copied.get(shape)
-        if of is None or of() is not text[0]:  # once a prompt: nobody writes into what a rollout computed
+        copied = self.copied.get(shape)
+        if copied is None or copied() is not text[0]:  # once a prompt: nobody writes what a rollout computed
             copy_all(self.texts[shape], text)
             self.copied[shape] = weakref.ref(text[0])
         return self.texts[shape]
@@ -328,7 +339,9 @@ class ReplayedPass:
     ):
         self.model, self.layers, self.recorder, self.whole = model, layers, recorder, whole
         self.in_turn = MethodType(type(model).run_layers, model)
-        self.beside = torch.cuda.Stream(model.device) if recorder.stream else None
+        self.beside: torch.cuda.Stream | None = None
+        if recorder.stream:
+            self.beside = torch.cuda.Stream(model.device)
         self.forget()
 
     def forget(self) -> None:
@@ -358,9 +371,11 @@ class ReplayedPass:
             if len(self.counts) > 8 * self.AT_MOST:  # most are of caches that are gone
                 self.counts.clear()
             self.counts[key] += 1
-            before = len(by.calls) if by else 0
+            if not by:
+                return self.in_turn(x, time, rope, text, kv_cache)
+            before = len(by.calls)
             x = self.in_turn(x, time, rope, text, kv_cache)
-            if by and not all(map(fits_a_graph, by.calls[before:])):
+            if not all(map(fits_a_graph, by.calls[before:])):
                 self.passes[key] = None
             return x
         # 2. Copy the inputs to the addresses that the graph reads.
@@ -369,18 +384,18 @@ class ReplayedPass:
             self.inputs[shape] = Inputs(x, time, rope)
         inputs = self.inputs[shape]
         inputs.take(x, time, rope)
-        texts = [layer.text_of(own) for layer, own in zip(self.layers, text, strict=True)]
+        texts = [layer.text_of(part) for layer, part in zip(self.layers, text, strict=True)]
         # 3. Record, and replay.
-        one = self.passes.get(key)
-        if one is None:
-            one = self.passes[key] = WholePass(inputs.x)
-            one.replay = self.recorder.record(partial(self.run, one, inputs, texts, kv_cache, by))
-        one.replay()
+        whole = self.passes.get(key)
+        if whole is None:
+            whole = self.passes[key] = WholePass(inputs.x)
+            whole.replay = self.recorder.record(partial(self.run, whole, inputs, texts, kv_cache, by))
+        whole.replay()
         # 4. Copy captured values out of the graph's memory.
-        if by and one.flat is not None:
-            values = one.flat.clone().split([x.numel() for call in one.calls for x in call.values.values()])
-            by.calls += self.calls_of(one, iter(values), kv_cache)
-        return one.x
+        if by and whole.flat is not None:
+            sizes = [x.numel() for call in whole.calls for x in call.values.values()]
+            by.calls += self.calls_of(whole, iter(whole.flat.clone().split(sizes)), kv_cache)
+        return whole.x
 
     def key_of(
         self, x: Tensor, time: Tensor, rope: Rope, text: Any, kv_cache: KVCache, by: Any
@@ -401,11 +416,13 @@ class ReplayedPass:
             and not torch.is_grad_enabled()
             and not any(self.hooks())
         )
-        asked = self.asked_of(by, len(x)) if is_plain else None
+        if not is_plain:
+            return None
+        asked = self.asked_of(by, len(x))
         if asked is None:
             return None
         if self.addresses[0] is None or self.addresses[0]() is not kv_cache:
-            numbers = tuple(one.data_ptr() for one in (*kv_cache.keys, *kv_cache.values))
+            numbers = tuple(buffer.data_ptr() for buffer in (*kv_cache.keys, *kv_cache.values))
             self.addresses = weakref.ref(kv_cache), numbers
         shapes = x.shape, time.shape, rope.keys[0].shape, text[0][0].shape
         return *shapes, self.addresses[1], len(kv_cache.slots), kv_cache.own.start, kv_cache.own.stop, asked
@@ -414,9 +431,9 @@ class ReplayedPass:
         """Yield hooks between layers that a replay would skip; those marked is_replayed are recorded."""
         for block in self.model.blocks:
             yield from block._forward_hooks.values()
-            yield from (
-                one for one in block._forward_pre_hooks.values() if not getattr(one, "is_replayed", False)
-            )
+            for hook in block._forward_pre_hooks.values():
+                if not getattr(hook, "is_replayed", False):
+                    yield hook
 
     def asked_of(self, by: Any, batch: int) -> tuple[Hashable, ...] | None:
         """Return what a capture asks of each layer; None if it is more than frame values of one video."""
@@ -427,35 +444,39 @@ class ReplayedPass:
             return None
         sites = [attn.site for block in self.model.blocks for attn in (block.self_attn, block.cross_attn)]
         asked: list[Hashable] = []
-        for one in by.requests:
-            layers = tuple(site.layer for site in sites if one.wants(site, at))
-            by_frame = one.granularity == "frame" and one.kinds == ("self",) and not one.query_key_means
-            if layers and (not by_frame or one.call_indices is not None):
+        for request in by.requests:
+            layers = tuple(site.layer for site in sites if request.wants(site, at))
+            by_frame = request.granularity == "frame" and request.kinds == ("self",)
+            if layers and (not by_frame or request.query_key_means or request.call_indices is not None):
                 return None
-            asked.append((layers, one.mass, one.rope_bands))
+            asked.append((layers, request.mass, request.rope_bands))
         return tuple(asked)
 
-    def run(self, one: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
+    def run(self, whole: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
         """Run the layers one by one and concatenate the values that a capture keeps."""
-        capture = CaptureBeside(by.requests, self.beside) if by else None
+        capture: CaptureBeside | None = None
+        if by:
+            capture = CaptureBeside(by.requests, self.beside)
         self.recorder.is_whole = True
         try:
             with observed(capture):
-                one.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
+                whole.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
         finally:
             self.recorder.is_whole = False
         if capture and capture.calls:
             capture.join()
-            one.calls = capture.calls
-            one.flat = torch.cat([x.reshape(-1) for call in one.calls for x in call.values.values()])
+            whole.calls = capture.calls
+            whole.flat = torch.cat([x.reshape(-1) for call in whole.calls for x in call.values.values()])
 
-    def calls_of(self, one: WholePass, values: Iterator[Tensor], kv_cache: KVCache) -> Iterator[CapturedCall]:
+    def calls_of(
+        self, whole: WholePass, parts: Iterator[Tensor], kv_cache: KVCache
+    ) -> Iterator[CapturedCall]:
         """Yield the captured calls of the current pass."""
         at = current_pass()
-        for call in one.calls:
-            own = {name: next(values).view(like.shape) for name, like in call.values.items()}
+        for call in whole.calls:
+            values = {name: next(parts).view(like.shape) for name, like in call.values.items()}
             layout = kv_cache.layouts[call.site.layer].on_host
-            yield replace(call, at=at, values=own, layout=layout)
+            yield replace(call, at=at, values=values, layout=layout)
 
 
 class CaptureBeside(Capture):
@@ -468,22 +489,22 @@ class CaptureBeside(Capture):
     def __init__(self, requests: tuple[CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
         super().__init__(requests)
         self.stream = stream
-        self.held: list[Any] = []  # keeps memory that the stream reads from being reused
+        self.in_use: list[Any] = []  # keeps memory that the stream reads from being reused
 
     def observe(self, call: Call) -> None:
         if self.stream is not None and self.wants(call.site):
             # Peers overwrite these queries with the next layer's; keys stay in the cache during the pass.
             call = replace(call, q=call.q.clone())
-            self.held.append((call.q, call.k, call.lse, call.tails))
+            self.in_use.append((call.q, call.k, call.lse, call.tails))
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             super().observe(call)
 
     def join(self) -> None:
         """Let the current stream wait for the second one, at the end of a pass."""
-        if self.held and self.stream is not None:
+        if self.in_use and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-            self.held.clear()
+            self.in_use.clear()
 
 
 class Inputs(OnOneGPU):

@@ -43,7 +43,9 @@ class StreamedBlocks(nn.ModuleList):
         self._slots = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         self._on_host: list[list[Tensor]] = []  # per layer, page-locked pieces
         self._running = object()  # the iteration that has the room
-        self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._copies: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self.device)
         layer_bytes = torch.empty(nbytes, dtype=torch.uint8)
         # 2. Page-locked copies on the host, laid out as on the device: one copy moves a layer.
         for layer, block in enumerate(blocks):
@@ -53,12 +55,15 @@ class StreamedBlocks(nn.ModuleList):
             parts = layer_bytes.split(
                 [1 << b for b in reversed(range(nbytes.bit_length())) if nbytes >> b & 1]
             )
-            self._on_host.append([part.pin_memory() if self._copies else part.clone() for part in parts])
+            if self._copies:
+                self._on_host.append([part.pin_memory() for part in parts])
+            else:
+                self._on_host.append([part.clone() for part in parts])
             block.load_state_dict(_views(block, self._slots[layer % 2], dtype), assign=True)
 
     def __iter__(self) -> Iterator[nn.Module]:
         # Slot n % 2 holds layer n; while it computes, layer n + 1 comes into the other one.
-        self._running = own = object()
+        self._running = iteration = object()
         self._fetch(0)
         for layer, block in enumerate(super().__iter__()):
             if self._copies:
@@ -66,7 +71,7 @@ class StreamedBlocks(nn.ModuleList):
             if layer + 1 < len(self):
                 self._fetch(layer + 1)
             yield block
-            if self._running is not own:
+            if self._running is not iteration:
                 raise ConfigError("streamed layers cannot serve two runs in step; leave offload out")
 
     def _fetch(self, layer: int) -> None:

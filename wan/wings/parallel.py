@@ -49,21 +49,23 @@ def on_own_device(config: RunConfig) -> RunConfig:
     alone = not os.environ.get("RANK") or os.environ.get("WORLD_SIZE", "1") == "1"
     if alone or config.device == "cpu":
         return config
-    no_gpu = config.device == "auto" and not torch.cuda.device_count()
-    return replace(config, device="cpu" if no_gpu else f"cuda:{os.environ.get('LOCAL_RANK') or 0}")
+    if config.device == "auto" and not torch.cuda.device_count():
+        return replace(config, device="cpu")
+    return replace(config, device=f"cuda:{os.environ.get('LOCAL_RANK') or 0}")
 
 
 def join(device: torch.device) -> Group:
     """Join the group of all processes that were started together."""
     store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
     _errors.append(PrefixStore("errors", store))
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
         # torch's flight recorder walks through Python's frames at every exchange, and every layer has two.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-    backend, about = "cpu:gloo,cuda:nccl" if on_gpu else "gloo", {"rank": rank, "world_size": size}
-    dist.init_process_group(backend, store=PrefixStore("group", store), timeout=TIMEOUT, **about)
+    group_store = PrefixStore("group", store)
+    dist.init_process_group(backend, store=group_store, timeout=TIMEOUT, rank=rank, world_size=size)
     if threading.current_thread() is threading.main_thread():
         # A process that waits in NCCL or gloo runs no Python: let a signal end it all the same.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -73,12 +75,15 @@ def join(device: torch.device) -> Group:
 
 def joined() -> Group | None:
     """Return the group that this process has joined."""
-    return dist.group.WORLD if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    return dist.group.WORLD
 
 
 def leave() -> None:
     """Leave the group, all processes together; do nothing if none was joined."""
-    if (group := joined()) is not None:
+    group = joined()
+    if group is not None:
         wait_for_all(group)
         dist.destroy_process_group()
 
@@ -96,7 +101,9 @@ def trouble_with_others(error: BaseException) -> str:
     if "timed out" in text or "timeout" in text:
         return "late"
     lost = ("closed by peer", "reset by peer", "socket closed", "broken pipe", "remote error")
-    return "lost" if any(said in text for said in lost) else ""
+    if any(words in text for words in lost):
+        return "lost"
+    return ""
 
 
 def is_first_to_fail(message: str) -> bool:
@@ -126,7 +133,9 @@ class ProcessShard(HeadShard):
     @property
     def exchange(self) -> AllToAll | PeerMemory:
         """Return the exchange to use: peer memory is overwritten and has no gradients."""
-        return self.all_to_all if self.peer_memory is None or torch.is_grad_enabled() else self.peer_memory
+        if self.peer_memory is None or torch.is_grad_enabled():
+            return self.all_to_all
+        return self.peer_memory
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.clone()
@@ -148,40 +157,45 @@ class ProcessShard(HeadShard):
         if calls:
             dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self.group)
         whole: list[CapturedCall] = []
-        for some in _portions(sizes.tolist(), BYTES_AT_ONCE):
-            own = calls[some.start : some.stop]
+        for rows in _portions(sizes.tolist(), BYTES_AT_ONCE):
+            portion = calls[rows.start : rows.stop]
             # 1. Describe the values by a few objects: most calls of a pass have the same shapes.
-            runs = [list(run) for _, run in groupby(own, lambda call: (id(call.at), _kinds_of(call)))]
+            runs = [list(run) for _, run in groupby(portion, lambda call: (id(call.at), _kinds_of(call)))]
             alike = [(_kinds_of(run[0]), len(run)) for run in runs]
-            of_all: list[Any] | None = None if self.group.rank() else [None] * self.size
+            of_all: list[Any] | None = None
+            if self.group.rank() == 0:
+                of_all = [None] * self.size
             dist.gather_object(alike, of_all, group=self.group, group_dst=0)
             # 2. Send the numbers as one tensor of bytes.
             packed = self._gather_bytes(_as_bytes(runs))
             if of_all is None:
                 continue
             # 3. Join calls that are similar in all processes at once.
-            unpacked = [_unpacked(*one) for one in zip(of_all, packed, strict=True)]
+            unpacked = [_unpacked(kinds, values) for kinds, values in zip(of_all, packed, strict=True)]
             if all(kinds == alike for kinds in of_all):
                 start = 0
                 for (_, count), *parts in zip(alike, *unpacked, strict=True):
-                    whole += _joined(own[start : start + count], parts, self.total)
+                    whole += _joined(portion[start : start + count], parts, self.total)
                     start += count
                 continue
             singly = [list(_one_by_one(of, kinds)) for of, kinds in zip(unpacked, of_all, strict=True)]
-            for call, *parts in zip(own, *singly, strict=True):
+            for call, *parts in zip(portion, *singly, strict=True):
                 whole += _joined([call], parts, self.total)
         return whole
 
-    def _gather_bytes(self, own: Tensor) -> list[Tensor]:
+    def _gather_bytes(self, values: Tensor) -> list[Tensor]:
         """Return the bytes of all processes in the first process, an empty list in the others."""
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self.group)
+        dist.all_gather(sizes, torch.tensor([values.numel()]), group=self.group)
         longest = int(max(sizes))  # gloo gathers tensors of one size
-        padded = own if own.numel() == longest else F.pad(own, (0, longest - own.numel()))
-        first = self.group.rank() == 0
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if first else None
-        dist.gather(padded, parts, group=self.group, group_dst=0)
-        return [part[: int(size)] for part, size in zip(parts or [], sizes, strict=False)]
+        if values.numel() < longest:
+            values = F.pad(values, (0, longest - values.numel()))
+        if self.group.rank() > 0:
+            dist.gather(values, group=self.group, group_dst=0)
+            return []
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        dist.gather(values, parts, group=self.group, group_dst=0)
+        return [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
     def tokens(self, x: Tensor, dim: int) -> Tensor:
         """Return this process's share of all tokens along dim."""
@@ -217,8 +231,8 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
 
     def own_tables(*args: Any) -> Rope:
         (q_cos, q_sin), (k_cos, k_sin) = tables(*args)
-        own = [shard.tokens(x, 0) for x in (q_cos, q_sin, k_cos, k_sin)]
-        return Rope((own[0], own[1]), (own[2], own[3]))
+        queries = shard.tokens(q_cos, 0), shard.tokens(q_sin, 0)
+        return Rope(queries, (shard.tokens(k_cos, 0), shard.tokens(k_sin, 0)))
 
     # Layer 0 takes this process's tokens, the head's output is joined: [B, L/P, dim] in between.
     def own_tokens(block: nn.Module, args: tuple) -> tuple:
@@ -245,8 +259,8 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
     def sent(x: Tensor, *args: Any) -> tuple[Tensor]:
         return (shard.exchange.send(project(x, *args)),)
 
-    def attend_whole(own: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
-        whole = shard.exchange.receive(own[0], lasts=bool(watchers()))
+    def attend_whole(projected: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
+        whole = shard.exchange.receive(projected[0], lasts=bool(watchers()))
         return shard.exchange.send_back(attend(whole, kv_cache, *args))
 
     def merge_all(seen: Tensor) -> Tensor:
@@ -267,12 +281,13 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
         return shard.exchange.receive(shard.exchange.send([q]), lasts=bool(watchers()))[0]
 
     def forward(x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
-        q, own = attn.norm_q(attn.q(x)), shard.of_text([text])[0]
+        q, by = attn.norm_q(attn.q(x)), observer()
+        k, v = shard.of_text([text])[0]
         if watchers():
-            z = attention(whole(q), *own, attn.site)  # [B, L, H/P, D]
+            z = attention(whole(q), k, v, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
-        if (by := observer()) and by.wants(attn.site):
-            by.observe(Call(attn.site, current_pass(), whole(q), *own))
+        if by and by.wants(attn.site):
+            by.observe(Call(attn.site, current_pass(), whole(q), k, v))
         return attn.o(attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward
@@ -287,10 +302,13 @@ def legal_sizes(num_heads: int, tokens: Iterable[int] = ()) -> list[int]:
 def check_size(size: int, model: str, num_heads: int, tokens: Iterable[int] = ()) -> None:
     """Raise ConfigError if heads or tokens do not split, naming the numbers of GPUs that work."""
     tokens = sorted(set(tokens))
-    if size not in (legal := legal_sizes(num_heads, tokens)):
-        blocks, sizes = (" or ".join(map(str, numbers)) for numbers in (tokens, legal))
-        split = f"its {num_heads} heads{f' and blocks of {blocks} tokens' * bool(tokens)} go on {sizes} GPUs"
-        raise ConfigError(f"--gpus {size} does not split {model}: {split}")
+    legal = legal_sizes(num_heads, tokens)
+    if size not in legal:
+        parts = f"its {num_heads} heads"
+        if tokens:
+            parts += f" and blocks of {' or '.join(map(str, tokens))} tokens"
+        sizes = " or ".join(map(str, legal))
+        raise ConfigError(f"--gpus {size} does not split {model}: {parts} go on {sizes} GPUs")
 
 
 # What was captured.
@@ -301,20 +319,22 @@ BYTES_AT_ONCE = 1 << 26  # of a process's values that are sent together; a call 
 
 def _portions(sizes: Sequence[int], limit: int) -> Iterator[range]:
     """Yield ranges of consecutive indices whose sizes sum to at most a limit, or a larger one alone."""
-    start = held = 0
+    start = total = 0
     for index, size in enumerate(sizes):
-        if index > start and held + size > limit:
+        if index > start and total + size > limit:
             yield range(start, index)
-            start, held = index, 0
-        held += size
+            start, total = index, 0
+        total += size
     if sizes:
         yield range(start, len(sizes))
 
 
 def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
     """Return names, shapes and dtypes of a call's values, and the frames of its columns."""
-    frames = () if call.layout is None else tuple(call.layout.frames)
-    return tuple((name, value.shape, value.dtype) for name, value in call.values.items()), frames
+    kinds = tuple((name, value.shape, value.dtype) for name, value in call.values.items())
+    if call.layout is None:
+        return kinds, ()
+    return kinds, tuple(call.layout.frames)
 
 
 def _as_bytes(runs: Sequence[Sequence[CapturedCall]]) -> Tensor:
@@ -329,17 +349,18 @@ Values = dict[str, Tensor]  # of n calls alike, [n, B, H, ...] each
 
 def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Values, Sequence[int]]]:
     """Split a process's bytes into values of runs of similar calls, with the frames of their columns."""
-    found, start = [], 0
+    runs, start = [], 0
     for (kinds, frames), count in alike:
         values = {}
         for name, shape, dtype in kinds:
             nbytes = count * shape.numel() * dtype.itemsize
             part = packed[start : start + nbytes]
-            part = part.clone() if start % dtype.itemsize else part  # begins where its dtype may begin
+            if start % dtype.itemsize:
+                part = part.clone()  # begins where its dtype may begin
             values[name] = part.view(dtype).view(count, *shape)
             start += nbytes
-        found.append((values, frames))
-    return found
+        runs.append((values, frames))
+    return runs
 
 
 def _one_by_one(
@@ -366,19 +387,33 @@ def _joined(
         ]
     if edited:
         for of in values:  # also where no head lost a key
-            everything = ~of["frame_logits"].isnan() if "frame_logits" in of else torch.ones_like(edited[0])
-            of.setdefault("attended", everything)
+            if "attended" not in of and "frame_logits" in of:
+                of["attended"] = ~of["frame_logits"].isnan()
+            elif "attended" not in of:
+                of["attended"] = torch.ones_like(edited[0])
     # Heads lie in dim 2 of all values [n, B, H, ...]; processes are in the order of their heads.
-    whole = [
-        (like.clone() if name in WITHOUT_HEADS else torch.cat([of[name] for of in values], 2)).unbind()
-        for name, like in values[0].items()
-    ]
-    # Small values of a pass share memory; a large one has its own, so that it can be freed alone
-    whole = [each if each[0].numel() <= SMALL else tuple(x.clone() for x in each) for each in whole]
-    for call, *each in zip(calls, *whole, strict=True):
-        layout = layout if differ else call.layout
+    names, whole = list(values[0]), list[Sequence[Tensor]]()
+    for name in names:
+        if name in WITHOUT_HEADS:
+            of_calls: Sequence[Tensor] = values[0][name].clone().unbind()
+        else:
+            of_calls = torch.cat([of[name] for of in values], 2).unbind()
+        # Small values of a pass share memory; a large one has its own, so that it can be freed alone
+        if of_calls[0].numel() > SMALL:
+            of_calls = [x.clone() for x in of_calls]
+        whole.append(of_calls)
+    for call, *of_call in zip(calls, *whole, strict=True):
+        if not differ:
+            layout = call.layout
         q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
         if layout is not None:
             k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
-        own = dict(zip(values[0], each, strict=True))
-        yield CapturedCall(call.site, call.at, own, q_shape, k_shape, layout, call.item)
+        yield CapturedCall(
+            site=call.site,
+            at=call.at,
+            values=dict(zip(names, of_call, strict=True)),
+            q_shape=q_shape,
+            k_shape=k_shape,
+            layout=layout,
+            item=call.item,
+        )

@@ -45,7 +45,9 @@ def widened(*tensors: Tensor) -> list[Tensor]:
         return x.stride(-1) == 1 and not x.requires_grad and not any(n % ratio for n in distances)
 
     is_one_kind = len({x.dtype for x in tensors}) == 1
-    return [x.view(WIDE) for x in tensors] if is_one_kind and all(map(may_be_wide, tensors)) else [*tensors]
+    if is_one_kind and all(map(may_be_wide, tensors)):
+        return [x.view(WIDE) for x in tensors]
+    return [*tensors]
 
 
 class AllToAll:
@@ -112,8 +114,10 @@ class Buffer:
 
     def parts(self, *sources: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the views to write by process, and their sources, both widened() if possible."""
-        *found, part = widened(*sources, self._parts[0])
-        return (self._parts if part is self._parts[0] else self._wide), found
+        *views, part = widened(*sources, self._parts[0])
+        if part is self._parts[0]:
+            return self._parts, views
+        return self._wide, views
 
     def wait(self, channel: int) -> None:
         """Wait for all processes: BEFORE a write nobody reads any more, AFTER it all data has arrived."""
@@ -145,7 +149,9 @@ class PeerMemory:
 
         The copy has the same strides, so results have the same bits.
         """
-        return (sent.clone() if lasts else sent).unbind(2)
+        if lasts:
+            sent = sent.clone()
+        return sent.unbind(2)
 
     def send_back(self, seen: Tensor) -> Tensor:
         """Write outputs of own heads [B, L, H/P, D] to the tokens' owners -> own buffer [B, L/P, H, D]."""
@@ -209,15 +215,16 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
     if device.type not in DEVICES:
         return None
     direct, usual = PeerMemory(group), AllToAll(group)
-    heads, first = 2 * direct.size, 1000 * direct.rank  # other numbers in every process
-    x = torch.arange(first, first + 12 * heads, dtype=torch.float32, device=device).view(1, 3, heads, 4)
+    num_heads, first = 2 * direct.size, 1000 * direct.rank  # other numbers in every process
+    x = torch.arange(first, first + 12 * num_heads, dtype=torch.float32, device=device)
+    x = x.view(1, 3, num_heads, 4)
     parts, seen = [x, -x], x.reshape(1, 3 * direct.size, 2, 4)
 
     @torch.no_grad()
     def gives_the_same() -> bool:
-        there = [way.receive(way.send(parts), lasts=False) for way in (direct, usual)]
-        back = [way.receive_back(way.send_back(seen)) for way in (direct, usual)]
-        return all(torch.equal(x, y) for x, y in [*zip(*there, strict=True), back])
+        heads = [way.receive(way.send(parts), lasts=False) for way in (direct, usual)]
+        tokens = [way.receive_back(way.send_back(seen)) for way in (direct, usual)]
+        return all(torch.equal(x, y) for x, y in [*zip(*heads, strict=True), tokens])
 
     steps: tuple[Callable[[], bool], ...] = (
         lambda: are_linked(group, device),
@@ -227,10 +234,10 @@ def peer_memory_of(group: Group, device: torch.device) -> PeerMemory | None:
         gives_the_same,
     )
     for step in steps:
-        said = False
+        works = False
         with suppress(Exception):
-            said = step()
-        answer = torch.tensor([float(said)], device=device)
+            works = step()
+        answer = torch.tensor([float(works)], device=device)
         dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
         if not answer.item():
             return None

@@ -42,7 +42,9 @@ class RollingCache(KVCache):
         self.seen = range(max(anchor, clean - max(room, 0)), max(anchor, clean))
         first = frames.start - len(self.seen) - anchor  # where the anchor stands
         past = [Slot(slot.frame, first + slot.frame) for slot in self.slots[:anchor]]
-        self.anchor_rope = self.rope(range(first, first + anchor)) if past else None
+        self.anchor_rope: tuple[Tensor, Tensor] | None = None
+        if past:
+            self.anchor_rope = self.rope(range(first, first + anchor))
         self._announce(past + self.slots[self.seen.start : self.seen.stop], frames, min(anchor, len(past)))
 
     def begin_clean(self, frames: range) -> None:
@@ -70,8 +72,13 @@ class RollingCache(KVCache):
         """Make the layout of the next forward."""
         self.newest = self.query_positions = self.key_positions = frames
         slots = (*past, *(Slot(frame, frame) for frame in frames))
-        own, S = range(len(past), len(slots)), self.tokens_per_frame
-        layout = KeyLayout(slots, S, own, tuple(frames), sink=range(sink))
+        layout = KeyLayout(
+            slots=slots,
+            tokens_per_slot=self.tokens_per_frame,
+            own=range(len(past), len(slots)),
+            query_positions=tuple(frames),
+            sink=range(sink),
+        )
         self.layouts = [layout] * self.num_layers
 
 
@@ -120,7 +127,8 @@ class RollingForcingPipeline(CausalInferencePipeline):
                 "sampler rolling_forcing has equal blocks and steps, without recompute_context, given "
                 "beginning, later prompts, probes and interventions; take sampler blocks"
             )
-        num_frames = noise.shape[1] if num_frames is None else num_frames
+        if num_frames is None:
+            num_frames = noise.shape[1]
         blocks, levels = self.block_ranges(0, num_frames), len(self.timesteps)
         check_frames(noise, range(num_frames))
         check_watchers(self.sizes(num_frames))
@@ -145,16 +153,15 @@ class RollingForcingPipeline(CausalInferencePipeline):
             # 2. Denoise all blocks of the window together; block b stands at step newest - b.
             parts = [self.at(block, blocks[block], newest - block) for block in window]
             cache.begin_window(range(blocks[parts[0].block].start, blocks[parts[-1].block].stop))
-            now = {frame: one.timestep for one in parts for frame in one.query_frames}
-            at = replace(parts[0], query_frames=(*now,), parts=(*parts,), levels=(*now.items(),))
+            timesteps = {frame: part.timestep for part in parts for frame in part.query_frames}
+            at = replace(parts[0], query_frames=(*timesteps,), parts=(*parts,), levels=(*timesteps.items(),))
             x = torch.cat(list(window.values()), 1)
-            t = x.new_tensor([*now.values()], dtype=torch.float32).expand(batch, -1)
+            t = x.new_tensor([*timesteps.values()], dtype=torch.float32).expand(batch, -1)
             flows = forward(x, t, at).split([len(part.query_frames) for part in parts], 1)
 
             for part, flow in zip(parts, flows, strict=True):
                 assert part.step is not None  # this sampler counts its steps
                 block, step, frames = part.block, part.step, blocks[part.block]
-                assert step is not None  # this sampler tells it
                 x0 = flow_to_x0(flow, window[block], self.sigmas[step])
                 with during(part):
                     x0 = hook_point("x0", None, x0)

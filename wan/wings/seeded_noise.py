@@ -43,8 +43,9 @@ class SeededNoise:
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._begin: list[list[torch.Generator]] = []  # per segment and video
         for segment in range(num_steps):
-            for generator in generators if segment else ():
-                _skip(generator, num_frames * self._values)
+            if segment:
+                for generator in generators:
+                    _skip(generator, num_frames * self._values)
             self._begin.append([generator.clone_state() for generator in generators])
         self._now: dict[int, tuple[int, list[torch.Generator]]] = {}
 
