@@ -137,7 +137,7 @@ def run_notebooks(args: argparse.Namespace) -> None:
         if name in ("CACHE_PATH", "LAYER", "SAVE_DIR"):
             raise ConfigError(f"{name} follows from the cache and the layers; leave it out of --parameter")
         require_known(name, types, f"{path.name} has no parameter {{}}")
-    parameters = typed(parameters, types)
+    parameters = json.loads(json.dumps(typed(parameters, types)))  # as an executed notebook keeps them
     # 2. The layers
     files = layer_files(args.cache)
     layers = sorted({layer for layers in args.layers for layer in layers or files})

@@ -26,6 +26,7 @@ PARAMETERS = """CACHE_PATH = ""
 LAYER: int | None = None
 SAVE_DIR = ""
 STEP: int | None = None
+HEADS: list[tuple[int, int, str]] | str = "auto"
 STOP = ""
 """
 # Draws without matplotlib, whose import takes seconds: the field of the checksum as it is documented
@@ -212,6 +213,7 @@ def test_files_of_others_stay(parameters_given, command, tmp_path):
 
 
 def test_a_notebook_that_was_changed_is_run_again(parameters_given, command, tmp_path):
+    command += ["--parameter", "HEADS=[[1, 1, L1H1]]"]  # pairs come back from a file as lists
     run_notebooks.run(command)
     path = tmp_path / "notebooks/plt_fig4.ipynb"
     notebook = json.loads(path.read_text())
