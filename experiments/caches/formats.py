@@ -37,6 +37,8 @@ AVERAGE = -1  # of evicted frames
 NO_KEY = -9  # no key: others have more; between them -2 zeros, -3 tokens of several frames
 ANY = -1  # in queries of maps; frame: all queries of the block; row and column: all of the frame
 
+# A check is made when its format is first met: all of them take 70 ms
+CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="ignore", defer_build=True)
 # Types of plain values. Those of tensors, and lengths, are texts beside their fields: "f16/f32 [H, F, F]"
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]
@@ -56,7 +58,7 @@ class PassTag(NamedTuple):
     is_clean_pass: bool | None
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(arbitrary_types_allowed=True, extra="ignore"))
+@dataclass(frozen=True, kw_only=True, config=CONFIG)
 class Fields:
     """The fields of a dict of a file, of the declared types; unknown ones are left out."""
 
