@@ -351,9 +351,10 @@ class Captured:
         # 1. Which runs these are, and which of them the folder has. Equal ones of a batch are one.
         facts = [session.common(each, [*active_edits(), *config_edits(each)]) for each in configs]
         request = self.request
-        stored = [folder.begin(request, each, len(configs)) for each in facts]
-        first = {run.path: item for item, run in reversed([*enumerate(stored)])}
-        missing = {item: stored[item] for item in first.values() if not stored[item].is_complete}
+        begun = [folder.begin(request, each, len(configs)) for each in facts]
+        by_path = {run.path: run for run in begun}
+        stored = [by_path[run.path] for run in begun]
+        missing = {stored.index(run): run for run in by_path.values() if not run.is_complete}
         # 2. What is whole is read, unless somebody else wants to see the run again.
         if not missing and not is_seen(session) and not configs[0].first_frames:
             return [
@@ -368,22 +369,25 @@ class Captured:
         # 3. Each run writes what came of it when a later block begins.
         def write(kept: list[Activation]) -> None:
             for item, run in missing.items():
-                if found := self.tables_of(kept, item):
-                    run.write(found)
+                activations = self.tables_of(kept, item)
+                if activations:
+                    run.write(activations)
 
         assert self.watcher is not None
         watcher = replace(self.watcher, kept=[], items=len(configs), on_block=write)
         runs = make(watched(watcher) if missing else nullcontext())
         watcher.flush()
         # 4. Hooks and changed weights are in no fingerprint: they would leave another run's activations.
-        for item, (run, known) in enumerate(zip(runs, stored, strict=True)):
+        for item, (run, stored_run) in enumerate(zip(runs, stored, strict=True)):
             if run.stopped:
                 continue
             if item in missing:
-                known.finish(run.latents)
-            elif known.about["batch"] == len(runs) and not torch.equal(run.latents.cpu(), known.latents):
+                stored_run.finish(run.latents)
+                continue
+            is_same_batch = stored_run.about["batch"] == len(runs)
+            if is_same_batch and not torch.equal(run.latents.cpu(), stored_run.latents):
                 raise CacheError(
-                    f"{known.path} holds this run with other latents: torch hooks, or weights that were "
+                    f"{stored_run.path} holds this run with other latents: torch hooks, or weights that were "
                     "changed in place, are in no fingerprint; choose another folder"
                 )
         return runs
@@ -398,11 +402,16 @@ class Captured:
         """The request as plain values, which all runs of a folder share."""
         watcher = self.watcher
         assert watcher is not None
-        chosen = {name: getattr(watcher, name) for name in ("layers", "blocks", "steps", "frames", "heads")}
-        found = {name: None if some is None else [*some] for name, some in chosen.items()}
-        dtype = None if watcher.dtype is None else str(watcher.dtype).removeprefix("torch.")
-        function = None if watcher.reduce is None else identity_of(watcher.reduce)
-        return {"sites": [*watcher.sites], **found, "dtype": dtype, "reduce": function}
+        request: dict[str, Any] = {"sites": [*watcher.sites]}
+        for name in ("layers", "blocks", "steps", "frames", "heads"):
+            numbers = getattr(watcher, name)
+            request[name] = None if numbers is None else [*numbers]
+        request |= {"dtype": None, "reduce": None}
+        if watcher.dtype is not None:
+            request["dtype"] = str(watcher.dtype).removeprefix("torch.")
+        if watcher.reduce is not None:
+            request["reduce"] = identity_of(watcher.reduce)
+        return request
 
     @property
     def calls(self) -> list[CapturedCall]:

@@ -169,6 +169,15 @@ def test_a_function_without_a_name_replaces_a_run_of_the_same_text(pipe, tmp_pat
     generate(eval("lambda x, where: x"))  # no text
     with pytest.raises(CacheError, match=r"another text, or none: .*named\("):
         generate(eval("lambda x, where: x"))
+    # Equal runs of a batch are one
+    shutil.rmtree(folder)
+    chosen = ASKED | ({"reduce": function_of("2", scripts)} if is_reduce else {})
+    for _ in range(2):
+        edit = nullcontext() if is_reduce else intervene(at("v"), function_of("2", scripts))
+        quiet = warnings.catch_warnings(action="ignore")  # the second replaces the first
+        with quiet, edit, capture(pipe, "z", **chosen, stream_to=folder):
+            pipe.generate(["a red circle"] * 2, seeds=[1, 1])
+        assert len(complete()) == len([*folder.iterdir()]) == 1
     # With a name the run is kept, and its name stands for one text
     shutil.rmtree(folder)
     for _ in range(2):
