@@ -143,7 +143,7 @@ class MeanRuns:
     def part(self, run: RunConfig) -> Path:
         return MEANS / self.made_of / f"{self.name(run)}.pt"
 
-    def read(self, run: RunConfig) -> dict[Key, Tensor] | None:
+    def read(self, run: RunConfig) -> dict[tuple[Key, int], Tensor] | None:
         """Return the means of a run that is done."""
         content = finished(self.part(run), self.name(run), "remove it")
         return None if content is None else content["means"]

@@ -314,9 +314,9 @@ def file_sha256(path: str | Path, memory: Path | None = None) -> Future[str]:
                         length = min(HASHED_AT_ONCE, size - start)
                         with mmap(f.fileno(), length, access=ACCESS_READ, offset=start) as part:
                             digest.update(part)
-            sha256.set_result(digest.hexdigest())
             if memory is not None:
                 remember(key, digest.hexdigest(), memory)
+            sha256.set_result(digest.hexdigest())
         except BaseException as error:  # raised again by result()
             sha256.set_exception(error)
 

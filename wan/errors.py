@@ -150,7 +150,8 @@ def check_fields(settings: Any, where: str = "") -> None:
     Strict: "3" is no number and True no 1, but 3 becomes the float 3.0. ConfigError names the first field
     that does not fit; where is put before its name.
     """
-    for name, check in field_checks(type(settings)).items():
+    kind: type = type(settings)
+    for name, check in field_checks(kind).items():
         value = getattr(settings, name)
         try:
             fitting = check.validate_python(value, strict=True)

@@ -69,8 +69,8 @@ def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None
             print(f"error: {message}", file=sys.stderr)
         raise SystemExit(code) from None
     finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
+        for installed, handler in earlier.items():
+            signal.signal(installed, handler)
 
 
 def explained(error: BaseException) -> tuple[str, int]:

@@ -167,7 +167,7 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
         for noise in noises:
             found, logits = [], []
             for one, view in zip(configs, views, strict=True):
-                own = replace(one, noise=noise)
+                own = replace(one, noise=noise)  # type: ignore[arg-type]  # checked by RunConfig
                 made = session.generate(config=own, requests=requests, observer=watch)
                 if made.stopped:
                     raise RunError(f"stopped after {made.stopped}: nothing was compared")
