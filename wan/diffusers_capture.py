@@ -71,48 +71,51 @@ class VideoTokens(NamedTuple):
 Locate = Callable[[Any, Mapping[str, Any]], VideoTokens]  # of a model's config and its forward's arguments
 
 
-def of_latents(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+def of_latents(config: Any, arguments: Mapping[str, Any]) -> VideoTokens:
     """Tokens of latents [B, C, F, h, w]; patch_size is of time, height, width, or patch_size_t is time's."""
     size = config.patch_size
-    time, high, wide = size if not isinstance(size, int) else (config.patch_size_t, size, size)
-    *_, frames, rows, columns = given["hidden_states"].shape
+    if isinstance(size, int):
+        size = config.patch_size_t, size, size
+    time, high, wide = size
+    *_, frames, rows, columns = arguments["hidden_states"].shape
     return VideoTokens(frames // time, (rows // high) * (columns // wide))
 
 
-def with_history(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+def with_history(config: Any, arguments: Mapping[str, Any]) -> VideoTokens:
     """Tokens of latents behind those of three histories (Helios), each coarser than the one before."""
     before = 0
     for name, times in (("short", 1), ("mid", 2), ("long", 4)):
-        if (x := given.get(f"latents_history_{name}")) is not None:
-            sizes = zip(x.shape[2:], config.patch_size, strict=True)
+        history = arguments.get(f"latents_history_{name}")
+        if history is not None:
+            sizes = zip(history.shape[2:], config.patch_size, strict=True)
             before += math.prod(math.ceil(size / (times * patch)) for size, patch in sizes)
-    return of_latents(config, given)._replace(before=before)
+    return of_latents(config, arguments)._replace(before=before)
 
 
-def of_chunks(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+def of_chunks(config: Any, arguments: Mapping[str, Any]) -> VideoTokens:
     """Tokens of latents [B, F, C, h, w], of which early chunks are compressed to larger patches (FAR).
 
     With a cache the last chunk alone is computed, and the keys of the others lie in front.
     """
-    flags = given.get("kv_cache_flag") or {}
+    flags = arguments.get("kv_cache_flag") or {}
     is_cache_step = bool(flags.get("is_cache_step"))
-    rows, columns = given["hidden_states"].shape[-2:]
+    rows, columns = arguments["hidden_states"].shape[-2:]
     full, compressed = (
         (rows // high) * (columns // wide)
         for _, high, wide in (config.patch_size, config.compressed_patch_size)
     )
-    chunks = given["chunk_partition"]
+    chunks = arguments["chunk_partition"]
     far = max(0, len(chunks) - (config.full_chunk_limit - is_cache_step))
     first, past = sum(chunks[:far]), None
-    if given.get("kv_cache") is not None and not is_cache_step:
+    if arguments.get("kv_cache") is not None and not is_cache_step:
         past = sum(chunks[far:-1])
     start = first + (past or 0)
     return VideoTokens(sum(chunks) - start, full, first * compressed, past, start)
 
 
-def of_sequence(config: Any, given: Mapping[str, Any]) -> VideoTokens:
+def of_sequence(config: Any, arguments: Mapping[str, Any]) -> VideoTokens:
     """Tokens [B, L, C], whose number of frames is an argument."""
-    frames, length = given.get("num_frames"), given["hidden_states"].shape[1]
+    frames, length = arguments.get("num_frames"), arguments["hidden_states"].shape[1]
     if frames is None or length % frames:
         raise ConfigError(f"num_frames is {frames} for {length} tokens: {SAY_WHERE}")
     return VideoTokens(frames, length // frames)
@@ -195,11 +198,11 @@ def watching(x: Any, layout: Any = None) -> Iterator[dict[str | None, Any]]:
     returns them. Raises ConfigError for other models, and for attention that does not go through
     dispatch_attention_fn. Contexts may nest.
     """
-    found = transformers_of(x)
+    transformers = transformers_of(x)
     with ExitStack() as stack:
-        for name, transformer in found.items():
+        for name, transformer in transformers.items():
             stack.enter_context(_watched(transformer, name, x, layout))
-        yield found
+        yield transformers
 
 
 def transformers_of(x: Any) -> dict[str | None, Any]:
@@ -207,13 +210,14 @@ def transformers_of(x: Any) -> dict[str | None, Any]:
     if isinstance(x, nn.Module):
         return {None: x}
     names = ("transformer", "transformer_2")  # two experts of Wan2.2
-    found: dict[str | None, Any] = {}
-    for name in names:
-        if isinstance(module := getattr(x, name, None), nn.Module):
-            found[name] = module
-    if not found:
+    modules = {name: getattr(x, name, None) for name in names}
+    transformers: dict[str | None, Any] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Module):
+            transformers[name] = module
+    if not transformers:
         raise ConfigError(f"{type(x).__name__} is no pipeline of diffusers with a transformer, and no model")
-    return found
+    return transformers
 
 
 @dataclass(eq=False)
@@ -247,15 +251,18 @@ def count_layers(transformer: Any) -> int | None:
 def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterator[None]:
     key = id(transformer)
     with _lock:
-        pipeline = None if x is transformer else x
-        if (there := _open.get(key)) is not None:
-            if layout not in (None, there.layout):
-                raise ConfigError("this model is watched already with another layout: give the outermost one")
-            if there.pipeline is None:  # a pipeline tells more than its transformer alone
-                there.pipeline, there.name = pipeline, name
-            there.count += 1
-        else:
+        pipeline = x
+        if x is transformer:
+            pipeline = None
+        watched = _open.get(key)
+        if watched is None:
             _open[key] = _install(transformer, name, pipeline, layout)
+        else:
+            if layout not in (None, watched.layout):
+                raise ConfigError("this model is watched already with another layout: give the outermost one")
+            if watched.pipeline is None:  # a pipeline tells more than its transformer alone
+                watched.pipeline, watched.name = pipeline, name
+            watched.count += 1
     try:
         yield
     finally:
@@ -269,23 +276,18 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     """Put hooks on a transformer's modules, and replace dispatch_attention_fn where they look it up."""
     title = type(transformer).__name__
     # 1. Its family: where layers, their parts and the tokens of frames are.
-    known = (FAMILIES.get(kind.__name__) for kind in type(transformer).__mro__)
-    family = next(filter(None, known), None)
+    families = [FAMILIES[kind.__name__] for kind in type(transformer).__mro__ if kind.__name__ in FAMILIES]
+    family: Family | None = None
+    if families:
+        family = families[0]
     if layout is not None:
-        is_pair = isinstance(layout, Sequence) and [type(one) for one in layout] == [int, int]
+        is_pair = isinstance(layout, Sequence) and [type(count) for count in layout] == [int, int]
         if not callable(layout) and not is_pair:
             raise ConfigError(f"{short_repr(layout)} is no layout: {SAY_WHERE}")
-        own = None if family is None else family.locate
-
-        def locate(config: Any, given: Mapping[str, Any]) -> VideoTokens:
-            video = VideoTokens(*(layout(config, given) if callable(layout) else layout))
-            if own is of_latents and video.total != (total := of_latents(config, given).total):
-                raise ConfigError(
-                    f"layout {video[:2]} is of {video.total} tokens, not of {total}: {SAY_WHERE}"
-                )
-            return video
-
-        family = replace(family or Family(locate, layers=()), locate=locate)
+        locate = partial(_locate_by, layout, family)
+        if family is None:
+            family = Family(locate, layers=())
+        family = replace(family, locate=locate)
     # Of torch.compile(model), and of model.compile()
     is_compiled = hasattr(transformer, "_orig_mod") or any(
         getattr(part, "_compiled_call_impl", None) for part in transformer.modules()
@@ -295,7 +297,10 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     if family is None:
         raise ConfigError(f"{title} is not one of {', '.join(FAMILIES)}; {SAY_WHERE}")
     layers = [layer for part in family.layers for layer in getattr(transformer, part)]
-    callers = _attention_of(family, layers) if layers else _attention_by_names(transformer)
+    if layers:
+        callers = _attention_of(family, layers)
+    else:
+        callers = _attention_by_names(transformer)
     # 2. Everything is undone in reverse order, also where a module is refused half-way.
     with ExitStack() as stack:
         watched = Watched(transformer, name, pipeline, family, layers, stack, layout)
@@ -309,14 +314,17 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
         for site, module in callers:
             _replace_dispatch(site, module, stack)
             hook(module, partial(_enter_attention, site), None)
-            norms = (getattr(module, name, None) for name in ("norm_added_k", "k_img_norm"))
-            if site.kind == "cross" and (norm := next(filter(None, norms), None)) is not None:
+            norm = getattr(module, "norm_added_k", None)
+            if norm is None:
+                norm = getattr(module, "k_img_norm", None)
+            if site.kind == "cross" and norm is not None:
                 hook(norm, None, _expect_image_call)
             out = {"self": "attn_out", "cross": "cross_out"}[site.kind]
             hook(module, None, partial(_show_output, out, site.layer))
             hook(module, None, _leave_attention, always=True)
         for number, layer in enumerate(layers):
-            if isinstance(mlp := getattr(layer, family.mlp, None), nn.Module):
+            mlp = getattr(layer, family.mlp, None)
+            if isinstance(mlp, nn.Module):
                 hook(mlp, None, partial(_show_output, "mlp_out", number))
             hook(layer, None, partial(_show_output, "resid_post", number))
         hook(transformer, partial(_enter, watched), _leave, always=True)
@@ -325,6 +333,19 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
             stack.callback(delattr, transformer, "cache_context")
         watched.undo = stack.pop_all()
     return watched
+
+
+def _locate_by(layout: Any, family: Family | None, config: Any, arguments: Mapping[str, Any]) -> VideoTokens:
+    """Return the frames of a forward as a user's layout says; ConfigError where latents have others."""
+    if callable(layout):
+        video = VideoTokens(*layout(config, arguments))
+    else:
+        video = VideoTokens(*layout)
+    if family is not None and family.locate is of_latents:
+        total = of_latents(config, arguments).total
+        if video.total != total:
+            raise ConfigError(f"layout {video[:2]} is of {video.total} tokens, not of {total}: {SAY_WHERE}")
+    return video
 
 
 def _attention_of(family: Family, layers: Sequence[nn.Module]) -> list[tuple[Site, nn.Module]]:
@@ -341,17 +362,18 @@ def _attention_by_names(transformer: nn.Module) -> list[tuple[Site, nn.Module]]:
     """Modules with a processor in lists of blocks; a second one in a block is cross-attention."""
     numbers: dict[str, list[nn.Module]] = {}
     for path, module in transformer.named_modules():
-        if (place := re.match(r"(\w*blocks|layers)\.\d+\.", path)) and hasattr(module, "processor"):
-            numbers.setdefault(place[0], []).append(module)
+        block = re.match(r"(\w*blocks|layers)\.\d+\.", path)
+        if block and hasattr(module, "processor"):
+            numbers.setdefault(block[0], []).append(module)
     if not numbers:
         raise ConfigError(
             f"{type(transformer).__name__} has no attention with a processor in lists of blocks"
         )
-    return [
-        (Site(number, "self" if place == 0 else "cross"), module)
-        for number, modules in enumerate(numbers.values())
-        for place, module in enumerate(modules[:2])
-    ]
+    callers = []
+    for number, modules in enumerate(numbers.values()):
+        callers.append((Site(number, "self"), modules[0]))
+        callers += [(Site(number, "cross"), module) for module in modules[1:2]]
+    return callers
 
 
 def _names_of(processor: Any) -> dict[str, Any]:
@@ -388,11 +410,11 @@ def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
 
 # --- Hooks of the transformer: which pass a forward is
 @contextmanager
-def _told(original: Any, name: str, **more: Any) -> Iterator[None]:
+def _told(original: Any, name: str, **options: Any) -> Iterator[None]:
     """Wrap cache_context to remember the branch that the pipeline names."""
-    before = _TOLD.set((name, more.get("step_index")))
+    before = _TOLD.set((name, options.get("step_index")))
     try:
-        with original(name, **more):
+        with original(name, **options):
             yield
     finally:
         _TOLD.reset(before)
@@ -403,30 +425,40 @@ def _enter(watched: Watched, module: nn.Module, args: tuple, kwargs: dict[str, A
     outer = _FORWARD.get()
     if not watchers() and observer() is None:
         return
-    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-    video = VideoTokens(*watched.family.locate(module.config, given))
+    arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    video = VideoTokens(*watched.family.locate(module.config, arguments))
     at, frames = current_pass(), tuple(range(video.start, video.start + video.frames))
     parts: tuple[tuple[Pass, slice], ...]
     if at is None:
-        timestep, levels = _timesteps(given.get("timestep"), video)
-        at = Pass(query_frames=frames, step=_step(watched, given), timestep=timestep, levels=levels,
-                  branch=None, model=watched.name)  # fmt: skip
-        parts = _branches(watched, at, len(given["hidden_states"]))
+        timestep, levels = _timesteps(arguments.get("timestep"), video)
+        at = Pass(
+            query_frames=frames,
+            step=_step(watched, arguments),
+            timestep=timestep,
+            levels=levels,
+            branch=None,
+            model=watched.name,
+        )
+        parts = _branches(watched, at, len(arguments["hidden_states"]))
     else:
         frames, parts = at.query_frames, ((at, slice(None)),)
     _check_watchers(watched, at, video)
     # Edits name the frames of a whole video by number, "first" or "past", not as the queries' own.
     keys = (*range(frames[0] - (video.past or 0), frames[0]), *frames)
     layout = KeyLayout.of_frames(keys, len(keys) * video.tokens)
-    own = range(0) if video.past is None else range(video.past, len(keys))
-    layout = replace(layout, own=own, query_positions=frames)
-    announced = during(parts[0][0] if len(parts) == 1 else at)
+    layout = replace(layout, own=range(0), query_positions=frames)
+    if video.past is not None:
+        layout = replace(layout, own=range(video.past, len(keys)))
+    if len(parts) == 1:
+        at = parts[0][0]
+    announced = during(at)
     _FORWARD.set(Forward(parts, video, layout, outer, announced))
     announced.__enter__()
 
 
 def _leave(module: nn.Module, args: tuple, out: Any) -> None:
-    if (forward := _FORWARD.get()) is not None:
+    forward = _FORWARD.get()
+    if forward is not None:
         forward.announced.__exit__(None, None, None)
         _FORWARD.set(forward.outer)
 
@@ -442,7 +474,7 @@ def _timesteps(timestep: Any, video: VideoTokens) -> tuple[float, tuple[tuple[in
     return max(by_frame), tuple(enumerate(by_frame))
 
 
-def _step(watched: Watched, given: Mapping[str, Any]) -> int | None:
+def _step(watched: Watched, arguments: Mapping[str, Any]) -> int | None:
     """Return the index of the sampler's step, as the pipeline or its scheduler says it; None: nobody does."""
     told = _TOLD.get()
     if told is not None and told[1] is not None:
@@ -450,24 +482,28 @@ def _step(watched: Watched, given: Mapping[str, Any]) -> int | None:
     # A loop of one's own tells nothing, and frames of diffusion forcing have steps of their own.
     in_its_loop = told is not None or getattr(watched.pipeline, "_current_timestep", None) is not None
     scheduler = getattr(watched.pipeline, "scheduler", None)
-    if not in_its_loop or given.get("enable_diffusion_forcing"):
+    if not in_its_loop or arguments.get("enable_diffusion_forcing"):
         return None
     if scheduler is None or not hasattr(scheduler, "step_index"):
         return None
-    return scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+    if scheduler.step_index is None:
+        return scheduler.begin_index or 0
+    return scheduler.step_index
 
 
 def _branches(watched: Watched, at: Pass, items: int) -> tuple[tuple[Pass, slice], ...]:
     """Return the passes of a forward, with their items of the batch."""
-    name = (_TOLD.get() or (None, None))[0]
+    name, _ = _TOLD.get() or ("", None)
     if name != JOINT_BRANCHES:
-        return ((replace(at, branch=BRANCHES.get(name, name) if name else None), slice(None)),)
+        return ((replace(at, branch=BRANCHES.get(name, name) or None), slice(None)),)
     # The name says what a batch may hold; whether guidance doubles it, only the pipeline knows.
     guided = getattr(watched.pipeline, "do_classifier_free_guidance", None)
     if guided is None and items == 1:
         guided = False
+    if guided is None:
+        return ((replace(at, branch=None), slice(None)),)
     if not guided:
-        return ((replace(at, branch=None if guided is None else "cond"), slice(None)),)
+        return ((replace(at, branch="cond"), slice(None)),)
     half = items // 2
     return (
         (replace(at, branch="uncond"), slice(0, half)),
@@ -477,25 +513,30 @@ def _branches(watched: Watched, at: Pass, items: int) -> tuple[tuple[Pass, slice
 
 def _check_watchers(watched: Watched, at: Pass, video: VideoTokens) -> None:
     """Raise ConfigError for layers, heads, sites, frames, steps and edits that this forward does not have."""
+    # 1. How many there are of each, as far as that is known.
     is_whole = video.past is None and at.query_frames == tuple(range(video.frames))
-    scheduler = getattr(watched.pipeline, "scheduler", None)
-    steps = getattr(scheduler, "timesteps", None) if at.step is not None and at.model else None
-    heads = getattr(watched.transformer.config, "num_attention_heads", None)
-    count = len(watched.layers) or None
-    for watcher in watchers():
-        for one in watcher.edits or [watcher]:
-            check_indices("layer", getattr(one, "layers", None), count)
-            check_indices("head", getattr(one, "heads", None), heads)
-            check_indices("block", getattr(one, "blocks", None), 1 if is_whole else None)
-            check_indices("step", getattr(one, "steps", None), None if steps is None else len(steps))
-            if is_whole and isinstance(frames := getattr(one, "frames", None), Sequence):
-                check_indices("frame", [n for n in frames if isinstance(n, int)], video.frames)
-            found = {*getattr(one, "sites", ())}
-            if getattr(one, "heads", None) is not None and found and not found & OF_HEADS_HERE:
-                raise ConfigError(f"{one.sites[0]} has no heads: leave heads out")
-            for site in getattr(one, "sites", ()):
-                known = ("self", "cross", *SITES_HERE)
-                require_known(site, known, "{} cannot be seen in diffusers' models")
+    counts: dict[str, int | None] = {
+        "layer": len(watched.layers) or None,
+        "head": getattr(watched.transformer.config, "num_attention_heads", None),
+        "block": None,
+        "step": None,
+    }
+    if is_whole:
+        counts["block"] = 1
+    timesteps = getattr(getattr(watched.pipeline, "scheduler", None), "timesteps", None)
+    if at.step is not None and at.model and timesteps is not None:
+        counts["step"] = len(timesteps)
+    # 2. Each watcher, or each of its edits.
+    for chosen in (chosen for watcher in watchers() for chosen in watcher.edits or [watcher]):
+        for name, count in counts.items():
+            check_indices(name, getattr(chosen, f"{name}s", None), count)
+        frames, sites = getattr(chosen, "frames", None), getattr(chosen, "sites", ())
+        if is_whole and isinstance(frames, Sequence):
+            check_indices("frame", [n for n in frames if isinstance(n, int)], video.frames)
+        if getattr(chosen, "heads", None) is not None and sites and OF_HEADS_HERE.isdisjoint(sites):
+            raise ConfigError(f"{sites[0]} has no heads: leave heads out")
+        for site in sites:
+            require_known(site, ("self", "cross", *SITES_HERE), "{} cannot be seen in diffusers' models")
     title = type(watched.transformer).__name__
     for edit in active_edits():
         if type(edit).__name__ in TURNING and not watched.family.has_wan_rope:
@@ -515,22 +556,25 @@ def _enter_attention(site: Site, module: nn.Module, args: tuple, kwargs: dict[st
 
 
 def _leave_attention(module: nn.Module, args: tuple, out: Any) -> None:
-    if (caller := _CALLER.get()) is not None:
-        _CALLER.set(caller.outer)
-        is_looked_at = _FORWARD.get() is not None and (watchers() or observer() is not None)
-        # Where forward is not the class's own, a cache of diffusers may take its place.
-        if is_looked_at and out is not None and not caller.has_called and "forward" not in vars(module):
-            processor = type(module.processor).__name__
-            if not getattr(module, "perturbed_attn", False):
-                raise ConfigError(
-                    f"layer {caller.site.layer}: {processor} did not call diffusers' dispatch_attention_fn, "
-                    "so it cannot be seen; take the model's own processor"
-                )
+    caller = _CALLER.get()
+    if caller is None:
+        return
+    _CALLER.set(caller.outer)
+    is_looked_at = _FORWARD.get() is not None and (watchers() or observer() is not None)
+    # Where forward is not the class's own, a cache of diffusers may take its place.
+    if not is_looked_at or out is None or caller.has_called or "forward" in vars(module):
+        return
+    if not getattr(module, "perturbed_attn", False):
+        raise ConfigError(
+            f"layer {caller.site.layer}: {type(module.processor).__name__} did not call diffusers' "
+            "dispatch_attention_fn, so it cannot be seen; take the model's own processor"
+        )
 
 
 def _expect_image_call(module: nn.Module, args: tuple, out: Tensor) -> None:
     """Note that the keys of image tokens are made: processors make them right before their call."""
-    if (caller := _CALLER.get()) is not None:
+    caller = _CALLER.get()
+    if caller is not None:
         caller.has_image_keys = True
 
 
@@ -539,35 +583,43 @@ def _show_output(name: str, layer: int, module: nn.Module, args: tuple, out: Any
     forward = _FORWARD.get()
     if forward is None or not watchers():
         return None
-    x = out[0] if isinstance(out, tuple) else out
+    x = out
+    if isinstance(out, tuple):
+        x = out[0]
     new = _show(forward, name, layer, x, _around(forward.video, x.shape[1]))
     if new is x:
         return None
-    return (new, *out[1:]) if isinstance(out, tuple) else new
+    if isinstance(out, tuple):
+        return new, *out[1:]
+    return new
 
 
 def _around(video: VideoTokens, length: int) -> tuple[int, int]:
     """Return the numbers of tokens before and after those of a forward's frames."""
-    before = video.before if length >= video.before + video.total else 0
+    before = video.before
+    if length < before + video.total:
+        before = 0
     return before, length - before - video.total
 
 
 def _show(forward: Forward, name: str, layer: int, x: Tensor, around: tuple[int, int] = (0, 0)) -> Tensor:
     """Show x [B, L, ...] to watchers, pass by pass and without tokens that belong to no frame -> x."""
     pieces, is_changed = [], False
-    own = slice(around[0], x.shape[1] - around[1])
+    start, stop = around[0], x.shape[1] - around[1]
     for at, items in forward.parts:
         piece = x[items]
-        seen = piece[:, own]
+        seen = piece[:, start:stop]
         with during(at):
             new = hook_point(name, layer, seen)
         if new is not seen:
             is_changed = True
-            piece = torch.cat([piece[:, : own.start], new, piece[:, own.stop :]], 1)
+            piece = torch.cat([piece[:, :start], new, piece[:, stop:]], 1)
         pieces.append(piece)
     if not is_changed:
         return x
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces)
 
 
 # --- The attention call itself
@@ -583,19 +635,20 @@ def _dispatch(original: Any, *args: Any, **kwargs: Any) -> Tensor:
     return _attend(forward, caller, original, bound.arguments)
 
 
-def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, Any]) -> Tensor:
+def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str, Any]) -> Tensor:
     """Compute a call's output [B, Lq, H, D] with edits, and show it to captures."""
-    if given["parallel_config"] is not None:
+    if arguments["parallel_config"] is not None:
         raise ConfigError("tokens that several GPUs share cannot be seen: disable context parallelism")
-    q, k, v = given["query"], given["key"], given["value"]
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
     # 1. Which call this is, and which of its tokens are of no frame.
     site, is_self = caller.site, caller.site.kind == "self"
     if caller.has_image_keys:
         site, caller.has_image_keys = Site(site.layer, "cross_image"), False
-    edits, layout = bool(watchers()) and site.kind != "cross_image", forward.layout if is_self else None
+    is_edited = bool(watchers()) and site.kind != "cross_image"
     video, len_q, len_k = forward.video, q.shape[1], k.shape[1]
-    around, around_q = (0, 0), _around(video, len_q)
+    layout, around, around_q = None, (0, 0), _around(video, len_q)
     if is_self:  # what lies behind the frames does so in the queries, too
+        layout = forward.layout
         behind = len_k - video.before - len(forward.layout.slots) * video.tokens
         around, around_q = (video.before, behind), (len_q - behind - video.total, behind)
     if min(*around, *around_q) < 0 or (video.past is None and is_self and len_q != len_k):
@@ -609,12 +662,10 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
         for at, items in forward.parts
     ]
     is_changed = False
-    if edits:
-        names = [site_name(site, name) for name in ("q", "k", "v")]
-        q, k, v = (
-            _show(forward, name, site.layer, x, beside)
-            for name, x, beside in zip(names, (q, k, v), (around_q, around, around), strict=True)
-        )
+    if is_edited:
+        q = _show(forward, site_name(site, "q"), site.layer, q, around_q)
+        k = _show(forward, site_name(site, "k"), site.layer, k, around)
+        v = _show(forward, site_name(site, "v"), site.layer, v, around)
         if is_self:
             q = _show(forward, "q_rot", site.layer, q, around_q)
             k = _show(forward, "k_rot", site.layer, k, around)
@@ -623,22 +674,22 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
         if is_changed:
             q, k, v = (torch.cat([getattr(call, name) for call in calls]) for name in "qkv")
     # 3. The softmax: diffusers' own, unless a bias was added.
-    mask = _mask_of(given, q, k)
+    mask, by = _mask_of(arguments, q, k), observer()
     if any(call.bias is not None for call in calls):
-        out = torch.cat([_attend_biased(call, given, _of_items(mask, items, len(q)))
-                         for call, (_, items) in zip(calls, forward.parts, strict=True)])  # fmt: skip
-        lse = None
+        outputs = []
+        for call, (_, items) in zip(calls, forward.parts, strict=True):
+            outputs.append(_attend_biased(call, arguments, _of_items(mask, items, len(q))))
+        out, lse = torch.cat(outputs), None
     else:
-        by = observer()
         is_kept = by is not None and any(_is_wanted(by, call) for call in calls)
-        given = given | {"query": q, "key": k, "value": v}
-        out, lse = _attend_as_they_do(original, given, is_kept and mask is None and not any(around))
+        arguments = arguments | {"query": q, "key": k, "value": v}
+        out, lse = _attend_as_they_do(original, arguments, is_kept and mask is None and not any(around))
     # 4. Captures get what the softmax saw; a scale other than 1/√D goes into their q.
-    if (by := observer()) is not None:
+    if by is not None:
         for call, (at, items) in zip(calls, forward.parts, strict=True):
             call.mask = _of_items(mask, items, len(q))
             call.q, call.k, call.v = (
-                _as_scaled(q[items], given["scale"]),
+                _as_scaled(q[items], arguments["scale"]),
                 _of_all_heads(k[items], q),
                 v[items],
             )
@@ -646,7 +697,9 @@ def _attend(forward: Forward, caller: Caller, original: Any, given: dict[str, An
                 call.lse = lse[items]
             with during(at):
                 by.observe(call)
-    return _show(forward, site_name(site, "z"), site.layer, out, around_q) if edits else out
+    if not is_edited:
+        return out
+    return _show(forward, site_name(site, "z"), site.layer, out, around_q)
 
 
 def _is_wanted(by: Any, call: Call) -> bool:
@@ -658,39 +711,42 @@ def _is_wanted(by: Any, call: Call) -> bool:
 def _edit(call: Call, at: Pass, parts: list[Tensor]) -> bool:
     """Show watchers a call, of the tokens of frames, and put their q, k, v into it -> whether any changed."""
     beside = (call.around_q, call.around, call.around)
-    own = [x[:, before : x.shape[1] - behind] for x, (before, behind) in zip(parts, beside, strict=True)]
-    call.q, call.k, call.v = own
+    seen = [x[:, before : x.shape[1] - behind] for x, (before, behind) in zip(parts, beside, strict=True)]
+    call.q, call.k, call.v = seen
     with during(at):
         hook_point(call.site.kind, call.site.layer, call)
-    new, is_changed = (call.q, call.k, call.v), False
-    for name, whole, old, now, (before, behind) in zip("qkv", parts, own, new, beside, strict=True):
-        if now is not old:
+    edited, is_changed = (call.q, call.k, call.v), False
+    for name, whole, old, new, (before, behind) in zip("qkv", parts, seen, edited, beside, strict=True):
+        if new is not old:
             is_changed = True
-            whole = torch.cat([whole[:, :before], now, whole[:, whole.shape[1] - behind :]], 1)
+            whole = torch.cat([whole[:, :before], new, whole[:, whole.shape[1] - behind :]], 1)
         setattr(call, name, whole)
     return is_changed
 
 
-def _attend_biased(call: Call, given: Mapping[str, Any], mask: Tensor | None) -> Tensor:
+def _attend_biased(call: Call, arguments: Mapping[str, Any], mask: Tensor | None) -> Tensor:
     """Compute the output [B, Lq, H, D] of a call under a bias of its keys."""
     assert call.bias is not None
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
     k, v = (_of_all_heads(x, q, 1) for x in (k, v))
-    is_plain = mask is None and not any(call.around) and given["scale"] in (None, q.shape[-1] ** -0.5)
-    if is_plain:  # as our own models do: exact, and without a mask kernel
+    has_usual_scale = arguments["scale"] in (None, q.shape[-1] ** -0.5)
+    if mask is None and not any(call.around) and has_usual_scale:
+        # As our own models do: exact, and without a mask kernel
         out, call.lse = attend_by_groups(q, k, v, call.bias)
         return out.transpose(1, 2)
     bias = send(F.pad(call.bias.per_token(), call.around), q.device)[:, None].to(q.dtype)  # [H, 1, Lk]
-    if mask is not None:
-        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask.to(q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=given["scale"])
+    if mask is not None and mask.dtype == torch.bool:
+        bias = bias.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        bias = bias + mask.to(q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=arguments["scale"])
     return out.transpose(1, 2)
 
 
-def _mask_of(given: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
+def _mask_of(arguments: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
     """Return a call's mask as [B or 1, H or 1, Lq or 1, Lk], boolean or added to logits; None for none."""
-    mask = given["attn_mask"]
-    if given["is_causal"]:
+    mask = arguments["attn_mask"]
+    if arguments["is_causal"]:
         return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()[None, None]
     if mask is None:
         return None
@@ -705,17 +761,23 @@ def _mask_of(given: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _of_items(mask: Tensor | None, items: slice, batch: int) -> Tensor | None:
-    return mask if mask is None or len(mask) != batch else mask[items]
+    if mask is None or len(mask) != batch:
+        return mask
+    return mask[items]
 
 
 def _as_scaled(q: Tensor, scale: float | None) -> Tensor:
     default = q.shape[-1] ** -0.5
-    return q if scale in (None, default) else q.float() * (scale / default)
+    if scale is None or scale == default:
+        return q
+    return q.float() * (scale / default)
 
 
 def _of_all_heads(x: Tensor, q: Tensor, dim: int = 2) -> Tensor:
     """Repeat heads of k or v where queries share them."""
-    return x if x.shape[dim] == q.shape[dim] else x.repeat_interleave(q.shape[dim] // x.shape[dim], dim)
+    if x.shape[dim] == q.shape[dim]:
+        return x
+    return x.repeat_interleave(q.shape[dim] // x.shape[dim], dim)
 
 
 # --- Their softmax, with its log-sum-exp where that costs nothing
@@ -724,55 +786,62 @@ _proven: dict[
 ] = {}  # by kernel, shapes and dtype: whether it gives the bits of diffusers' own call
 
 
-def _attend_as_they_do(original: Any, given: dict[str, Any], needs_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _attend_as_they_do(
+    original: Any, arguments: dict[str, Any], needs_lse: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return diffusers' own output, bit for bit, and on a GPU the log-sum-exp [B, H, Lq] if needed.
 
     The backend's own kernel returns it, and is used once its output equals diffusers' for these shapes. For
     other backends we make a second attention call.
     """
-    q, k, v = given["query"], given["key"], given["value"]
-    needs_lse &= q.is_cuda and q.shape[2] == k.shape[2] and given["scale"] in (None, q.shape[-1] ** -0.5)
-    if not needs_lse:  # on the CPU values do not need it
-        return original(**given), None
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    has_usual_scale = arguments["scale"] in (None, q.shape[-1] ** -0.5)
+    if not needs_lse or not q.is_cuda or q.shape[2] != k.shape[2] or not has_usual_scale:
+        return original(**arguments), None  # on the CPU values do not need it
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return original(**given), attention_with_lse(*(x.detach().transpose(1, 2) for x in (q, k, v)))[1]
-    kernel = _kernel_of(given)
+        return original(**arguments), attention_with_lse(*(x.detach().transpose(1, 2) for x in (q, k, v)))[1]
+    kernel = _kernel_of(arguments)
     key = (kernel, q.shape, k.shape, q.dtype, q.stride(), k.stride(), v.stride())
     if kernel is None or _proven.get(key) is False:
-        return original(**given), attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[1]
+        return original(**arguments), attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[1]
     out, lse = _run(kernel, q, k, v)
     if key not in _proven:
-        theirs = original(**given)
+        theirs = original(**arguments)
         _proven[key] = torch.equal(theirs, out)
         return theirs, lse
     return out, lse
 
 
-def _kernel_of(given: Mapping[str, Any]) -> str | None:
+def _kernel_of(arguments: Mapping[str, Any]) -> str | None:
     """Name the kernel of PyTorch that a call's backend runs; None for backends that are not PyTorch's."""
-    if given["dropout_p"] or given["attention_kwargs"] or given["query"].shape[-1] % 8:
+    if arguments["dropout_p"] or arguments["attention_kwargs"] or arguments["query"].shape[-1] % 8:
         return None
-    backend = given["backend"]
+    backend = arguments["backend"]
     if backend is None:  # diffusers is imported: its model calls this
         dispatch = sys.modules["diffusers.models.attention_dispatch"]
         backend, _ = dispatch._AttentionBackendRegistry.get_active_backend()
     name = str(getattr(backend, "value", backend))
     if name == "native":
-        q, k, v = (given[x].permute(0, 2, 1, 3) for x in ("query", "key", "value"))
-        choice = torch._fused_sdp_choice(q, k, v)
-        kinds = torch.nn.attention.SDPBackend
-        found: dict[Any, str] = {kinds.FLASH_ATTENTION: "flash", kinds.EFFICIENT_ATTENTION: "efficient"}
-        found[kinds.CUDNN_ATTENTION] = "cudnn"
-        return next((name for kind, name in found.items() if int(kind) == choice), None)
-    return {"_native_flash": "flash", "_native_efficient": "efficient", "_native_cudnn": "cudnn_packed"}.get(
-        name
-    )
+        q, k, v = (arguments[x].transpose(1, 2) for x in ("query", "key", "value"))
+        kinds: Any = torch.nn.attention.SDPBackend
+        kernels = {
+            int(kinds.FLASH_ATTENTION): "flash",
+            int(kinds.EFFICIENT_ATTENTION): "efficient",
+            int(kinds.CUDNN_ATTENTION): "cudnn",
+        }
+        return kernels.get(torch._fused_sdp_choice(q, k, v))
+    of_backends = {
+        "_native_flash": "flash",
+        "_native_efficient": "efficient",
+        "_native_cudnn": "cudnn_packed",
+    }
+    return of_backends.get(name)
 
 
 def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Run a fused kernel as PyTorch's scaled_dot_product_attention does -> [B, Lq, H, D], lse [B, H, Lq]."""
     aten = torch.ops.aten
-    q, k, v = (x.permute(0, 2, 1, 3) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if kernel == "cudnn_packed":  # diffusers' cuDNN backend packs them first
         q, k, v = (x.contiguous() for x in (q, k, v))
     if kernel == "flash":
@@ -781,7 +850,7 @@ def _run(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True)
     else:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)
-    return out.permute(0, 2, 1, 3), lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
+    return out.transpose(1, 2), lse.reshape(*q.shape[:2], -1)[..., : q.shape[2]]
 
 
 # --- Capture
@@ -795,8 +864,8 @@ def capture_diffusers(
     known in WanPipeline only. Raises ConfigError as watching() does, and for a layer that is not there.
     """
     requests = requests or (CaptureRequest(**fields),)
-    with watching(x, layout) as found:
-        for transformer in found.values():
+    with watching(x, layout) as transformers:
+        for transformer in transformers.values():
             for request in requests:
                 request.check(count_layers(transformer) or 1 << 20)
         with ATTENTION_WEIGHT_CAPTURE.capture(*requests) as calls:
