@@ -187,29 +187,36 @@ class CaptureRequest:
     num_calls: int | None = None  # what such a script said of the model
 
     def __post_init__(self) -> None:
-        queries = tuple(MapQuery(*query) for query in self.queries)
-        object.__setattr__(self, "queries", queries)
+        object.__setattr__(self, "queries", tuple(MapQuery(*query) for query in self.queries))
+        problem = self.conflict()
+        if problem:
+            raise ConfigError(problem)
+
+    def conflict(self) -> str:
+        """Say which fields have no meaning, or none together; "" for none."""
+        queries = self.queries
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
         of_frames = self.granularity == "frame" and "self" in self.kinds
         kind, granularities = self.granularity, ("token", "key", "frame", "map")
         if kind not in granularities:
-            raise ConfigError(f"granularity {kind!r} is not one of {', '.join(granularities)}")
+            return f"granularity {kind!r} is not one of {', '.join(granularities)}"
         if not {*self.kinds} <= {*get_args(Kind)}:
-            raise ConfigError(f"kinds {self.kinds} may hold {', '.join(get_args(Kind))}")
+            return f"kinds {self.kinds} may hold {', '.join(get_args(Kind))}"
         if kind == "key" and not self.is_logits:
-            raise ConfigError("probabilities need granularity 'token', not 'key'")
+            return "probabilities need granularity 'token', not 'key'"
         # A field that the granularity does not read would be ignored in silence
         if self.rope_bands and not of_frames:
-            raise ConfigError("rope_bands needs granularity 'frame' of self-attention")
+            return "rope_bands needs granularity 'frame' of self-attention"
         if self.query_key_means and not of_frames:
-            raise ConfigError("query_key_means needs 'frame' of self-attention")
+            return "query_key_means needs 'frame' of self-attention"
         if self.heads is not None and kind != "map":
-            raise ConfigError(f"heads need granularity 'map', not {kind!r}")
+            return f"heads need granularity 'map', not {kind!r}"
         if not queries or len({*queries}) < len(queries):
-            raise ConfigError("granularity 'map' needs queries, each once")
+            return "granularity 'map' needs queries, each once"
         if wrong:
             shown = [*map(tuple, wrong)]
-            raise ConfigError(f"queries {shown} are not (frame, token), (frame, -1) or (-1, -1)")
+            return f"queries {shown} are not (frame, token), (frame, -1) or (-1, -1)"
+        return ""
 
     def wants(self, site: Site, at: Pass | None) -> bool:
         """Return whether the call of a site in a pass is asked for; at None: where nobody announced it."""

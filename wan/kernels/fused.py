@@ -205,10 +205,15 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum and its norm, contiguous [B, L, dim]; x in place of one that is not computed."""
     x, (batch, length, dim) = x.contiguous(), x.shape
-    total, out = (
-        x if not wanted else torch.empty_like(x) if given is None else given
-        for wanted, given in ((y is not None, outs[0]), (rows is not None, outs[1]))
-    )
+    total = out = x
+    if y is not None:
+        total = torch.empty_like(x)
+        if outs[0] is not None:
+            total = outs[0]
+    if rows is not None:
+        out = torch.empty_like(x)
+        if outs[1] is not None:
+            out = outs[1]
     scale, shift = rows or (x, x)
     stride_scale = stride_shift = stride_gate = 0
     tokens = tokens_per_row = tokens_per_gate = batch * length
@@ -220,10 +225,16 @@ def _launch(
         tokens_per_gate = length // gate.shape[1]
     numbers = eps, dim, tokens_per_gate, tokens_per_row, stride_gate, stride_scale, stride_shift
     block = power_of_2(dim)
-    # The same warps for every norm: they decide in what order a token's numbers are summed.
-    constants = {"BLOCK": block, "num_warps": 2 * max(1, block // 2048) if rows else 4}
+    constants = {"BLOCK": block, "num_warps": 4}
+    if rows:
+        # The same warps for every norm: they decide in what order a token's numbers are summed.
+        constants["num_warps"] = 2 * max(1, block // 2048)
     constants |= {"ADD": y is not None, "GATED": gate is not None, "NORM": rows is not None, "AFFINE": affine}
-    added, gates = x if y is None else y.contiguous(), x if gate is None else gate
+    added, gates = x, x  # not read where there are none
+    if y is not None:
+        added = y.contiguous()
+    if gate is not None:
+        gates = gate
     launch(_add_norm_kernel, (tokens,), x, added, gates, scale, shift, total, out, *numbers, **constants)
     return total, out
 
@@ -238,8 +249,11 @@ def norm_rotate(
 ) -> Tensor:
     """RMSNorm over dim, heads, and RoPE where tables [L, 1, D] are given: x [B, L, dim] -> [B, L, H, D]."""
     x, (batch, length, dim) = x.contiguous(), x.shape
-    out = x.new_empty((batch, length, num_heads, dim // num_heads)) if out is None else out
-    cos, sin = (table.contiguous() for table in rope) if rope else (x, x)  # not read without RoPE
+    if out is None:
+        out = x.new_empty((batch, length, num_heads, dim // num_heads))
+    cos, sin = x, x  # not read without RoPE
+    if rope:
+        cos, sin = rope[0].contiguous(), rope[1].contiguous()
     constants = _heads(num_heads, dim // num_heads) | {"ROTATE": rope is not None}
     launch(
         _norm_rotate_kernel, (batch * length,), x, weight, cos, sin, out, eps, num_heads, length, **constants
@@ -251,7 +265,9 @@ def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """RoPE of x into out, [B, L, H, D] whose tokens are rows; tables [L, 1, D] or [B, L, 1, D]."""
     batch, length, num_heads, head_dim = x.shape
     dim, cos, sin = num_heads * head_dim, cos.contiguous(), sin.contiguous()
-    of_table = cos.stride(0) if cos.dim() == 4 and len(cos) > 1 else 0
+    of_table = 0
+    if cos.dim() == 4 and len(cos) > 1:
+        of_table = cos.stride(0)
     sizes = dim, head_dim, x.stride(0), out.stride(0), of_table
     launch(_rotate_kernel, (length, batch), x, cos, sin, out, *sizes, BLOCK=power_of_2(dim))
 
@@ -261,8 +277,11 @@ def _rows(table: Tensor) -> tuple[Tensor, int]:
     evenly = table.stride(-1) == 1 and (
         table.shape[0] == 1 or table.stride(0) == table.shape[1] * table.stride(1)
     )
-    table = table if evenly else table.contiguous()
-    return table, table.stride(1) if table.shape[1] > 1 else table.stride(0)
+    if not evenly:
+        table = table.contiguous()
+    if table.shape[1] > 1:
+        return table, table.stride(1)
+    return table, table.stride(0)
 
 
 @cache

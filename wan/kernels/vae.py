@@ -109,15 +109,19 @@ def feed(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum [B, T, H, W, C], if kept, and the input of the next convolution."""
     y = y.contiguous()
-    residual = None if residual is None else residual.contiguous()
+    if residual is not None:
+        residual = residual.contiguous()
     batch, frames, height, width, *_, channels = y.shape
     if shuffled:
         height, width = 2 * (height - 1), 2 * (width - 1)
     shape = batch, frames, height, width, channels
-    total = y.new_empty(shape) if keep else y
-    fed = y
-    if stack:
-        fed = y.new_empty((batch, frames + 2, *shape[2:]) if stack == 1 else (*shape[:4], stack * channels))
+    total = fed = y
+    if keep:
+        total = y.new_empty(shape)
+    if stack == 1:
+        fed = y.new_empty((batch, frames + 2, *shape[2:]))
+    elif stack:
+        fed = y.new_empty((*shape[:4], stack * channels))
     block_c = triton.next_power_of_2(channels)
     block_p = max(1, PIXELS // block_c)
     launch(
