@@ -5,6 +5,7 @@ with capture(session, "resid_post", layers=[5]) as seen, intervene(at("z"), lamb
 seen["resid_post"].stack()
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -135,6 +136,7 @@ def capture(
         if captured.folder is not None:
             captured.folder.require(captured.request)
     else:
+        require_parameters(attention_requests, chosen)
         captured.requests = attention_requests(session.config, **chosen)
         memory.check_requests(session.config, session.model_config, captured.requests)
     # An inner capture would leave the outer one without calls.
@@ -160,6 +162,7 @@ def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chose
                 yield
             return
     else:
+        require_parameters(pipeline_requests, chosen)
         captured.requests = pipeline_requests(**chosen)
     runs: list[PipelineRun] = []
     try:
@@ -210,6 +213,13 @@ def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edi
         edited(*rest, data=data) as active,
     ):
         yield active
+
+
+def require_parameters(function: Callable[..., Any], chosen: Collection[str]) -> None:
+    """Raise ConfigError for what a capture was asked for and does not know, with the nearest that it does."""
+    parameters = inspect.signature(function).parameters
+    for name in chosen:
+        require_known(name, parameters, "capture knows no {}")
 
 
 INTERNAL = ("sites", "on_block", "kept", "items", "newest")  # of SiteCapture, not for a caller

@@ -88,7 +88,7 @@ def test_activations_and_edits_of_a_pipeline(pipeline):
         ({"layers": [2]}, "layer 2 is not in 0..1"),
         ({"blocks": [0]}, "leave blocks out"),
         ({"steps": -1}, "step -1: a pipeline tells its steps when it runs"),
-        ({"layer": 0}, r"knows no layer; did you mean layers\?"),
+        ({"layer": 0}, r"knows no 'layer'; did you mean layers\?"),
         ({"mass": "yes"}, "mass 'yes' is not bool"),
         ({"stream_to": "folder"}, "stream_to= takes activations: name a site"),
     ):

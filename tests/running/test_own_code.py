@@ -288,14 +288,6 @@ def test_functions_see_each_video_of_a_batch_alone(pipe):
             pipe.generate("a red circle", seeds=[3, 4])[0].latents,
             pipe.generate("a red circle", seed=3).latents,
         )
-    calls, warned = [], partial(pytest.warns, UserWarning, match="take turns at it: make videos one by one")
-    for edit in (lambda z: calls.append(1) or z * len(calls), lambda z: z + torch.randn_like(z)):
-        with intervene(at("z"), edit):
-            pipe.generate("a red circle", seed=3)
-            with warned():
-                pipe.generate("a red circle", seeds=[3, 4])
-    with capture(pipe, "z", reduce=lambda z: calls.append(1) or z.mean() * len(calls)), warned():
-        pipe.generate("a red circle", seeds=[3, 4])
 
 
 def nearly(found, expected, where):
