@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wan import reductions
 from wan.attention import Call
-from wan.errors import ConfigError
+from wan.errors import ConfigError, short_repr
 from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
 from wan.sites import (
     Pass,
@@ -198,6 +198,9 @@ class CaptureRequest:
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
         of_frames = self.granularity == "frame" and "self" in self.kinds
         kind, granularities = self.granularity, ("token", "key", "frame", "map")
+        for name in ("is_logits", "mass", "rope_bands", "query_key_means"):
+            if not isinstance(getattr(self, name), bool):
+                return f"{name} {short_repr(getattr(self, name))} should be True or False"
         if kind not in granularities:
             return f"granularity {kind!r} is not one of {', '.join(granularities)}"
         if not {*self.kinds} <= {*get_args(Kind)}:

@@ -89,7 +89,7 @@ def test_activations_and_edits_of_a_pipeline(pipeline):
         ({"blocks": [0]}, "leave blocks out"),
         ({"steps": -1}, "step -1: a pipeline tells its steps when it runs"),
         ({"layer": 0}, r"knows no 'layer'; did you mean layers\?"),
-        ({"mass": "yes"}, "mass 'yes' is not bool"),
+        ({"mass": "yes"}, "mass 'yes' should be True or False"),
         ({"stream_to": "folder"}, "stream_to= takes activations: name a site"),
     ):
         with pytest.raises(ValueError, match=message), capture(pipeline, **chosen):
