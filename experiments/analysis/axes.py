@@ -29,11 +29,11 @@ def slots_of(atlas: dict, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return frame and temporal position of every slot that a block saw: [blocks, slots], -9 for none."""
     if "slot_frame" in atlas:
         return atlas["slot_frame"][layer].numpy(), atlas["slot_position"][layer].numpy()
-    held = [atlas[name] for name in ("frame_logits", "frame_mass") if name in atlas]
-    if not held:
+    matrices = atlas.get("frame_logits", atlas.get("frame_mass"))
+    if matrices is None:
         raise CacheError("this cache holds no frame matrices: what its blocks saw is not known")
     # A cache of whole frames: what any head of a block's last query has is what its slots held
-    seen = ~held[0][layer, 0].isnan().all(0)  # [F queries, F keys]
+    seen = ~matrices[layer, 0].isnan().all(0)  # [F queries, F keys]
     rows = [np.flatnonzero(seen[end - 1].numpy()) for end in np.cumsum(atlas["block_sizes"])]
     frames = np.full((len(rows), max(map(len, rows))), NO_SLOT)
     for block, row in enumerate(rows):
@@ -81,21 +81,26 @@ def key_columns(atlas: dict, layer: int, step: int | None, quantity: str, axis="
     marks = slot_marks(atlas, i, block)
     # 2. By position: slots in the order of RoPE, or as they lie where a position is not known
     if axis == "position":
-        order = range(count) if positions.min() < 0 else np.argsort(positions, kind="stable").tolist()
-        labels = tuple(str(positions[n]) if positions[n] >= 0 else "·" for n in order)
-        return KeyColumns(axis, labels, tuple(marks[n] for n in order), by_slot[:, list(order)])
+        order = list(range(count))
+        if positions.min() >= 0:
+            order = np.argsort(positions, kind="stable").tolist()
+        labels = tuple(str(positions[slot]) if positions[slot] >= 0 else "·" for slot in order)
+        return KeyColumns(axis, labels, tuple(marks[slot] for slot in order), by_slot[:, order])
     # 3. By frame: all frames of the video, then a column for each average
     averages = np.flatnonzero(frames == AVERAGE)
-    whole = _stored(atlas, "frame", i, step, quantity)[:, queries].mean(1)  # [H, F]
-    of_frame = {int(frames[n]): marks[n] for n in reversed(range(count)) if frames[n] >= 0}
+    by_frame = _stored(atlas, "frame", i, step, quantity)[:, queries].mean(1)  # [H, F]
+    F = by_frame.shape[1]
+    frame_marks = [""] * F
     if "tokens_kept" in atlas:
         # Chosen tokens lie in slots of no frame: their frames are marked by what is kept of them
-        kept = np.flatnonzero(atlas["tokens_kept"][i, block].numpy()).tolist()
-        of_frame = dict.fromkeys(kept, SPECIAL[CHOSEN]) | of_frame
-    F = whole.shape[1]
-    names = [*map(str, range(F)), *(f"μ{k}" for k in range(1, len(averages) + 1))]
-    seen = [of_frame.get(f, "") for f in range(F)] + [SPECIAL[AVERAGE]] * len(averages)
-    return KeyColumns(axis, tuple(names), tuple(seen), np.concatenate([whole, by_slot[:, averages]], 1))
+        for frame in np.flatnonzero(atlas["tokens_kept"][i, block].numpy()).tolist():
+            frame_marks[frame] = SPECIAL[CHOSEN]
+    for slot in reversed(range(count)):
+        if frames[slot] >= 0:
+            frame_marks[frames[slot]] = marks[slot]
+    labels = (*map(str, range(F)), *(f"μ{k}" for k in range(1, len(averages) + 1)))
+    column_marks = (*frame_marks, *[SPECIAL[AVERAGE]] * len(averages))
+    return KeyColumns(axis, labels, column_marks, np.concatenate([by_frame, by_slot[:, averages]], 1))
 
 
 def position_matrix(
@@ -103,7 +108,8 @@ def position_matrix(
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Return query frames × temporal positions of keys [H, F, positions], and labels of the positions."""
     i = atlas["layers"].index(layer)
-    positions, by_slot = slots_of(atlas, i)[1], _slot_values(atlas, i, step, quantity)
+    _, positions = slots_of(atlas, i)
+    by_slot = _slot_values(atlas, i, step, quantity)
     count = max(0, int(positions.max())) + 1
     matrix = np.full((*by_slot.shape[:2], count), np.nan, np.float32)
     # Slots at one position: shares of mass add, logits do not
@@ -123,33 +129,48 @@ def slot_marks(atlas: dict, i: int, block: int) -> list[str]:
     recent = len(frames) - 1
     while recent and frames[recent - 1] == frames[recent] - 1:
         recent -= 1
-    sinks = atlas.get("sink_slots")
-    sink = recent if sinks is None else sinks[block]  # a window lets nothing stand between the two
-    recent = max(recent, sink + atlas["memory_slots"][block] if "memory_slots" in atlas else 0)
-    by_place = ["sink" if n < sink else "memory" if n < recent else "" for n in range(len(frames))]
-    return [SPECIAL.get(frame, mark) for frame, mark in zip(frames, by_place, strict=True)]
+    sink = recent  # a window lets nothing stand between the two
+    if atlas.get("sink_slots") is not None:
+        sink = atlas["sink_slots"][block]
+    if "memory_slots" in atlas:
+        recent = max(recent, sink + atlas["memory_slots"][block])
+    marks = []
+    for slot, frame in enumerate(frames):
+        mark = ""
+        if slot < sink:
+            mark = "sink"
+        elif slot < recent:
+            mark = "memory"
+        marks.append(SPECIAL.get(frame, mark))
+    return marks
 
 
 def _slot_values(atlas: dict, i: int, step: int | None, quantity: str) -> np.ndarray:
     """Values of slots [H, F, slots]; values of frames where slots are the frames."""
     if f"slot_{STORED[quantity]}" in atlas:
         return _stored(atlas, "slot", i, step, quantity)
-    whole, (frames, _) = _stored(atlas, "frame", i, step, quantity), slots_of(atlas, i)
+    by_frame = _stored(atlas, "frame", i, step, quantity)
+    frames, _ = slots_of(atlas, i)
     # [H, F, F] -> [H, F, slots], block by block
-    found = np.full((*whole.shape[:2], frames.shape[1]), np.nan, np.float32)
+    by_slot = np.full((*by_frame.shape[:2], frames.shape[1]), np.nan, np.float32)
     for block, queries in enumerate(block_ranges(list(atlas["block_sizes"]))):
-        there, rows = np.flatnonzero(frames[block] >= 0), np.array(queries)[:, None]
-        found[:, rows, there] = whole[:, rows, frames[block][there]]
-    return found
+        slots, rows = np.flatnonzero(frames[block] >= 0), np.array(queries)[:, None]
+        by_slot[:, rows, slots] = by_frame[:, rows, frames[block][slots]]
+    return by_slot
 
 
 def _stored(atlas: dict, kind: str, i: int, step: int | None, quantity: str) -> np.ndarray:
     """Values [H, F, F] of frames or [H, F, slots] of slots, of the layer at index i."""
-    name, steps = f"{kind}_{STORED[quantity]}", [at.step for at in as_cache(atlas).passes()]
+    name = f"{kind}_{STORED[quantity]}"
     if name not in atlas:
         raise CacheError(f"this cache holds no {quantity}")
-    values = atlas[name][i, 0 if step is None else steps.index(step)].float().numpy()
-    return values / atlas["frame_seq_length"] if quantity == "mean_prob" else values
+    number = 0  # of the pass
+    if step is not None:
+        number = [at.step for at in as_cache(atlas).passes()].index(step)
+    values = atlas[name][i, number].float().numpy()
+    if quantity == "mean_prob":
+        values = values / atlas["frame_seq_length"]
+    return values
 
 
 # --- Latent or video frames along the axes of a layer's figures
@@ -179,9 +200,11 @@ def choose_view(
 ) -> FrameView:
     """Choose the frames to show: of the video if use_video, or with orig_num_frames, else latent ones."""
     F = cache["num_frames"]
-    stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
-    if not (use_video if use_video is not None else "orig_num_frames" in cache):
+    if use_video is None:
+        use_video = "orig_num_frames" in cache
+    if not use_video:
         return FrameView("latent", np.arange(F))
+    stride = stride or cache.get("vae_stride_t", VIDEO_FRAMES_PER_LATENT)
     n = num_video_frames or cache.get("orig_num_frames", 1 + stride * (F - 1))
     # The first video frame is a latent one alone, then groups of stride (Wan2.1: 4)
     latent = np.array([video_to_latent_frame(i, stride) for i in range(n)])
@@ -200,18 +223,21 @@ def query_profile(
         profile, noise = view.key_profile(layer), view.noise_frames
         query_frames = axes.shown(view.query_frames)
     else:
-        latent, matrix = axes.latent[list(query_frames)], view.key_matrix(layer)
+        matrix = view.key_matrix(layer)
         if matrix is None:
             raise CacheError("this cache has no frame matrix: QUERY_FRAMES must be None")
+        latent = axes.latent[list(query_frames)]
         profile = mean_without_nan(np.moveaxis(matrix[:, latent], 1, -1))
-        block = np.repeat(np.arange(len(view.block_sizes)), view.block_sizes)
-        own = np.flatnonzero(np.isin(block, block[latent]))  # denoised together with the queries
-        noise = tuple(own.tolist()) if view.is_clean_pass is False else ()
+        noise = ()
+        if view.is_clean_pass is False:
+            # What is denoised together with the queries
+            block = np.repeat(np.arange(len(view.block_sizes)), view.block_sizes)
+            noise = tuple(np.flatnonzero(np.isin(block, block[latent])).tolist())
     highlighted = {}
     if noise and len(noise) < len(view.key_frames):  # else there is no context to tell them from
         highlighted = {noise_label(view.timestep, view.noise_levels.values()): axes.shown(noise)}
-    said = subtitle(view.pass_label, query_frames)
-    return profile, Caption(view.quantity, said, highlighted, axes.unit, view.num_averages)
+    about = subtitle(view.pass_label, query_frames)
+    return profile, Caption(view.quantity, about, highlighted, axes.unit, view.num_averages)
 
 
 def select_branch(cache: Mapping, branch: str) -> Mapping[str, Any]:

@@ -96,54 +96,68 @@ def choose_heads(
     view: Profiles, heads: Iterable[tuple[int, int, str]]
 ) -> tuple[list[HeadPanel], list[tuple[int, int, str]]]:
     """Return panels of (layer, head, label), and those that the view lacks: heads 0 replace them."""
-    panels, missing, first_layers = [], [], iter(view.layers)
+    panels, missing = [], []
+    substitutes = list(view.layers)
     for layer, head, label in heads:
         if layer in view.layers and 0 <= head < view.num_heads:
             panels.append(head_panel(view, layer, head, label))
             continue
         missing.append((layer, head, label))
-        if (substitute := next(first_layers, None)) is not None:
+        if substitutes:
+            substitute = substitutes.pop(0)
             panels.append(head_panel(view, substitute, 0, f"L{substitute}H0"))
     return panels, missing
 
 
 def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     """Return a head's profile, and its curve per key token where one axis can hold both."""
-    # [H, Lk]
-    curve, S = view.key_curve(layer), view.frame_seq_length
-    if view.quantity == "mass":
-        curve = None  # a frame's mass is the sum of its tokens' probabilities: not one axis
-    if curve is not None:  # key tokens of a window -> their places among all frames
-        # [H, Fk S] -> [F S] of this head
-        spread = np.full((view.num_frames, S), np.nan, np.float32)
-        spread[list(view.key_frames)] = curve[head].reshape(-1, S)
-        curve = spread.reshape(-1)
-    profile, gone = np.split(view.key_profile(layer)[head], [view.num_frames])
-    averages = gone if gone.size else None
-    # Without a preference each of so many frames, or of their S tokens, would get the same
+    S = view.frame_seq_length
+    profile, averages = np.split(view.key_profile(layer)[head], [view.num_frames])
+    # 1. Key tokens of a window at their places among all frames
+    window = view.key_curve(layer)  # [H, Fk S]
+    curve = None
+    if (
+        window is not None and view.quantity != "mass"
+    ):  # a frame's mass is a sum: not one axis with its tokens
+        tokens = np.full((view.num_frames, S), np.nan, np.float32)
+        tokens[list(view.key_frames)] = window[head].reshape(-1, S)
+        curve = tokens.reshape(-1)
+    # 2. Without a preference each of so many frames, or of their S tokens, would get the same
     frames = len(view.key_frames) + view.num_averages
-    alike = {"mass": 1 / frames, "mean_prob": 1 / (frames * S)}.get(view.quantity)
-    return HeadPanel(label, layer, head, profile, curve, no_preference=alike, averages=averages)
+    no_preference = {"mass": 1 / frames, "mean_prob": 1 / (frames * S)}.get(view.quantity)
+    return HeadPanel(
+        label=label,
+        layer=layer,
+        head=head,
+        profile=profile,
+        curve=curve,
+        no_preference=no_preference,
+        averages=averages if averages.size else None,
+    )
 
 
 def grouped(panels: Iterable[HeadPanel], tokens: int | None) -> list[HeadPanel]:
     """Average each curve over windows of so many tokens, a divisor of a frame's; None: single tokens."""
-    shown = []
+    averaged = []
     for panel in panels:
         if tokens and panel.curve is not None:
             S = len(panel.curve) // len(panel.profile)
             if not 0 < tokens <= S or S % tokens:
                 raise CacheError(f"windows of {tokens} tokens do not divide a frame's {S}; choose a divisor")
             panel = panel._replace(curve=panel.curve.reshape(-1, tokens).mean(1), group=tokens)
-        shown.append(panel)
-    return shown
+        averaged.append(panel)
+    return averaged
 
 
 def profile_maps(view: Profiles, titles: Mapping[int, str] | None = None) -> list[ProfileMap]:
     """A panel for every layer of a view, or for those that titles names."""
-    titles = {layer: f"Layer {layer}" for layer in view.layers} if titles is None else titles
-    gone = view.num_averages
-    return [ProfileMap(t, view.quantity, view.key_profile(n), averages=gone) for n, t in titles.items()]
+    if titles is None:
+        titles = {layer: f"Layer {layer}" for layer in view.layers}
+    averages = view.num_averages
+    return [
+        ProfileMap(title, view.quantity, view.key_profile(layer), averages=averages)
+        for layer, title in titles.items()
+    ]
 
 
 # --- Tables
@@ -161,49 +175,74 @@ def table(rows: Sequence[Any] | Mapping[str, Any], empty: str = "nothing to show
     words: a notebook would break the rows within theirs.
     """
     if isinstance(rows, Mapping):
-        width = max(map(len, rows), default=0)
-        lines = [f"{name:{width}}  {_cells([value])[0]}" for name, value in rows.items()]
-        indent: dict[str, Any] = {"subsequent_indent": " " * (width + 2), "break_long_words": False}
-        return "\n".join(x if len(x) <= 1.6 * WIDEST else fill(x, WIDEST, **indent) for x in lines)
+        return _facts(rows)
+    # 1. Cells of every column, in the order in which rows name them
     mappings = [row._asdict() if hasattr(row, "_asdict") else row for row in rows]
     names = list(dict.fromkeys(name for row in mappings for name in row))
     columns = {name: _cells([row.get(name) for row in mappings]) for name in names}
+    # 2. Names of columns, in several lines where the table would be too wide
     widths = {name: max(map(len, cells)) for name, cells in columns.items()}
-    heads = {name: [name] for name in names}
+    headers = {name: [name] for name in names}
     if sum(max(len(name), width) + 2 for name, width in widths.items()) > WIDEST:
         for name, width in widths.items():
             longest = max(map(len, name.split()), default=1)
-            heads[name] = wrap(name, max(width, longest, 8), break_long_words=False, break_on_hyphens=False)
-    high = max(map(len, heads.values()), default=0)
-    lines = [""] * (len(mappings) + high)
+            headers[name] = wrap(name, max(width, longest, 8), break_long_words=False, break_on_hyphens=False)
+    # 3. Column by column: text to the left, numbers to the right
+    high = max(map(len, headers.values()), default=0)
+    lines = [""] * (high + len(mappings))
     for name in names:
-        cells = [""] * (high - len(heads[name])) + heads[name] + columns[name]
+        cells = [""] * (high - len(headers[name])) + headers[name] + columns[name]
+        width = max(map(len, cells))
         is_text = any(isinstance(row.get(name), str) for row in mappings)
-        width, side = max(map(len, cells)), "<" if is_text else ">"
-        lines = [f"{line}{cell:{side}{width}}  " for line, cell in zip(lines, cells, strict=True)]
+        for n, cell in enumerate(cells):
+            lines[n] += cell.ljust(width) if is_text else cell.rjust(width)
+            lines[n] += "  "
     return "\n".join(line.rstrip() for line in lines) or empty
+
+
+def _facts(values: Mapping[str, Any]) -> str:
+    """Format one mapping, a line for each name; much longer lines are broken between words."""
+    width = max(map(len, values), default=0)
+    lines = []
+    for name, value in values.items():
+        line = f"{name:{width}}  {_cells([value])[0]}"
+        if len(line) > 1.6 * WIDEST:
+            line = fill(line, WIDEST, subsequent_indent=" " * (width + 2), break_long_words=False)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
     """Values of a column as text: numbers with as many decimals as give the largest 4 digits."""
     # Integers stay as they are; the decimals of a column are those of its largest float
-    numbers = [isinstance(value, Real) and not isinstance(value, Integral) for value in values]
-    sizes = [abs(v) for v, is_number in zip(values, numbers, strict=True) if is_number and isfinite(v) and v]
-    decimals = min(max(3, 3 - floor(log10(max(sizes, default=1)))), 12)
-    shown = [f"{v:.{decimals}f}" if n and isfinite(v) else v for v, n in zip(values, numbers, strict=True)]
-    return ["" if v is None else "N/A" if v != v else str(v) for v in shown]
+    floats = [float(v) for v in values if isinstance(v, Real) and not isinstance(v, Integral)]
+    largest = max((abs(v) for v in floats if isfinite(v) and v), default=1)
+    decimals = min(max(3, 3 - floor(log10(largest))), 12)
+    cells = []
+    for value in values:
+        if value is None:
+            cells.append("")
+        elif value != value:
+            cells.append("N/A")
+        elif isinstance(value, Real) and not isinstance(value, Integral) and isfinite(value):
+            cells.append(f"{value:.{decimals}f}")
+        else:
+            cells.append(str(value))
+    return cells
 
 
 def describe(view: Profiles) -> dict[str, str]:
     """Return what a view holds: source, layers, frames, pass, quantity, and what its queries could see."""
-    averages = f" and {view.num_averages} averages of evicted frames" if view.num_averages else ""
+    keys = f"frames {ranges(view.key_frames)}"
+    if view.num_averages:
+        keys += f" and {view.num_averages} averages of evicted frames"
     facts = {
         "Source": view.source,
         "Layers": f"{ranges(view.layers)}; {view.num_heads} heads; {view.frame_seq_length} tokens per frame",
         "Frames": f"{view.num_frames} in blocks of {', '.join(map(str, view.block_sizes))}",
         "Pass": view.pass_label,
         "Queries": f"frames {ranges(view.query_frames)}",
-        "Keys": f"frames {ranges(view.key_frames)}{averages}: {SEEN[view.captured]}",
+        "Keys": f"{keys}: {SEEN[view.captured]}",
         "Quantity": f"{view.quantity}: {UNITS[view.quantity]}",
     }
     if view.noise_frames:
@@ -212,9 +251,11 @@ def describe(view: Profiles) -> dict[str, str]:
     for frame, level in view.noise_levels.items():
         levels.setdefault(level, []).append(frame)
     if len(levels) > 1:
-        of_level = [f"{ranges(frames)} at t = {level:.4g}" for level, frames in levels.items()]
-        facts["Window"] = f"frames {', '.join(of_level)}"
-    return facts | ({"Notes": "; ".join(view.notes)} if view.notes else {})
+        parts = [f"{ranges(frames)} at t = {level:.4g}" for level, frames in levels.items()]
+        facts["Window"] = f"frames {', '.join(parts)}"
+    if view.notes:
+        facts["Notes"] = "; ".join(view.notes)
+    return facts
 
 
 def calls(cache: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -227,9 +268,14 @@ def calls(cache: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"call": c, "layers": layers, "pass": p} for c, p in zip(numbers, labels, strict=True)]
     rows = []
     for number, call in enumerate(cache["attention_weights"]):
-        at = cache | call  # a figure4 cache has the tags of its calls at the top
-        step = "not recorded" if at["step"] is None else "clean" if at["is_clean_pass"] else str(at["step"])
-        timestep = "" if at["timestep"] is None else f" (t = {at['timestep']:.4g})"
-        frames = {"queries": ranges(at["query_frames"]), "keys": ranges(at["key_frames"])}
-        rows.append({"call": number, "layer": at["layer_idx"], "pass": step + timestep} | frames)
+        tags = cache | call  # a figure4 cache has the tags of its calls at the top
+        label = str(tags["step"])
+        if tags["step"] is None:
+            label = "not recorded"
+        elif tags["is_clean_pass"]:
+            label = "clean"
+        if tags["timestep"] is not None:
+            label += f" (t = {tags['timestep']:.4g})"
+        frames = {"queries": ranges(tags["query_frames"]), "keys": ranges(tags["key_frames"])}
+        rows.append({"call": number, "layer": tags["layer_idx"], "pass": label} | frames)
     return rows
