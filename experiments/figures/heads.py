@@ -1,9 +1,9 @@
 """Heads and layers: profiles, frame matrices, keys of a cache policy, words of the prompt, RoPE bands."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import matplotlib.pyplot as plt
+import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
 from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, ProfileMap
 from experiments.caches.view import NOTHING, Caption
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, styled
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, Style, styled
 
 ROOM = 8  # points between axes and a title over the strip of averages
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
@@ -26,7 +26,7 @@ MARKERS_UP_TO = 25
 SHOWN = 18  # first query frame of the block to point out: the paper's figure shows 18–20 alone
 MIXED = -98  # position of a slot whose tokens stand at several ones
 MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
-DASHED: dict[str, Any] = {"color": ORANGE, "linestyle": "--"}
+DASHED: Style = {"color": ORANGE, "linestyle": "--"}
 
 # --- Profiles over key frames
 
@@ -40,79 +40,104 @@ def head_curves(
 ) -> Figure:
     """Draw Figure 4: a panel per head, tokens where known, a reference, pictures [h, w, 3] below."""
     figure, axes = st.panels(len(panels), columns=2, size=(4.5, 2.6))
+    wide = figure.get_figwidth() / st.rows_and_columns(figure)[1] - 0.7  # inches, of an axis of frames
     legend: dict[str, Artist] = {}
     for axis, panel in zip(axes, panels, strict=True):
-        # 1. The profile over its tokens, with room for the highest of both curves
-        F, named = len(panel.profile), f"{panel.label}: layer {panel.layer}, head {panel.head}"
-        tops = panel.profile if panel.curve is None else np.reshape(panel.curve, (F, -1)).max(1)
-        if panel.reference is not None and panel.clipped is not None:
-            tops = np.fmax(tops, panel.reference)
-            named += f"\n{panel.agreement or ''}"
-        marked = _draw_profile(axis, panel, caption, named)
+        # 1. The profile over its tokens
+        F = len(panel.profile)
+        tops = panel.profile  # highest point in each frame
+        if panel.curve is not None:
+            tops = panel.curve.reshape(F, -1).max(1)
+        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
+        if panel.reference is not None:
+            name += f"\n{panel.agreement}"
+        marks = _draw_profile(axis, panel, caption, name)
         # 2. What it is compared with: equal attention to all keys, and the published curve
         if panel.no_preference is not None:
             label = f"no preference: {panel.no_preference:.3g}"
             axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
         if panel.reference is not None and panel.clipped is not None:
-            keys, kept = np.arange(F), list(np.flatnonzero(~panel.clipped))
-            line: dict[str, Any] = {"linewidth": 1.2, "linestyle": "--", "marker": "D", "markersize": 3}
-            axis.plot(keys, panel.reference, color=RED, markevery=kept, label="read off the paper", **line)
-            if panel.clipped.any():
-                arrows: dict[str, Any] = {"color": RED, "linestyle": "", "marker": "^", "markersize": 7}
-                cut = keys[panel.clipped], panel.reference[panel.clipped]
-                axis.plot(*cut, label="cut off by the paper's plot", **arrows)
-        # 3. Name the highest frame, above the highest token around it
+            _draw_reference(axis, panel.reference, panel.clipped)
+            tops = np.fmax(tops, panel.reference)
+        # 3. The highest frame, by its number, and by its value where there is room
         if np.isfinite(panel.profile).any():
-            k, around = int(np.nanargmax(panel.profile)), max(2, F // 8)
-            top = np.nanmax(tops[max(0, k - around) : k + around + 1])
-            side = "left" if k < 0.1 * F else "right" if k > 0.9 * F else "center"  # stays inside the axes
-            style: dict[str, Any] = {"textcoords": "offset points", "weight": "bold", "color": DARK}
-            said = f"max@{k}" if len(panels) > 1 else f"max@{k}: {panel.profile[k]:.3g}"
-            axis.annotate(said, (k, top), (0, 5), ha=side, **style)
-            axis.plot(k, panel.profile[k], "o", color=DARK, markersize=5, markerfacecolor="white")
+            highest = int(np.nanargmax(panel.profile))
+            label = f"max@{highest}"
+            if len(panels) == 1:
+                label += f": {panel.profile[highest]:.3g}"
+            _mark_highest(axis, panel.profile, tops, label)
         axis.margins(y=0.18)
-        legend |= st.handles(axis) | marked
+        legend |= st.handles(axis) | marks
         if pictures and axis.xaxis.get_tick_params()["labelbottom"]:
-            st.picture_strip(axis, pictures)
-    title = title or f"{st.NAMES[caption.quantity].capitalize()} of single heads"
+            st.picture_strip(axis, pictures, wide)
+    if title is None:
+        title = f"{st.NAMES[caption.quantity].capitalize()} of single heads"
     st.label_figure(figure, axes, title, caption.about, legend=legend)
     return figure
 
 
 def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> dict[str, Artist]:
-    """Draw a profile per key frame, over its tokens where they are known -> the legend of its marks."""
-    F, label = len(panel.profile), "per key frame"
+    """Draw a profile per key frame, over its tokens where they are known; return the legend of its marks."""
+    F = len(panel.profile)
     if panel.curve is None:
+        label = "per key frame"
         axis.bar(np.arange(F), panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+        axis.set_ylabel(st.LABELS[caption.quantity])
     else:
         label = "mean per key frame"
         edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
-        named = f"mean of {panel.group} key tokens" if panel.group > 1 else "per key token"
-        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=named)
+        tokens = f"mean of {panel.group} key tokens" if panel.group > 1 else "per key token"
+        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=tokens)
+        axis.set_ylabel(st.TOKEN_LABELS[caption.quantity])
     # The mean of a frame stands in its middle, over tokens of k - 1/2 .. k + 1/2
-    axis.plot(np.arange(F), panel.profile, color=DARK, linewidth=1.2, marker="o", markersize=3, label=label)
-    axis.set_ylabel((st.LABELS if panel.curve is None else st.TOKEN_LABELS)[caption.quantity])
-    gone = np.empty(0) if panel.averages is None else panel.averages
-    return _on_frames(axis, panel.profile, gone, caption, title)
+    axis.plot(np.arange(F), panel.profile, color=DARK, marker="o", markersize=3, label=label)
+    averages = np.empty(0) if panel.averages is None else panel.averages
+    return _finish_profile(axis, panel.profile, averages, caption, title)
 
 
-def _on_frames(
-    axis: Axes, profile: np.ndarray, gone: np.ndarray, caption: Caption, title=""
+def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray) -> None:
+    """Draw a curve [F] read off another figure; arrows stand where that figure cuts it off."""
+    (line,) = axis.plot(reference, "--", color=RED, label="read off the paper")
+    line.set(marker="D", markersize=3, markevery=np.flatnonzero(~clipped).tolist())
+    if clipped.any():
+        keys, label = np.flatnonzero(clipped), "cut off by the paper's plot"
+        axis.plot(keys, reference[clipped], "^", color=RED, markersize=7, label=label)
+
+
+def _mark_highest(axis: Axes, profile: np.ndarray, tops: np.ndarray, label: str) -> None:
+    """Mark the highest frame of a profile [F], with a label above the highest points [F] around it."""
+    F, highest = len(profile), int(np.nanargmax(profile))
+    around = max(2, F // 8)
+    top = np.nanmax(tops[max(0, highest - around) : highest + around + 1])
+    side = "center"
+    if highest < 0.1 * F:  # the label stays inside the axes
+        side = "left"
+    elif highest > 0.9 * F:
+        side = "right"
+    text = axis.annotate(label, (highest, top), (0, 5), textcoords="offset points")
+    text.set(weight="bold", color=DARK, ha=side)
+    axis.plot(highest, profile[highest], "o", color=DARK, markersize=5, markerfacecolor="white")
+
+
+def _finish_profile(
+    axis: Axes, profile: np.ndarray, averages: np.ndarray, caption: Caption, title=""
 ) -> dict[str, Artist]:
-    """Finish a panel of a profile [F] and of averages of gone frames -> the legend of its marks."""
+    """Finish a panel of a profile [F] and of averages of gone frames; return the legend of its marks."""
     axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set_title(title, pad=ROOM if len(gone) else None)
-    axis.set(xlim=(-0.6, len(profile) - 0.4), xticks=range(len(profile)))
+    axis.set_title(title, pad=ROOM if len(averages) else None)
+    axis.set_xlim(-0.6, len(profile) - 0.4)
+    st.label_places(axis.xaxis, [*range(len(profile)), *["μ"] * len(averages)])
     legend: dict[str, Artist] = {}
     for text, frames in caption.highlighted_frames.items():
         axis.axvspan(min(frames) - 0.5, max(frames) + 0.5, zorder=0, **st.SHADE)
         legend[text] = Patch(**st.SHADE, label=text)
     # Runs of frames that were not attended: one hatched area each
     missing = np.flatnonzero(np.isnan(profile))
-    for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else []:
-        axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **st.HATCH)
+    if len(missing):
+        for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
+            axis.axvspan(run[0] - 0.5, run[-1] + 0.5, zorder=0, **st.HATCH)
         legend[st.NOT_ATTENDED] = Patch(**st.HATCH, label=st.NOT_ATTENDED)
-    return legend | st.mark_averages(axis, len(profile), len(gone), gone)
+    return legend | st.mark_averages(axis, len(profile), len(averages), averages)
 
 
 def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") -> list[str]:
@@ -136,8 +161,9 @@ def head_grid(
         else:
             axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
         axis.yaxis.set_major_locator(MaxNLocator(3))
-        legend |= _on_frames(axis, values[:F], values[F:], caption, title)
-    title = f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}; {note}{'; ' * bool(note)}scales differ"
+        legend |= _finish_profile(axis, values[:F], values[F:], caption, title)
+    parts = [f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}", note, "scales differ"]
+    title = "; ".join(part for part in parts if part)
     x, y = f"Key frame ({caption.unit})", st.LABELS[caption.quantity]
     st.label_figure(figure, axes, title, caption.about, y, legend, x)
     return figure
@@ -146,18 +172,20 @@ def head_grid(
 @styled
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
-    few = len(profiles) <= 4
-    figure, axes = st.panels(len(profiles), columns=2 if few else 4, size=(4.5, 2.4) if few else (2.5, 1.4))
-    legend: dict[str, Any] = {}
+    columns, size = 4, (2.5, 1.4)
+    if len(profiles) <= 4:
+        columns, size = 2, (4.5, 2.4)
+    figure, axes = st.panels(len(profiles), columns, size)
+    legend: dict[str, Artist] = {}
     for axis, (title, values) in zip(axes, profiles.items(), strict=True):
-        # [atlases, F + averages] -> [F + averages]
-        mean, frames, F = values.mean(0), np.arange(values.shape[1]), values.shape[1] - caption.averages
-        axis.bar(frames[:F], mean[:F], width=0.8, color=BLUE, alpha=0.6, linewidth=0)
-        axis.plot(frames[:F], values[:, :F].T, color="0.35", linewidth=0.5)
-        style: dict[str, Any] = {"fmt": "o", "color": DARK, "markersize": 3, "capsize": 2 * few}
-        legend["mean"] = axis.errorbar(frames, mean, values.std(0, ddof=1), **style)
-        legend["mean"].set_label(f"mean ± standard deviation over {len(names)} atlases")
-        legend |= _on_frames(axis, mean[:F], mean[F:], caption, title)
+        # [atlases, F + averages]
+        F = values.shape[1] - caption.averages
+        mean = values.mean(0)
+        st.mean_bars(axis, values.T[:, None], [BLUE], ddof=1, width=0.8, alpha=0.6)
+        axis.plot(values[:, :F].T, color="0.35", linewidth=0.5)
+        legend |= _finish_profile(axis, mean[:F], mean[F:], caption, title)
+    label = f"mean ± standard deviation over {len(names)} atlases"
+    legend["mean"] = Patch(color=BLUE, alpha=0.6, label=label)
     note = f"grey lines: {', '.join(names)}" if len(names) <= 4 else "grey lines: each atlas"
     title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend, note=note)
@@ -168,26 +196,31 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
     """Draw the mean over heads of profiles [N, H, F + averages] in a band: std, or middle 80 % of masses."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
-    columns, size = (2, (4.5, 2.2)) if N <= 4 else (4, (2.2, 1.4)) if N <= 12 else (6, (1.7, 1.2))
+    columns, size, ticks = 6, (1.7, 1.2), 3
+    if N <= 4:
+        columns, size, ticks = 2, (4.5, 2.2), 6
+    elif N <= 12:
+        columns, size = 4, (2.2, 1.4)
     figure, axes = st.panels(N, columns, size)
     legend: dict[str, Artist] = {}
     frames, marker = np.arange(F), "o" if F <= MARKERS_UP_TO else ""
-    for axis, layer, everything in zip(axes, layers, profiles, strict=True):
-        # Masses are skewed: a deviation around their mean would go below 0
-        values, mean = everything[:, :F], everything.mean(0)
+    for axis, layer, values in zip(axes, layers, profiles, strict=True):
+        # [H, F + averages] -> [F + averages]
+        mean, deviation = values.mean(0), values.std(0)
         if caption.quantity == "mean_logit":
-            std = values.std(0)
-            axis.bar(frames, 2 * std, 0.8, mean[:F] - std, color=BLUE, alpha=0.3, linewidth=0)
+            bottom = (mean - deviation)[:F]
+            axis.bar(frames, 2 * deviation[:F], 0.8, bottom, color=BLUE, alpha=0.3, linewidth=0)
             axis.use_sticky_edges = False  # else the lowest bar touches the frame, as if it were cut off
-        else:
-            low, high = np.quantile(values, [0.1, 0.9], axis=0)
+        else:  # masses are skewed: a deviation around their mean would go below 0
+            low, high = np.quantile(values[:, :F], [0.1, 0.9], axis=0)
             axis.fill_between(frames, low, high, color=BLUE, alpha=0.3, linewidth=0)
-        axis.plot(frames, mean[:F], color=BLUE, linewidth=1.3, marker=marker, markersize=2)
-        axis.yaxis.set_major_locator(MaxNLocator(6 if N <= 4 else 3))
-        legend |= _on_frames(axis, mean[:F], mean[F:], caption, f"Layer {layer}")
-    scales = "; scales differ" if N > 1 else ""
+        axis.plot(frames, mean[:F], color=BLUE, marker=marker, markersize=2)
+        axis.yaxis.set_major_locator(MaxNLocator(ticks))
+        legend |= _finish_profile(axis, mean[:F], mean[F:], caption, f"Layer {layer}")
     band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
-    title = f"{st.NAMES[caption.quantity].capitalize()}, {band} {H} heads{scales}"
+    title = f"{st.NAMES[caption.quantity].capitalize()}, {band} {H} heads"
+    if N > 1:
+        title += "; scales differ"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend)
     return figure
 
@@ -197,20 +230,23 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
     """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, (axis,) = st.panels(1, 1, (7.0, 3.2))
-    # Few layers are named in the legend, many have a scale
-    few, mean = (BLUE, ORANGE, GREEN, PURPLE, RED, DARK), profiles.mean(1)
-    cmap = ListedColormap(few[:N]) if len(few) >= N else plt.get_cmap("viridis", N)
+    # 1. Few layers are named in the legend, many have a scale
+    few = (BLUE, ORANGE, GREEN, PURPLE, RED, DARK)
+    colors = ListedColormap(few[:N]) if len(few) >= N else matplotlib.colormaps["viridis"].resampled(N)
+    # 2. A line per layer, averages of gone frames as single dots
+    mean = profiles.mean(1)
     lines: dict[str, Artist] = {}
-    for i, values in enumerate(mean):
-        marker, color = "os^Dv"[i % 5] if F <= MARKERS_UP_TO else "", cmap(i)
-        style: dict[str, Any] = {"marker": marker, "markersize": 2.5, "linewidth": 1, "color": color}
-        (lines[str(layers[i])],) = axis.plot(values[:F], label=f"layer {layers[i]}", **style)
-        axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=color)
-    legend = _on_frames(axis, mean[0, :F], np.full(caption.averages, np.nan), caption)
+    for i, (layer, values) in enumerate(zip(layers, mean, strict=True)):
+        marker = "os^Dv"[i % 5] if F <= MARKERS_UP_TO else ""
+        (line,) = axis.plot(values[:F], marker=marker, markersize=2.5, linewidth=1, color=colors(i))
+        line.set_label(f"layer {layer}")
+        lines[str(layer)] = line
+        axis.plot(np.arange(F, len(values)), values[F:], "o", markersize=2.5, color=colors(i))
+    legend = _finish_profile(axis, mean[0, :F], np.full(caption.averages, np.nan), caption)
     if len(few) >= N:
         legend = lines | legend
     else:
-        bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), cmap), axis, "Layer")
+        bar = st.color_bar(figure, ScalarMappable(Normalize(-0.5, N - 0.5), colors), axis, "Layer")
         shown = np.unique(np.linspace(0, N - 1, 8).round().astype(int))
         bar.set_ticks(shown.tolist(), labels=[str(layers[i]) for i in shown])
     title = f"{st.NAMES[caption.quantity].capitalize()}, mean over {H} heads, a line per layer"
@@ -225,17 +261,16 @@ def layer_statistics(
     """Draw bars of the first, middle and last frame per layer: mean and deviation over heads of [N, H]."""
     N, H = first.shape
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
-    style: dict[str, Any] = {"error_kw": {"elinewidth": 0.8, "ecolor": "0.3"}, "capsize": 2 if N <= 12 else 0}
-    columns = {"first key frame": first, "middle (all between)": middle, "last key frame": last}
-    for i, ((name, values), color) in enumerate(zip(columns.items(), (BLUE, GREEN, ORANGE), strict=True)):
-        style |= {"yerr": values.std(1), "label": name, "color": color, "linewidth": 0}
-        axis.bar(np.arange(N) + (i - 1) * 0.27, values.mean(1), 0.25, **style)
+    values = np.stack([first, middle, last], 1)  # [N, 3, H]
+    colors = {"first key frame": BLUE, "middle (all between)": GREEN, "last key frame": ORANGE}
+    st.mean_bars(axis, values, list(colors.values()), width=0.8)
     axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set_xticks(np.arange(N), [str(layer) for layer in layers])
+    st.label_places(axis.xaxis, layers)
     axis.set(ylabel=st.LABELS[caption.quantity], xlim=(-0.6, N - 0.4))
     axis.grid(False, axis="x")
+    legend = {name: Patch(color=color, label=name) for name, color in colors.items()}
     title = f"{st.NAMES[caption.quantity].capitalize()}, mean ± std over {H} heads"
-    st.label_figure(figure, [axis], title, caption.about, legend=st.handles(axis), x="Layer")
+    st.label_figure(figure, [axis], title, caption.about, legend=legend, x="Layer")
     return figure
 
 
@@ -247,12 +282,16 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
     """Draw frame 0's excess over the other context frames against the block of queries, a panel a head."""
     figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6))
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
+        middles = starts + 1
         colors = [ORANGE if start == SHOWN else "0.6" for start in starts]
-        axis.bar(starts + 1, measured, width=2.2, color=colors, linewidth=0)
-        axis.plot(starts + 1, predicted, "o-", color=BLUE, linewidth=1.2, markersize=3)
+        axis.bar(middles, measured, width=2.2, color=colors, linewidth=0)
+        axis.plot(middles, predicted, "o-", color=BLUE, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
-        axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name, xticks=starts + 1)
-    queries = f"queries {SHOWN}–{SHOWN + 2}" + ", those of the paper" * of_paper
+        axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name)
+        st.label_places(axis.xaxis, middles, places=middles)
+    queries = f"queries {SHOWN}–{SHOWN + 2}"
+    if of_paper:
+        queries += ", those of the paper"
     legend: dict[str, Artist] = {
         "measured": Patch(color="0.6", label="measured"),
         "shown": Patch(color=ORANGE, label=queries),
@@ -295,24 +334,25 @@ class HeadPair(NamedTuple):
 def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str) -> Figure:
     """Draw the sorted r of all heads, a line for each name, and some heads' curves beside the published."""
     figure, axes = st.panels(1 + len(worst), 3, (3.0, 2.0))
-    for color, (name, values) in zip((BLUE, GREEN, PURPLE, ORANGE), r.items(), strict=False):
+    for name, values in r.items():
         ordered = np.sort(values[np.isfinite(values)])
-        axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, color=color, linewidth=1.4, label=name)
+        axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, label=name)
     axes[0].set(title="All heads, ordered", xlabel="Share of heads", ylabel="r of curves", ylim=(-1, 1.02))
     for axis, pair in zip(axes[1:], worst, strict=True):
         _bars_and_line(axis, pair.published, pair.ours, GREY)
         axis.set(title=f"{pair.name}, r = {pair.r:.2f}", xlabel="Key frame (latent)", ylabel="Mean logit")
-    legend = st.handles(axes[0]) | {"published": Patch(color=GREY, label="published curve")}
-    legend |= {"here": Line2D([], [], color=BLUE, marker="o", markersize=3, label="here")}
+    legend = st.handles(axes[0])
+    legend["published"] = Patch(color=GREY, label="published curve")
+    legend["here"] = Line2D([], [], color=BLUE, marker="o", markersize=3, label="here")
     st.label_figure(figure, [], title, legend=legend)
     return figure
 
 
 def _bars_and_line(axis: Axes, bars: np.ndarray, line: np.ndarray, color: str | list[str]) -> None:
     axis.bar(np.arange(len(bars)), bars, color=color, width=0.8, linewidth=0)
-    axis.plot(line, "o-", color=BLUE, markersize=2.5, linewidth=1.1)
+    axis.plot(line, "o-", color=BLUE, markersize=2.5)
     axis.axhline(0, color=DARK, linewidth=0.6)
-    axis.set_xticks(range(len(bars)))
+    st.label_places(axis.xaxis, range(len(bars)))
 
 
 # --- Maps: query frames, heads or slots over keys
@@ -336,13 +376,15 @@ def frame_maps(
     of columns that are not the frames 0, 1, ...; key_axis says whether they are frames or positions.
     """
     # 1. How many of the last columns are averages; what the heads are called
-    gone = caption.averages if keys is None else sum(label.startswith("μ") for label in keys)
-    H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - gone
+    averages = caption.averages
+    if keys is not None:
+        averages = sum(key.startswith("μ") for key in keys)
+    H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - averages
     heads = range(H) if heads is None else heads
-    which = f", {H} heads" if H > 1 else f", head {heads[0]}"
-    which *= not isinstance(heads[0], str)
-    whose = layer if isinstance(layer, str) else f"Layer {layer}"
-    title = f"{whose}{which}: {st.NAMES[caption.quantity]}, query × key frames"
+    title = layer if isinstance(layer, str) else f"Layer {layer}"
+    if not isinstance(heads[0], str):
+        title += f", {H} heads" if H > 1 else f", head {heads[0]}"
+    title += f": {st.NAMES[caption.quantity]}, query × key frames"
     # 2. A cache of profiles alone: an empty panel says so
     if not np.isfinite(matrices).any():
         figure, (axis,) = st.panels(1, 1, size=(7.0, 1.0))
@@ -352,20 +394,26 @@ def frame_maps(
         st.label_figure(figure, [], title, caption.about, note="absent: no frame matrix in this cache")
         return figure
     # 3. A panel a head; square cells where queries are about as many as keys
-    square = rows > F / 2
-    size = (2.2, 1.9 if square else 1.4) if H <= 16 else (1.6, 1.5 if square else 1.1)
-    size, columns = size if H > 1 else (5.0, 2.4), 4 if H <= 16 else 6
-    figure, axes = st.panels(H, columns, size=size, sharex=True, sharey=True)
-    if square and H > 1:
-        st.shape_square(figure, axes)
+    is_square = rows > F / 2
+    columns, size = 6, (1.6, 1.5 if is_square else 1.1)
+    if H == 1:
+        columns, size = 1, (5.0, 2.4)
+    elif H <= 16:
+        columns, size = 4, (2.2, 1.9 if is_square else 1.4)
+    figure, axes = st.panels(H, columns, size, sharex=True, sharey=True)
+    if is_square and H > 1:
+        st.shape_square(figure)
+    colors = st.color_scale(matrices, caption.quantity)
     legend = st.grey_legend(matrices)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
-        image = st.heat_map(axis, values, equal=square, **st.color_scale(matrices, caption.quantity))
-        name = head if isinstance(head, str) else f"H{head}" if H > 1 else ""
-        axis.set_title(name, pad=ROOM if gone else None)
-        _label_keys(axis, [*map(str, range(F))] if keys is None else keys)
-        legend |= st.mark_averages(axis, F, gone)
-        axis.set_yticks(range(rows), [str(frame) for frame in query_frames])
+        image = st.heat_map(axis, values, equal=is_square, **colors)
+        if isinstance(head, str):
+            axis.set_title(head, pad=ROOM if averages else None)
+        elif H > 1:
+            axis.set_title(f"H{head}", pad=ROOM if averages else None)
+        st.label_places(axis.xaxis, [*range(F), *["μ"] * averages] if keys is None else keys)
+        legend |= st.mark_averages(axis, F, averages)
+        st.label_places(axis.yaxis, query_frames)
     st.color_bar(figure, image, axes, st.LABELS[caption.quantity])
     x = f"Key frame ({caption.unit})" if keys is None else _keys_label(key_axis, keys)
     st.label_figure(figure, axes, title, caption.about, f"Query frame ({caption.unit})", legend, x)
@@ -382,8 +430,8 @@ def profile_heat_maps(
     highlighted_frames: Mapping[str, Sequence[int]] = NOTHING,
 ) -> Figure:
     """Draw a panel per map, a row per head; panels of one quantity share one colour scale."""
-    shown = [(p, p.values) for p in panels if p.values is not None]
-    figure, axes = _heat_panels([(p.quantity, values) for p, values in shown], columns)
+    shown = [(panel, panel.values) for panel in panels if panel.values is not None]
+    figure, axes = _heat_panels([(panel.quantity, values) for panel, values in shown], columns)
     legend: dict[str, Artist] = {}
     for axis, (panel, values) in zip(axes, shown, strict=True):
         F = values.shape[1] - panel.averages
@@ -392,9 +440,9 @@ def profile_heat_maps(
         for text, frames in highlighted_frames.items():
             axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)
             legend[text] = Line2D([], [], label=f"from here: {text}", linewidth=1, **DASHED)
-        axis.set(xticks=range(F))
+        st.label_places(axis.xaxis, [*range(F), *["μ"] * panel.averages])
         legend |= st.mark_averages(axis, F, panel.averages)
-    note = st.missing_note((p.title, p.missing_reason) for p in panels if p.values is None)
+    note = st.missing_note((panel.title, panel.missing_reason) for panel in panels if panel.values is None)
     st.label_figure(figure, axes, title, subtitle, "Head", legend, note=note)
     return figure
 
@@ -402,21 +450,22 @@ def profile_heat_maps(
 @styled
 def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtitle="") -> Figure:
     """Draw a panel per layer, a row per head; the strip above marks sinks, memories and choices."""
-    figure, axes = _heat_panels([(quantity, one.values) for one in panels.values()], None)
+    figure, axes = _heat_panels([(quantity, panel.values) for panel in panels.values()], None)
     legend: dict[str, Artist] = {}
-    for axis, (name, one) in zip(axes, panels.items(), strict=True):
+    for axis, (name, panel) in zip(axes, panels.items(), strict=True):
         axis.set_title(name)
-        H = len(one.values)
+        H = len(panel.values)
         # The strip lies above row 0, whose upper edge is at -0.5
         tall = max(1.0, 0.12 * H)
-        for column, mark in enumerate(one.marks):
+        for column, mark in enumerate(panel.marks):
             corner, color = (column - 0.5, -0.6 - tall), MARKS.get(mark, "white")
             axis.add_patch(Rectangle(corner, 1, tall, facecolor=color, linewidth=0))
-        legend |= st.grey_legend(one.values)
-        legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in one.marks}
+        legend |= st.grey_legend(panel.values)
+        legend |= {mark: Patch(facecolor=MARKS[mark], label=mark) for mark in MARKS if mark in panel.marks}
         axis.set_ylim(H - 0.5, -0.7 - tall)
-        _label_keys(axis, one.labels)
-    st.label_figure(figure, axes, title, subtitle, "Head", legend, _keys_label(one.axis, one.labels))
+        st.label_places(axis.xaxis, panel.labels)
+    x = _keys_label(panel.axis, panel.labels)
+    st.label_figure(figure, axes, title, subtitle, "Head", legend, x)
     return figure
 
 
@@ -428,28 +477,23 @@ def _heat_panels(maps: Sequence[tuple[str, np.ndarray]], columns: int | None) ->
     figure, axes = st.panels(n, columns, size)
     # Logits and masses have scales and bars of their own
     for quantity in dict.fromkeys(quantity for quantity, _ in maps):
-        of = [(axis, values) for axis, (q, values) in zip(axes, maps, strict=True) if q == quantity]
-        everything = np.concatenate([values.ravel() for _, values in of])
-        for axis, values in of:
-            image = st.heat_map(axis, values, **st.color_scale(everything, quantity, st.PERCENTILE))
-            axis.set_yticks(range(len(values)))
-        st.color_bar(figure, image, [axis for axis, _ in of], st.LABELS[quantity], everything)
+        alike = [(axis, values) for axis, (q, values) in zip(axes, maps, strict=True) if q == quantity]
+        everything = np.concatenate([values.ravel() for _, values in alike])
+        colors = st.color_scale(everything, quantity, st.PERCENTILE)
+        for axis, values in alike:
+            image = st.heat_map(axis, values, **colors)
+            st.label_places(axis.yaxis, range(len(values)))
+        st.color_bar(figure, image, [axis for axis, _ in alike], st.LABELS[quantity], everything)
     return figure, axes
-
-
-def _label_keys(axis: Axes, labels: Sequence[str]) -> None:
-    """Label the columns; averages, which stand together, have one label."""
-    averages = [n for n, label in enumerate(labels) if label.startswith("μ")]
-    shown = {n: label for n, label in enumerate(labels) if n not in averages}
-    if averages:
-        shown[averages[len(averages) // 2]] = "μ"
-    axis.set_xticks(list(shown), list(shown.values()))
 
 
 def _keys_label(key_axis: str, labels: Sequence[str]) -> str:
     """Name the columns, for their axis."""
-    frame = "Key frame, μ averages" if labels and labels[-1].startswith("μ") else "Key frame (latent)"
-    return "Temporal position" if key_axis == "position" else frame
+    if key_axis == "position":
+        return "Temporal position"
+    if labels and labels[-1].startswith("μ"):
+        return "Key frame, μ averages"
+    return "Key frame (latent)"
 
 
 @styled
@@ -460,9 +504,10 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     figure, (left, right) = st.panels(2, 2, size, keep=True, sharey=True, width_ratios=[3, 1])
     image = st.heat_map(left, mass, **st.color_scale(mass, "mass", st.PERCENTILE))
     # A word takes 0.13 inches; the left panel has 0.45 of the width
-    room = max(1, round(n * 0.13 / (0.45 * figure.get_figwidth())))  # every such word has a place
-    left.set_xticks(np.arange(n)[::room], words[::room], fontsize=st.TINY, rotation=90)
-    left.set(xlabel="Word of the prompt", ylabel="Head", yticks=range(H))
+    step = max(1, round(n * 0.13 / (0.45 * figure.get_figwidth())))
+    left.set_xticks(np.arange(n)[::step], words[::step], fontsize=st.TINY, rotation=90)
+    left.set(xlabel="Word of the prompt", ylabel="Head")
+    st.label_places(left.yaxis, range(H))
     st.color_bar(figure, image, [left, right], st.LABELS["mass"], mass)
     right.barh(np.arange(H), mass.sum(1), color=BLUE, height=0.8, linewidth=0)
     right.set(xlabel="whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
@@ -477,17 +522,17 @@ def rope_bands(
 ) -> Figure:
     """Draw what each RoPE band adds to a head's mean logits: values [F, bands]; and their sum."""
     F, bands = values.shape
-    options: dict[str, Any] = {"sharex": True, "height_ratios": [1, max(1.2, bands / 9)]}
-    figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), **options)
+    ratios = [1, max(1.2, bands / 9)]
+    figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), sharex=True, height_ratios=ratios)
     above.bar(np.arange(F), values.sum(-1), width=0.8, color=BLUE, alpha=0.75, linewidth=0)
     above.set_ylabel("sum of all")
-    legend = _on_frames(above, values.sum(-1), np.empty(0), caption)
+    legend = _finish_profile(above, values.sum(-1), np.empty(0), caption)
     image = st.heat_map(below, values.T, **st.color_scale(values, "mean_logit"))
-    below.set_yticks(np.arange(bands), names, fontsize=st.TINY)
+    st.label_places(below.yaxis, names, points=st.TINY)
     st.color_bar(figure, image, below, st.LABELS["mean_logit"])
     for marked in caption.highlighted_frames.values():
         below.axvline(min(marked) - 0.5, linewidth=1.2, **DASHED)
-    below.set(xlim=(-0.5, F - 0.5), xticks=range(F))
+    below.set_xlim(-0.5, F - 0.5)
     above.tick_params(labelbottom=False)
     title = f"Layer {layer}, head {head}: mean logit by RoPE band"
     st.label_figure(figure, [below], title, caption.about, legend=legend)
@@ -498,26 +543,30 @@ def rope_bands(
 def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: str, subtitle="") -> Figure:
     """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, with its position."""
     blocks, slots = frames.shape
-    figure, (ax,) = st.panels(1, 1, (1.4 + 0.26 * slots, 0.6 + 0.17 * blocks))
-    colors = ScalarMappable(Normalize(0, max(1, num_frames - 1)), plt.get_cmap("viridis"))
-    # Special slots have colours of their own, which no frame has
+    figure, (axis,) = st.panels(1, 1, (1.4 + 0.26 * slots, 0.6 + 0.17 * blocks))
+    colors = ScalarMappable(Normalize(0, max(1, num_frames - 1)), matplotlib.colormaps["viridis"])
+    # 1. Special slots have colours of their own, which no frame has
     cells = colors.to_rgba(frames)
     for code, name in SPECIAL.items():
         cells[frames == code] = to_rgba(MARKS[name])
     cells[frames == NO_SLOT] = to_rgba("white")
-    ax.imshow(cells, interpolation="nearest", aspect="auto")
-    with_numbers = bool(figure.get_figwidth() - 1.2 >= 0.15 * slots)
-    for block, slot in np.argwhere((frames != NO_SLOT) & (positions >= 0) & with_numbers).tolist():
-        ink = "black" if frames[block, slot] < 0 or frames[block, slot] > 0.6 * num_frames else "white"
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": st.TINY, "color": ink}
-        ax.text(slot, block, str(positions[block, slot]), gid="cell", **style)
-    ax.set(xticks=range(slots), yticks=range(blocks), ylabel="Block")
-    ax.grid(False)
-    st.color_bar(figure, colors, ax, "Latent frame")
+    axis.imshow(cells, interpolation="nearest", aspect="auto")
+    # 2. Numbers where cells are wide enough
+    title += ": slots of the cache"
+    if figure.get_figwidth() - 1.2 >= 0.15 * slots:
+        title += "; numbers: temporal positions"
+        for block, slot in np.argwhere((frames != NO_SLOT) & (positions >= 0)).tolist():
+            is_light = frames[block, slot] < 0 or frames[block, slot] > 0.6 * num_frames
+            number = axis.text(slot, block, str(positions[block, slot]), gid="cell", fontsize=st.TINY)
+            number.set(ha="center", va="center", color="black" if is_light else "white")
+    st.label_places(axis.xaxis, range(slots))
+    st.label_places(axis.yaxis, range(blocks))
+    axis.set_ylabel("Block")
+    axis.grid(False)
+    st.color_bar(figure, colors, axis, "Latent frame")
     special = [name for code, name in SPECIAL.items() if code in frames]
     legend: dict[str, Artist] = {name: Patch(color=MARKS[name], label=name) for name in special}
-    title += ": slots of the cache" + "; numbers: temporal positions" * with_numbers
-    st.label_figure(figure, [ax], title, subtitle, legend=legend, x="Slot of the cache")
+    st.label_figure(figure, [axis], title, subtitle, legend=legend, x="Slot of the cache")
     return figure
 
 
@@ -527,9 +576,13 @@ def last_block_attention(
 ) -> Figure:
     """Draw mass [H, slots] of the last block: heads over slots, named by frame and position."""
     # Codes of slot_frame beside frames, see experiments/caches/formats.py
-    codes, said = {-1: "avg", -2: "0", -3: "tok"}, {MIXED: "", NO_SLOT: ""}
-    pairs = zip(frames.tolist(), positions.tolist(), strict=True)
-    labels = [codes.get(f, f"f{f}") + said.get(p, f"\n@{p}") for f, p in pairs]
+    codes = {-1: "avg", -2: "0", -3: "tok"}
+    labels = []
+    for frame, position in zip(frames.tolist(), positions.tolist(), strict=True):
+        label = codes.get(frame, f"f{frame}")
+        if position not in (MIXED, NO_SLOT):
+            label += f"\n@{position}"
+        labels.append(label)
     names = ("Head", "Slot: frame @ temporal position", st.LABELS["mass"])
     return st.one_heat_map(mass, title, subtitle, names, columns=labels, **st.color_scale(mass, "mass"))
 

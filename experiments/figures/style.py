@@ -1,10 +1,11 @@
-"""One style and one layout for all figures: rcParams, colours, panels, labels, fitting to a width, save_svg.
+"""One style and one layout for all figures: theme, colours, panels, labels, colour bars, saving.
 
 Drawing functions take arrays and a Caption and return a Figure. They read no file and print nothing. NaN
-was not attended. A drawing function sets every tick and whole sentences; styled() then breaks lines, leaves
-out ticks without room, and makes the figure higher where panels are too low.
+was not attended. The theme is seaborn's. A panel has a planned size in inches, the figure grows by what is
+written around its panels, and matplotlib's constrained layout places everything, once.
 """
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,10 +13,10 @@ from functools import cache, partial, wraps
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -26,47 +27,34 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FixedLocator, MaxNLocator
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.rcsetup import cycler
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator
+from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
 from experiments.caches.files import replacing
 from wan.errors import ConfigError
 
-STYLE: Any = {
-    # White with a grid, as seaborn's "whitegrid", whose import takes seconds: of scipy.stats and pandas
-    "axes.axisbelow": True,
-    "axes.edgecolor": ".8",
-    "axes.grid": True,
-    "axes.labelcolor": ".15",
-    "grid.color": ".8",
-    "lines.solid_capstyle": "round",
-    "patch.edgecolor": "w",
-    "patch.force_edgecolor": True,
-    "text.color": ".15",
-    "xtick.bottom": False,
-    "xtick.color": ".15",
-    "ytick.left": False,
-    "ytick.color": ".15",
-    "font.family": ["sans-serif"],
-    "font.sans-serif": ["Arial", "DejaVu Sans", "Helvetica"],
-    "font.size": 8,  # points; all letters are of 6 to 9, at every width
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
+TITLE, LABEL, SMALL, TINY = 9, 8, 7, 6  # points; all letters are of these sizes, at every width
+OURS: dict[str, object] = {  # on top of seaborn's theme
+    "font.size": LABEL,
+    "axes.titlesize": LABEL,
+    "axes.labelsize": LABEL,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "legend.fontsize": SMALL,
     "axes.titlelocation": "left",  # lines of a centred title would need the widths of the viewer's own font
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "figure.dpi": 150,
-    "savefig.dpi": 300,
-    "savefig.bbox": "tight",
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "wan-attention",  # ids inside the file do not depend on the run
     "axes.titley": 1.0,
     "axes.formatter.useoffset": False,
-    "figure.constrained_layout.use": True,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "figure.dpi": 150,
+    "savefig.dpi": 300,
+    "savefig.bbox": None,  # a figure is as wide as was asked
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "wan-attention",  # ids inside the file do not depend on the run
+    "pdf.fonttype": 42,  # TrueType: journals refuse type 3
     "figure.constrained_layout.w_pad": 0.1,  # inches
 }
-TITLE, SMALL, TINY = 9, 7, 6  # points
 LABELS = {
     "mean_logit": "Mean logit q·k/√D",
     "mass": "Attention mass (share of 1)",
@@ -75,29 +63,46 @@ LABELS = {
 TOKEN_LABELS = LABELS | {"mean_logit": "Logit q·k/√D, query mean", "mean_prob": "Probability, query mean"}
 NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mean probability"}
 
-# Okabe and Ito (2008), colours that colour-blind readers tell apart; RED is their vermilion, PURPLE their
-# reddish purple. DARK and GREY are neutral.
-BLUE, ORANGE, GREEN, PURPLE, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00"
-YELLOW, DARK, GREY = "#F0E442", "#1F3552", "0.85"
-HATCH: dict[str, Any] = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
-SHADE: dict[str, Any] = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
-AVERAGE: dict[str, Any] = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
+# seaborn's palette "colorblind", in its order; written out, since seaborn is imported at the first figure
+BLUE, ORANGE, GREEN, RED, PURPLE = "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"
+BROWN, PINK, SILVER, YELLOW, SKY = "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, SILVER, YELLOW, SKY)
+DARK, GREY = "#1F3552", "0.85"  # neutral
+Style = dict[str, Any]  # how an artist of matplotlib looks: its keyword arguments
+HATCH: Style = {"facecolor": "0.92", "edgecolor": "0.7", "hatch": "////", "linewidth": 0}
+SHADE: Style = {"facecolor": ORANGE, "alpha": 0.2, "linewidth": 0}
+AVERAGE: Style = {"facecolor": ORANGE, "edgecolor": "white", "hatch": "////", "linewidth": 0}
 NOT_ATTENDED, AVERAGES = "not attended", "average of gone frames (μ)"
 
 WIDTHS = {"column": 3.25, "page": 6.75}  # inches, of a journal
 WIDEST = 9.0  # inches, of a figure that is for no journal
 NARROW = 5.0  # inches: below it a colour bar of several panels lies under them
-LOWEST = 0.55  # inches, of a panel: 14 mm
-TICKS, TITLED = (
-    0.45,
-    0.45,
-)  # inches of a panel: tick labels beside it; its title and tick labels above and below
-LAYOUT_ROUNDS = 2
+BESIDE = 0.5  # inches of a panel's width that its tick labels and the gap take
+AROUND = 0.45  # inches of a panel's height that its title and its tick labels take
+LOWEST = 0.9  # inches of a panel with these
+SLIMMEST = 0.95  # inches of a panel with tick labels of its own beside it
+LINE = 0.14  # inches, of a line of 8 points
 PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
 STEPS = (1, 2, 3, 5, 6, 10, 12, 20, 25, 50, 100, 200, 500)  # from tick to tick
 _size: tuple[float | None, float | None] = (None, None)  # inches that the user wants; None: as panels need
 
-# --- Drawing in this style, and saving
+# --- The theme, drawing in it, and saving
+
+
+@cache
+def seaborn() -> ModuleType:
+    """Import seaborn, at the first figure: it takes seconds, most of them pandas and scipy.stats."""
+    import seaborn
+
+    return seaborn
+
+
+@cache
+def theme() -> Any:
+    """Return seaborn's theme with our letters, as rcParams."""
+    library = seaborn()
+    colors = {"axes.prop_cycle": cycler(color=library.color_palette("colorblind"))}
+    return library.axes_style("whitegrid") | library.plotting_context("paper") | colors | OURS
 
 
 def use_size(width: str | float | None = None, height: float | None = None) -> None:
@@ -110,28 +115,30 @@ def use_size(width: str | float | None = None, height: float | None = None) -> N
     _size = inches, height
 
 
-@cache
-def _load_backend() -> None:
-    """Load pyplot's backend before rc_context, which would undo that a notebook's turns the display on."""
-    plt.switch_backend(matplotlib.get_backend())
-
-
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
-    """Draw in the style of this module, and keep the figure out of pyplot's list of open ones."""
+    """Draw in the style of this module, and lay the figure out."""
 
     @wraps(draw)
     def wrapper(*args, **kwargs) -> Figure:
-        _load_backend()
-        with plt.rc_context(STYLE):
+        with matplotlib.rc_context(theme()):
             figure = draw(*args, **kwargs)
-            _fit(figure)
-            plt.close(figure)
-        with plt.rc_context({"figure.constrained_layout.use": False, "figure.autolayout": False}):
-            figure.set_layout_engine(None)  # showing a figure cannot change it, and saving draws it once
+            lay_out(figure)
         figure._ipython_display_ = partial(_show, figure)  # type: ignore[attr-defined]
         return figure
 
     return wrapper
+
+
+def lay_out(figure: Figure) -> None:
+    """Let constrained layout place everything; showing or saving a figure does not change it any more."""
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)
+    figure.set_layout_engine("none")
+    # Constrained layout centres the y label on the figure; here it belongs to the panels
+    label = figure._supylabel  # type: ignore[attr-defined]
+    if label is not None:
+        label.set_y(np.mean([axis.get_position().intervaly for axis in panels_of(figure)]))
 
 
 def _show(figure: Figure) -> None:
@@ -154,116 +161,20 @@ DECIMALS = re.compile(rb"(\d\.\d\d)\d+")  # of points: a hundredth is enough
 
 def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes of a figure as "svg" or "pdf"."""
-    # Fonts of a PDF as TrueType (42): journals refuse type 3
     content = BytesIO()
-    still = {"figure.constrained_layout.use": False}  # else the next drawing finds a layout
-    with plt.rc_context(STYLE | still | {"savefig.bbox": None, "pdf.fonttype": 42}):
+    with matplotlib.rc_context(theme()):
         figure.savefig(content, format=kind, metadata=metadata)
     if kind != "svg":
         return content.getvalue()
-    return PLACES.sub(lambda some: DECIMALS.sub(rb"\1", some[0]), content.getvalue())
+    return PLACES.sub(lambda place: DECIMALS.sub(rb"\1", place[0]), content.getvalue())
 
 
-# --- Fitting a figure to its width
-
-
-def wrapped(text: str, points: float, inches: float) -> str:
-    """Break lines so that they are about so wide at most; "t = 1000" stays on one line."""
-    # A letter of Arial is about 0.59 of its height wide; 72 points are an inch
-    letters = max(8, int(inches * 72 / (0.59 * points)))
-    lines = text.replace(" = ", "\u00a0=\u00a0").split("\n")
-    return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
-
-
-def panels_of(figure: Figure) -> list[Axes]:
-    """Return the axes that are panels, not colour bars."""
-    return [axis for axis in figure.axes if axis.get_subplotspec() is not None]
-
-
-def _fit(figure: Figure) -> None:
-    """Break lines and leave out ticks that have no room, and let no panel be too low."""
-    # 1. What label_figure left: the height of the header, and the width of a panel
-    layout, shown, height = figure.get_layout_engine(), panels_of(figure), figure.get_figheight()
-    assert isinstance(layout, ConstrainedLayoutEngine)
-    header = (1 - layout.get()["rect"][3]) * height  # inches, of label_figure
-    grids = [axis.get_subplotspec().get_gridspec() for axis in shown]  # type: ignore[union-attr]
-    rows, columns = np.max([grid.get_geometry() for grid in grids], 0)
-    cell = figure.get_figwidth() / columns - 0.5
-    alone = sum(bool(axis.get_xlabel()) for axis in shown) == 1
-    # 2. Titles and x labels in lines as wide as their panels
-    for axis in shown:
-        title = axis._left_title  # type: ignore[attr-defined]
-        title.set_text(wrapped(title.get_text(), title.get_fontsize(), cell))
-        label = axis.xaxis.label
-        label.set_text(wrapped(label.get_text(), 8, figure.get_figwidth() - 1 if alone else cell))
-    # A line of 8 points takes 0.14 inches
-    height += 0.14 * rows * max(axis.get_title(loc="left").count("\n") for axis in shown)
-    # 3. Lay out, leave out ticks without room, grow: each changes what the others have
-    for _ in range(LAYOUT_ROUNDS):
-        figure.set_figheight(_size[1] or height)
-        layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
-        layout.execute(figure)
-        for axis in shown:
-            wide, high = _inches(axis)
-            axis.yaxis.label.set_text(wrapped(axis.get_ylabel(), 8, high))
-            _thin(axis.xaxis, wide)
-            _thin(axis.yaxis, high)
-        free = [
-            _inches(axis)[1] for axis in shown if axis.get_aspect() == "auto"
-        ]  # squares follow their width
-        height += 1.25 * rows * max(0, LOWEST - min(free, default=LOWEST))
-    # 4. The last layout; constrained layout centres the y label on the figure, not on its panels
-    figure.set_figheight(_size[1] or height)
-    layout.set(rect=(0, 0, 1, 1 - header / figure.get_figheight()))
-    layout.execute(figure)
-    if (y := figure._supylabel) is not None:  # type: ignore[attr-defined]
-        y.set_y(np.mean([axis.get_position().intervaly for axis in shown]))
-
-
-def _inches(axis: Axes) -> tuple[float, float]:
-    wide, high = axis.get_position().size * axis.figure.get_size_inches()  # type: ignore[union-attr]
-    return float(wide), float(high)
-
-
-def _thin(axis: Axis, inches: float) -> None:
-    """Keep every 2nd, 3rd, 5th, ... of ticks that were set, by their number, so that labels have room."""
-    places = np.asarray(axis.get_majorticklocs())
-    if not isinstance(axis.get_major_locator(), FixedLocator) or not len(places):
-        return
-    some = axis.get_major_ticks()[0].label1
-    if not some.get_visible() or some.get_rotation():
-        return
-    # Letters are 0.62 of their height wide; one above the other they need their height
-    labels, points = axis.get_major_formatter().format_ticks(list(places)), float(some.get_fontsize())
-    letter = points / 72 * (0.62 if axis is axis.axes.xaxis else 0)
-    room = [max(map(len, label.split("\n"))) * letter + (0.05 if letter else points / 72) for label in labels]
-    ends = axis.get_transform().transform(np.array(axis.get_view_interval()))
-    at = (axis.get_transform().transform(places) - ends[0]) / (ends[1] - ends[0]) * inches
-    # The first step at which no two labels touch
-    for step in STEPS:
-        numbers = [int(label) if label.isdecimal() else i for i, label in enumerate(labels)]
-        kept = [i for i, n in enumerate(numbers) if n % step == 0 or labels[i] == "μ"]
-        if all(abs(at[j] - at[i]) >= (room[i] + room[j]) / 2 for i, j in pairwise(kept)):
-            break
-    if step > 1:
-        axis.set_ticks([places[i] for i in kept], [labels[i] for i in kept], fontsize=points)
-
-
-# --- Panels, labels, axes
+# --- Panels
 
 
 def is_narrow() -> bool:
     """Return True where figures are drawn at a column's width."""
     return _size[0] is not None and _size[0] < NARROW
-
-
-def shape_square(figure: Figure, axes: Sequence[Axes]) -> None:
-    """Make a figure of square panels as high as these are wide: no gaps between rows."""
-    grid = axes[0].get_subplotspec().get_gridspec()  # type: ignore[union-attr]
-    rows, columns = grid.get_geometry()
-    width = figure.get_figwidth() - (0 if is_narrow() else 0.8)  # a colour bar stands beside wide panels
-    figure.set_layout_engine("compressed")
-    figure.set_figheight(rows * (width / columns - TICKS + TITLED))
 
 
 def panels(
@@ -272,27 +183,114 @@ def panels(
     """Make n axes in rows of at most columns, each of about size inches with its labels, of fewer columns
     where the width is a journal's (unless keep); cells left over are empty."""
     columns = max(1, min(n, columns))
-    width = _size[0] or min(WIDEST, max(columns * size[0], 4.0))
+    width = _size[0]
+    if width is None:
+        width = min(WIDEST, max(columns * size[0], 4.0))
     if not keep:
-        columns = min(columns, max(1, int(width / (0.45 * size[0]))))
-    rows = -(-max(n, 1) // columns)
+        slimmest = 0.45 * size[0] if options.get("sharey") else max(0.45 * size[0], SLIMMEST)
+        columns = min(columns, max(1, int(width / slimmest)))
+    rows = math.ceil(max(n, 1) / columns)
     height = rows * size[1] * float(np.clip(width / columns / size[0], 0.7, 1))
-    grid: dict[str, Any] = {"squeeze": False, "figsize": (width, height)}
-    figure, axes = plt.subplots(rows, columns, **grid | options)
-    for axis in axes.flat[max(n, 1) :]:
+    height = max(height, rows * LOWEST + LINE)  # with an x label below
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    for axis in axes[max(n, 1) :]:
         axis.remove()
     if not n:
-        axes.flat[0].axis("off")
-    shown = list(axes.flat[:n])
+        axes[0].axis("off")
+    shown = list(axes[:n])
     for axis in shown[max(0, n - columns) :]:  # the lowest of each column keeps its tick labels
         axis.tick_params(labelbottom=True)
     return figure, shown
+
+
+def panels_of(figure: Figure) -> list[Axes]:
+    """Return the axes that are panels, not colour bars."""
+    return [axis for axis in figure.axes if axis.get_subplotspec() is not None]
+
+
+def rows_and_columns(figure: Figure) -> tuple[int, int]:
+    """Return how many rows and columns of panels a figure has."""
+    grids = [axis.get_subplotspec().get_gridspec() for axis in panels_of(figure)]  # type: ignore[union-attr]
+    return max(grid.nrows for grid in grids), max(grid.ncols for grid in grids)
+
+
+def shape_square(figure: Figure) -> None:
+    """Make a figure of square panels as high as these are wide: no gaps between rows."""
+    rows, columns = rows_and_columns(figure)
+    width = figure.get_figwidth()
+    if not is_narrow():
+        width -= 0.8  # a colour bar stands beside wide panels
+    figure.set_layout_engine("compressed")
+    figure.set_figheight(rows * (width / columns - BESIDE + AROUND))
 
 
 def columns_with_room(n: int, inches: float, beside: float = 0.6) -> list[int]:
     """Choose evenly as many of n pictures as fit side by side at so many inches each."""
     room = int(((_size[0] or WIDEST) - beside) / inches)
     return np.unique(np.linspace(0, n - 1, max(1, min(n, room))).round().astype(int)).tolist()
+
+
+# --- Labels
+
+
+def wrapped(text: str, points: float, inches: float) -> str:
+    """Break lines so that they are about so wide at most; "t = 1000" and "of 1)" stay on one line."""
+    # A letter of Arial is about 0.59 of its height wide; 72 points are an inch
+    letters = max(8, int(inches * 72 / (0.59 * points)))
+    lines = text.replace(" = ", "\u00a0=\u00a0").replace("of 1)", "of\u00a01)").split("\n")
+    return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in lines)
+
+
+class PlacesWithRoom(Locator):
+    """Put ticks at every place, or every 2nd, 3rd, 5th, ...: as many as have room for their labels."""
+
+    def __init__(self, labels: Mapping[float, str], points: float):
+        self.labels, self.points = dict(labels), points
+
+    def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
+        assert self.axis is not None
+        axes = self.axis.axes  # type: ignore[union-attr]
+        lines = [label.split("\n") for label in self.labels.values()]
+        # 1. Inches of a label: letters are about 0.62 of their height wide
+        if self.axis.axis_name == "x":  # type: ignore[union-attr]
+            length = axes.bbox.width
+            label = 0.62 * self.points / 72 * max(len(line) for label in lines for line in label) + 0.05
+        else:
+            length = axes.bbox.height
+            label = 1.1 * self.points / 72 * max(map(len, lines))
+        inches = length / axes.figure.dpi / abs(vmax - vmin)  # from one place to the next
+        # 2. The first step at which no two labels touch; μ, of several columns, always stays
+        averages = [place for place, name in self.labels.items() if name == "μ"]
+        places = sorted(self.labels.keys() - averages)
+        for step in STEPS:
+            shown = places[::step]
+            if all((right - left) * inches >= label for left, right in pairwise(shown)):
+                break
+        shown = [place for place in shown if all(abs(place - mu) * inches >= label for mu in averages)]
+        return shown + averages
+
+    def __call__(self) -> Sequence[float]:
+        return self.tick_values(*self.axis.get_view_interval())  # type: ignore[union-attr]
+
+
+def label_places(
+    axis: Axis, labels: Iterable[Any], places: Iterable[float] | None = None, points=SMALL
+) -> None:
+    """Label places of an axis, by default 0, 1, 2, ...; where labels have no room, every few.
+
+    Averages (μ), which stand together, have one label.
+    """
+    labels = [str(label) for label in labels]
+    places = range(len(labels)) if places is None else places
+    names = {float(place): label for place, label in zip(places, labels, strict=True)}
+    averages = [place for place, label in names.items() if label.startswith("μ")]
+    if averages:
+        names = {place: label for place, label in names.items() if place not in averages}
+        names[float(np.mean(averages))] = "μ"
+    axis.set_major_locator(PlacesWithRoom(names, points))
+    axis.set_major_formatter(FuncFormatter(lambda place, _: names.get(float(place), "")))
+    axis.set_tick_params(labelsize=points)
 
 
 def label_figure(
@@ -307,41 +305,87 @@ def label_figure(
 ) -> None:
     """Set a title and a small subtitle, an x label under the lowest axes, one y label for all, and below a
     legend and a note. The figure grows by their height."""
-    (width, height), top = figure.get_size_inches(), 0.03
-    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # type: ignore[arg-type]
+    width, height = figure.get_size_inches()
+    rows, columns = rows_and_columns(figure)
     # 1. Title and subtitle from the top edge down, outside the layout: it would centre them on the axes
+    top = 0.03
+    from_top = figure.dpi_scale_trans + ScaledTranslation(0, 1, figure.transFigure)  # type: ignore[arg-type]
     for gid, text, points, color in (("title", title, TITLE, "0"), ("subtitle", subtitle, SMALL, "0.3")):
         if text:
             text = wrapped(text, points, width - 0.1)
-            said: dict[str, Any] = {"fontsize": points, "color": color, "va": "top", "transform": from_top}
-            figure.text(0.04, -top, text, gid=gid, **said).set_in_layout(False)
+            header = figure.text(0.04, -top, text, gid=gid, va="top", fontsize=points, color=color)
+            header.set_transform(from_top)
+            header.set_in_layout(False)
             top += (text.count("\n") + 1) * points * 1.3 / 72 + 0.03
     # 2. The x label under the lowest panels, once in the middle where there are more than two
-    rows = [axis.get_subplotspec().rowspan.start for axis in axes]  # type: ignore[union-attr]
-    lowest = [axis for axis, row in zip(axes, rows, strict=True) if row == max(rows)]
-    for axis in lowest if len(lowest) <= 2 else [lowest[(len(lowest) - 1) // 2]]:
+    row_of = {axis: axis.get_subplotspec().rowspan.start for axis in axes}  # type: ignore[union-attr]
+    lowest = [axis for axis, row in row_of.items() if row == max(row_of.values())]
+    if len(lowest) > 2:
+        lowest = [lowest[(len(lowest) - 1) // 2]]
+    for axis in lowest:
         axis.set_xlabel(x)
-    # 3. Legend and note below, in as many columns as the longest label leaves room for
-    shown, below = list((legend or {}).values()), 0.0
-    if shown or note:
-        labels = [wrapped(str(handle.get_label()), SMALL, width - 0.6) for handle in shown]
-        widest = max([0.58 * SMALL / 72 * len(label) + 0.55 for label in labels], default=1)
-        columns = max(1, min(len(shown), int(width / widest)))
-        title_of_legend = wrapped(note, SMALL, width - 0.3) or None
-        below = 0.16 * (-(-len(shown) // columns) + (title_of_legend or "").count("\n") + bool(note)) + 0.05
-        style: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "borderpad": 0.1}
-        style |= {"ncols": columns, "borderaxespad": 0.1, "title": title_of_legend, "title_fontsize": SMALL}
-        figure.legend(shown, labels, alignment="left", **style)
-    # 4. The figure grows by what was added, so that panels keep their size
-    bars = [axis for axis in figure.axes if axis.get_subplotspec() is None and axis.get_ylim() == (0, 1)]
-    if width < NARROW:  # colour bars of several panels lie below them
-        below += 0.45 * len(bars)
+    # 3. Labels of panels in lines as long as the panels' sides
+    wide, high = width / columns - BESIDE, height / rows - AROUND
+    lines = _wrap_labels(figure, wide, high)
+    # 4. Legend and note below, in as many columns as the longest label leaves room for
+    below = _set_legend(figure, list((legend or {}).values()), note)
+    # 5. Colour bars of several panels, which lie below them in a column
+    if width < NARROW:
+        below += 0.45 * sum(
+            axis.get_subplotspec() is None and axis.get_ylim() == (0, 1) for axis in figure.axes
+        )
     if y:
-        figure.supylabel(wrapped(y, 8, 0.85 * height), fontsize=8)
-    figure.set_figheight(height + top + below)
+        figure.supylabel(wrapped(y, LABEL, 0.85 * height), fontsize=LABEL)
+    # 6. The figure grows by what was added, so that panels keep their size
+    height = _size[1] or height + top + lines + below
+    figure.set_figheight(height)
     layout = figure.get_layout_engine()
     assert isinstance(layout, ConstrainedLayoutEngine)
-    layout.set(rect=(0, 0, 1, 1 - top / (height + top + below)))
+    layout.set(rect=(0, 0, 1, 1 - top / height))
+
+
+def _wrap_labels(figure: Figure, wide: float, high: float) -> float:
+    """Break titles and labels of panels so wide and high into lines; return inches of the lines added."""
+    panels = panels_of(figure)
+    rows, _ = rows_and_columns(figure)
+    is_alone = sum(bool(axis.get_xlabel()) for axis in panels) == 1
+    below = figure.get_figwidth() - 1 if is_alone else wide
+    in_titles = in_labels = 0
+    for axis in panels:
+        title = axis._left_title  # type: ignore[attr-defined]
+        title.set_text(wrapped(title.get_text(), title.get_fontsize(), wide))
+        in_titles = max(in_titles, title.get_text().count("\n"))
+        axis.xaxis.label.set_text(wrapped(axis.get_xlabel(), LABEL, below))
+        in_labels = max(in_labels, axis.get_xlabel().count("\n"))
+        axis.yaxis.label.set_text(wrapped(axis.get_ylabel(), LABEL, high))
+    return LINE * (rows * in_titles + in_labels)
+
+
+def _set_legend(figure: Figure, entries: Sequence[Artist], note: str) -> float:
+    """Put a legend and a note below the panels; return their height in inches."""
+    if not entries and not note:
+        return 0.0
+    width = figure.get_figwidth()
+    labels = [wrapped(str(entry.get_label()), SMALL, width - 0.6) for entry in entries]
+    widest = max((0.58 * SMALL / 72 * len(label) + 0.55 for label in labels), default=width)
+    columns = max(1, min(len(entries), int(width / widest)))
+    note = wrapped(note, SMALL, width - 0.3)
+    figure.legend(
+        entries,
+        labels,
+        loc="outside lower left",
+        alignment="left",
+        ncols=columns,
+        title=note or None,
+        title_fontsize=SMALL,
+        frameon=False,
+        borderpad=0.1,
+        borderaxespad=0.1,
+    )
+    lines = math.ceil(len(entries) / columns)
+    if note:
+        lines += note.count("\n") + 1
+    return 0.16 * lines + 0.05
 
 
 def handles(axis: Axes) -> dict[str, Artist]:
@@ -351,14 +395,20 @@ def handles(axis: Axes) -> dict[str, Artist]:
 
 def missing_note(missing: Iterable[tuple[str, str]]) -> str:
     """Say what a figure leaves out: (title, reason) of each, those of one reason together; "" for nothing."""
-    reasons: dict[str, list[str]] = {}
+    titles_by_reason: dict[str, list[str]] = {}
     for title, reason in missing:
-        reasons.setdefault(reason, []).append(title)
+        titles_by_reason.setdefault(reason, []).append(title)
     # Titles with commas of their own are told apart by quotes
-    some = [titles for titles in reasons.values() if any("," in title for title in titles)]
-    quoted = [[f"“{one}”" for one in titles] if some else titles for titles in reasons.values()]
-    text = "; ".join(f"{', '.join(t)}: {reason}" for reason, t in zip(reasons, quoted, strict=True))
-    return f"absent: {text}" if text else ""
+    is_quoted = any("," in title for titles in titles_by_reason.values() for title in titles)
+    parts = []
+    for reason, titles in titles_by_reason.items():
+        if is_quoted:
+            titles = [f"“{title}”" for title in titles]
+        parts.append(f"{', '.join(titles)}: {reason}")
+    return f"absent: {'; '.join(parts)}" if parts else ""
+
+
+# --- Pictures
 
 
 def show_picture(axis: Axes, pixels: np.ndarray) -> None:
@@ -394,37 +444,29 @@ def picture_grid(
     return figure, axes, shown
 
 
-def picture_strip(axis: Axes, pictures: Sequence[np.ndarray]) -> None:
-    """Put pictures [H, W, 3] of frames under their places on the frame axis, of as many as have room."""
-    (left, right), (wide, high) = axis.get_xlim(), _inches(axis)
+def picture_strip(axis: Axes, pictures: Sequence[np.ndarray], inches: float) -> None:
+    """Put pictures [H, W, 3] of frames under an axis of so many inches, as many as have room."""
+    left, right = axis.get_xlim()
     ratio = pictures[0].shape[1] / pictures[0].shape[0]
     # A picture is at least 0.3 inches high, and covers several frames where these are narrower
-    of_frame = 0.9 * wide / (right - left)  # inches
-    step = int(np.ceil(0.3 * ratio / of_frame))
+    of_frame = 0.9 * inches / (right - left)
+    step = math.ceil(0.3 * ratio / of_frame)
     tall = of_frame * step / ratio
-    strip = axis.inset_axes((0, -(tall + 0.2) / high, 1, tall / high))
+    # The strip spans the axis, and lies 0.2 inches below it
+    scale = axis.figure.dpi_scale_trans
+    below = scale + ScaledTranslation(0, 0, axis.transAxes)  # type: ignore[arg-type]
+    strip = axis.inset_axes(
+        (0, -(tall + 0.2), 1, tall), transform=blended_transform_factory(axis.transAxes, below)
+    )
     for frame in range(0, len(pictures), step):
         extent = (frame - 0.46 * step, frame + 0.46 * step, 0, 1)
-        strip.imshow(pictures[frame], extent=extent, aspect="auto")
+        strip.imshow(pictures[frame], extent=extent, aspect="auto", interpolation="none")
     strip.set(xlim=(left, right), ylim=(0, 1))
     strip.axis("off")
     axis.xaxis.labelpad = 72 * tall + 6  # points: the label stands below the strip
 
 
-def mark_averages(axis: Axes, first: int, count: int, values: np.ndarray | None = None) -> dict[str, Artist]:
-    """Mark columns as averages of gone frames, with hatched bars of values, when frames have their ticks."""
-    if not count:
-        return {}
-    if values is not None:
-        axis.bar(first + np.arange(count), values, width=0.85, **AVERAGE)
-    left, right = axis.get_xlim()
-    axis.set_xlim(left, max(right, first + count - 0.5))
-    axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
-    frames = [int(tick) for tick in axis.get_xticks() if 0 <= tick < first - 1]
-    axis.set_xticks([*frames, first + (count - 1) / 2], [*map(str, frames), "μ"])
-    above: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-    axis.add_patch(Rectangle((first - 0.5, 1), count, 0.04, **above, **AVERAGE))
-    return {AVERAGES: Patch(**AVERAGE, label=AVERAGES)}
+# --- Colours
 
 
 def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> dict[str, Any]:
@@ -435,12 +477,52 @@ def color_scale(values: np.ndarray, quantity: str, percentile: float = 100) -> d
     return {"cmap": "viridis", "vmin": 0.0, "vmax": top}
 
 
+def color_bar(
+    figure: Figure,
+    image: ScalarMappable,
+    axes: Axes | Sequence[Axes],
+    label="",
+    values: np.ndarray | None = None,
+    **options: Any,
+) -> Colorbar:
+    """Draw a colour bar; an end gets an arrow where values go beyond it."""
+    low, high = image.get_clim()
+    if values is not None and low is not None and high is not None:
+        is_below, is_above = (values < low).any(), (values > high).any()
+        if is_below and is_above:
+            options["extend"] = "both"
+        elif is_below:
+            options["extend"] = "min"
+        elif is_above:
+            options["extend"] = "max"
+    # Beside the panels, or below them where they need the width
+    width, height = figure.get_size_inches()
+    length = min(3.5, 0.8 * height)
+    shape: Style = {"pad": 0.02, "aspect": 25, "fraction": 0.1}
+    if not isinstance(axes, Axes):
+        shape["shrink"] = min(1.0, 3.5 / height)
+        if width < NARROW:
+            shape = {"pad": 0.02, "aspect": 40, "location": "bottom"}
+            length = 0.9 * width * min(1, len(axes) / rows_and_columns(figure)[1])
+    shape["ticks"] = MaxNLocator(4 if length > 1.2 else 2)
+    bar = figure.colorbar(image, ax=axes, **shape | options)
+    bar.set_label(wrapped(label, SMALL, length), fontsize=SMALL)
+    return bar
+
+
+# --- Heat maps, marks and intervals
+#
+# seaborn.heatmap draws the whole figure for each panel, to see whether labels overlap: 12 panels of 21 x 21
+# cells take 4.7 s in place of 1.0. An image of the cells looks the same.
+
+
 def heat_map(axis: Axes, values: np.ndarray, equal: bool = False, **colors: Any) -> AxesImage:
     """Draw values [rows, columns] as one image, cell i, j centred on (j, i); grey where NaN."""
     axis.grid(False)
     axis.set_facecolor(GREY)
-    colors |= {"interpolation": "nearest", "aspect": "equal" if equal else "auto"}
-    return axis.imshow(np.ma.masked_invalid(values), **colors)
+    image = axis.imshow(np.ma.masked_invalid(values), interpolation="nearest", **colors)
+    axis.set_aspect("equal" if equal else "auto")
+    return image
 
 
 def one_heat_map(
@@ -455,53 +537,72 @@ def one_heat_map(
     """Draw values [rows, columns] in a figure of their own; names are of rows, columns and values."""
     figure, (axis,) = panels(1, 1, (1.4 + 0.26 * values.shape[1], 0.8 + 0.14 * len(values)))
     image = heat_map(axis, values, **colors)
-    axis.set_xticks(range(values.shape[1]), columns)
-    axis.tick_params(axis="x", labelsize=SMALL if columns is None else TINY)
-    axis.set_yticks(range(len(values)), rows)
+    if columns is None:
+        label_places(axis.xaxis, range(values.shape[1]))
+    else:
+        label_places(axis.xaxis, columns, points=TINY)
+    label_places(axis.yaxis, range(len(values)) if rows is None else rows)
     axis.set_ylabel(names[0])
     color_bar(figure, image, axis, names[2], values)
     label_figure(figure, [axis], title, subtitle, x=names[1])
     return figure
 
 
-def write_cells(axis: Axes, values: np.ndarray, text: str, middle: float, size: float = SMALL) -> None:
+def write_cells(axis: Axes, values: np.ndarray, text: str, middle: float) -> None:
     """Write values [rows, columns] into the cells of a heat map, white below the middle; N/A for NaN."""
     for (row, column), value in np.ndenumerate(values):
-        said = text.format(value) if np.isfinite(value) else "N/A"
+        label = text.format(value) if np.isfinite(value) else "N/A"
         color = "white" if value < middle else "black"
-        axis.text(column, row, said, ha="center", va="center", fontsize=size, color=color, gid="cell")
+        axis.text(column, row, label, ha="center", va="center", fontsize=SMALL, color=color, gid="cell")
 
 
 def grey_legend(values: np.ndarray) -> dict[str, Artist]:
     """The legend entry of grey cells, where values have a NaN."""
-    return {NOT_ATTENDED: Patch(facecolor=GREY, label=NOT_ATTENDED)} if np.isnan(values).any() else {}
+    if not np.isnan(values).any():
+        return {}
+    return {NOT_ATTENDED: Patch(facecolor=GREY, label=NOT_ATTENDED)}
 
 
-def color_bar(
-    figure: Figure,
-    image: ScalarMappable,
-    axes: Axes | Sequence[Axes],
-    label="",
-    values: np.ndarray | None = None,
-    **options: Any,
-) -> Colorbar:
-    """Draw a colour bar; an end gets an arrow where values go beyond it."""
-    # Colours end at a percentile: arrows say that values go on
-    low, high = image.get_clim()
-    if values is not None and low is not None and high is not None:
-        below, above = bool((values < low).any()), bool((values > high).any())
-        options["extend"] = {(True, False): "min", (False, True): "max", (True, True): "both"}.get(
-            (below, above), "neither"
-        )
-    (width, height), several = figure.get_size_inches(), not isinstance(axes, Axes)
-    first = axes if isinstance(axes, Axes) else axes[0]
-    shape: dict[str, Any] = {"pad": 0.02, "aspect": 25, "fraction": 0.1}
-    shape["shrink"] = min(1.0, 3.5 / height) if several else 1.0
-    long = min(3.5, 0.8 * height)
-    if several and width < NARROW:  # panels need the width
-        shape, long = {"location": "bottom", "pad": 0.02, "aspect": 40}, 0.9 * width
-        grid = first.get_subplotspec()
-        long *= min(1, np.size(axes) / (grid.get_gridspec().ncols if grid else 1))  # type: ignore[arg-type]
-    bar = figure.colorbar(image, ax=axes, **{"ticks": MaxNLocator(4 if long > 1.2 else 2)} | shape | options)
-    bar.set_label(wrapped(label, SMALL, long), fontsize=SMALL)
-    return bar
+def mark_averages(axis: Axes, first: int, count: int, values: np.ndarray | None = None) -> dict[str, Artist]:
+    """Mark the columns from first on as averages of gone frames, with hatched bars of values."""
+    if not count:
+        return {}
+    if values is not None:
+        axis.bar(first + np.arange(count), values, width=0.85, **AVERAGE)
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, max(right, first + count - 0.5))
+    axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
+    strip = Rectangle((first - 0.5, 1), count, 0.04, clip_on=False, **AVERAGE)
+    strip.set_transform(axis.get_xaxis_transform())
+    axis.add_patch(strip)
+    return {AVERAGES: Patch(**AVERAGE, label=AVERAGES)}
+
+
+def mean_bars(axis: Axes, values: np.ndarray, colors: Sequence[str], ddof=0, **style: Any) -> None:
+    """Draw the mean and the standard deviation of values [places, groups, n], a bar a group."""
+
+    def spread(of_bar):
+        mean, deviation = of_bar.mean(), of_bar.std(ddof=ddof)
+        return mean - deviation, mean + deviation
+
+    places, groups, _ = np.indices(values.shape)
+    style |= {"native_scale": True, "saturation": 1, "linewidth": 0, "legend": False}
+    style |= {"err_kws": {"linewidth": 1.2, "color": DARK}, "errorbar": spread}
+    seaborn().barplot(
+        x=places.ravel(), y=values.ravel(), hue=groups.ravel(), palette=list(colors), ax=axis, **style
+    )
+
+
+def mark_intervals(
+    axis: Axes,
+    rows: Sequence[float],
+    intervals: Sequence[Sequence[float]],
+    color: str = BLUE,
+    marker="o",
+    size=5.0,
+    label: str | None = None,
+) -> None:
+    """Draw a dot in each row with its interval, (estimate, low, high)."""
+    estimate, low, high = np.array([interval[:3] for interval in intervals], float).T
+    ends = np.stack([estimate - low, high - estimate])
+    axis.errorbar(estimate, rows, xerr=ends, fmt=marker, color=color, markersize=size, label=label)

@@ -2,7 +2,6 @@
 
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import imageio.v3 as iio
 import numpy as np
@@ -27,8 +26,8 @@ ALPHA = 0.65  # of the map over the picture
 LEAST = 0.2  # share of it where a value is neutral
 LIGHT = 0.4  # share of white in every picture: maps would not be seen on dark ones
 FADED = 0.65  # share of white in pictures of frames that the query does not see
-NOISE: dict[str, Any] = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
-QUERY: dict[str, Any] = {"fill": False, "edgecolor": RED, "linewidth": 2}
+NOISE: st.Style = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
+QUERY: st.Style = {"fill": False, "edgecolor": RED, "linewidth": 2}
 LINE, STRIPE = 3, 16  # pixels of the query's frame, and from stripe to stripe
 HEIGHT = 60  # pixels of a thumbnail
 COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
@@ -192,8 +191,8 @@ def _finish(
     st.color_bar(figure, scale, axes, maps[0].unit, np.concatenate([seen.values.ravel() for seen in maps]))
     legend = {}
     if any(seen.noise_frames for seen in maps):
-        hatched: dict[str, Any] = {"facecolor": "0.6", "hatch": "////", "edgecolor": "white"}
-        legend["noise"] = Patch(label="own block, noise in this pass", **hatched)
+        label = "own block, noise in this pass"
+        legend["noise"] = Patch(label=label, facecolor="0.6", hatch="////", edgecolor="white")
     if any(seen.query[0] >= 0 for seen in maps):
         legend["query"] = Patch(label="the query", **QUERY)
     lost, note = max(seen.elsewhere for seen in maps), ""

@@ -109,14 +109,16 @@ def training_curves(
     figure, (left, right) = st.panels(2, 2, (3.8, 2.4))
     half = SMOOTHED // 2
     for (name, runs), color in zip(losses.items(), (BLUE, ORANGE, GREEN, PURPLE), strict=False):
-        for n, curve in enumerate(runs, 1 - len(runs)):  # the last run is 0
+        for curve in runs:
             _, seconds, loss = np.array(curve).T
             share = seconds / seconds[-1]
-            # A running geometric mean: the axis is logarithmic.
+            # A running geometric mean: the axis is logarithmic
             smooth = np.exp(np.convolve(np.log(loss), np.ones(SMOOTHED) / SMOOTHED, "valid"))
-            label = None if n else f"{name}, mean of {SMOOTHED}"
-            left.plot(share[half:-half], smooth, "--" if n else "-", color=color, label=label)
-            left.plot(share, loss, color=color, linewidth=0.7, alpha=0.0 if n else 0.35)
+            if curve is runs[-1]:
+                left.plot(share[half:-half], smooth, color=color, label=f"{name}, mean of {SMOOTHED}")
+                left.plot(share, loss, color=color, linewidth=0.7, alpha=0.35)
+            else:
+                left.plot(share[half:-half], smooth, "--", color=color)
     left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
     steps, *curves = np.array(psnr).T
     names = ("81 frames", "first second", "last second")

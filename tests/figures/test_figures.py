@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from conftest import ROOT
 from helpers import geometry, synthetic_caches
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from experiments import figures
 from experiments.analysis.measures import head_statistics
@@ -87,6 +89,12 @@ def drawings() -> dict[str, Figure]:
         "motion": figures.against_motion(dots, {"Right": dots, "Hue": dots}, ABOUT),
         "map strip": figures.map_strip([VideoMap(seen, *query)] * 2, pictures, [0, F - 1]),
         "all by r": figures.heads_by_agreement(*by_r),
+        "sweep": figures.sweep_curves(
+            {"L1H1": matrices[0, :, -1], "L1H2": matrices[1, :, -1]}, CAPTION, "abc"
+        ),
+        "layers": figures.layer_comparison(profiles, range(N), CAPTION),
+        "distances": figures.distances_and_contrasts(rng.random((H, F)), rng.random((H, 4)), "By distance"),
+        "effects": figures.effect_against(s.first, {"mass": s.delta}, {"mass": "ρ = 0.5"}, subtitle=ABOUT),
         "training": training.training_curves(runs, [(i, 20 + i, 21, 19) for i in range(9)], 5, ABOUT),
         "videos": training.video_strips(["a red circle moving right"] * 2, films, subtitle=ABOUT),
     }
@@ -138,6 +146,66 @@ def test_bytes_are_the_same_again_and_absent_frames_are_not_zero(tmp_path):
     assert np.flatnonzero(np.ma.getmaskarray(image)[0]).tolist() == [3, 4, 9]
 
 
+def test_seaborn_is_imported_by_the_style_alone_and_its_palette_is_ours():
+    sources = [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "wan").rglob("*.py")]
+    importing = [path.name for path in sources if re.search(r"(import|from) seaborn", path.read_text())]
+    assert importing == ["style.py"]
+    assert list(style.PALETTE) == style.seaborn().color_palette("colorblind").as_hex()
+
+
+def test_a_figure_is_laid_out_once(monkeypatch, tmp_path):
+    layouts = []
+    execute = ConstrainedLayoutEngine.execute
+    monkeypatch.setattr(
+        ConstrainedLayoutEngine, "execute", lambda self, figure: (layouts.append(1), execute(self, figure))
+    )
+    figure = figures.head_grid(np.ones((3, 21)), "abc", CAPTION, layer=1)
+    assert len(layouts) == 1
+    style.save_svg(figure, tmp_path / "a.svg")
+    assert len(layouts) == 1
+
+
+@pytest.mark.parametrize("size", [(1.0, 0.8), (2.0, 1.0), (6.0, 4.0)])
+@pytest.mark.parametrize("count, averages", [(1, 0), (21, 0), (21, 2), (72, 3)])
+def test_labels_of_places_have_room_and_averages_share_one(size, count, averages):
+    figure = Figure(figsize=size)
+    axis = figure.subplots()
+    axis.set_xlim(-0.5, count + averages - 0.5)
+    style.label_places(axis.xaxis, [*range(count), *["μ1", "μ2", "μ3"][:averages]])
+    figure.canvas.draw()
+    boxes = {label.get_text(): label.get_window_extent() for label in axis.get_xticklabels()}
+    order = sorted(boxes.values(), key=lambda box: box.x0)
+    assert all(left.x1 < right.x0 for left, right in pairwise(order))
+    assert "0" in boxes and ("μ" in boxes) == bool(averages)
+    middle = axis.transData.transform((count + (averages - 1) / 2, 0))[0]
+    assert not averages or (boxes["μ"].x0 + boxes["μ"].x1) / 2 == pytest.approx(middle, abs=1)
+
+
+def test_means_and_spreads_are_those_of_numpy():
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(2, 3, 5))  # [places, groups, n]
+    figure = Figure()
+    axis = figure.subplots()
+    style.mean_bars(axis, values, style.PALETTE[:3])
+    heights = np.array([[bar.get_height() for bar in bars] for bars in axis.containers]).T
+    np.testing.assert_allclose(heights, values.mean(2))
+    ends = np.array([line.get_ydata() for line in axis.lines]).reshape(3, 2, 2).swapaxes(0, 1)
+    np.testing.assert_allclose(ends[..., 1] - ends[..., 0], 2 * values.std(2))
+    excess = rng.normal(size=(40, 6))
+    excess[:, 2] = np.nan  # no head has this distance
+    left, right = figures.distances_and_contrasts(excess, excess, "by distance").axes[:2]
+    known = [0, 1, 3, 4, 5]
+    np.testing.assert_array_equal(left.lines[0].get_xdata(), known)
+    np.testing.assert_allclose(left.lines[0].get_ydata(), excess[:, known].mean(0))
+    band = left.collections[0].get_paths()[0].vertices
+    low, high = np.quantile(excess[:, known], [0.25, 0.75], axis=0)
+    assert band[:, 1].min() == pytest.approx(low.min()) and band[:, 1].max() == pytest.approx(high.max())
+    bars = {round(bar.get_x() + bar.get_width() / 2): bar for bars in right.containers for bar in bars}
+    assert {place: bar.get_height() for place, bar in bars.items()} == pytest.approx(
+        dict(zip(known, excess[:, known].mean(0), strict=True))
+    )
+
+
 def test_bars_curve_maximum_and_reference():
     values = np.linspace(-1, 1, 21)
     values[7] = 9
@@ -163,20 +231,28 @@ def test_bars_curve_maximum_and_reference():
         grouped([panel], 4)
 
 
-@pytest.mark.beside
-def test_a_notebooks_display_stays_on_after_the_first_figure():
-    code = """
+FIRST_FIGURE = """
 from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
+import sys
 import numpy as np
-from experiments.figures.heads import survival_map
 import matplotlib.pyplot as plt
-survival_map(np.ones((2, 3)), "x")
+from experiments import figures
+from experiments.caches.view import Caption
+print("seaborn" in sys.modules)
+figures.layer_statistics(*np.ones((3, 2, 3)), range(2), Caption("mean_logit", "a pass"))
+print("seaborn" in sys.modules)
+plt.figure()
 print(plt.isinteractive())
 """
+
+
+@pytest.mark.beside
+def test_the_first_figure_imports_seaborn_and_leaves_a_notebooks_display_on():
     env = os.environ | {"MPLBACKEND": "inline"}
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
-    assert said.stdout.split() == ["True"], said.stderr
+    command = [sys.executable, "-c", FIRST_FIGURE]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert process.stdout.split() == ["False", "True", "True"], process.stderr
 
 
 def test_a_notebook_shows_a_figure_as_it_is_saved(tmp_path, monkeypatch):
