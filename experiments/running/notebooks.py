@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,7 @@ def run_notebooks(args: argparse.Namespace) -> None:
     # 4. Execute what is not done, in one kernel that imports torch and matplotlib once
     sheet, page = folder / "contact_sheet.svg", folder / "index.html"
     logging.getLogger("papermill").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")  # of nbclient, stopped between cells
     with claimed({str(page): 0}):
         waiting = [run for run in runs if not run.is_done()]
         for run in waiting:
@@ -165,7 +167,11 @@ def run_notebooks(args: argparse.Namespace) -> None:
             require_unchanged(result, REMEDY)
         if waiting:
             resources = {"metadata": {"path": str(path.parent)}}
-            client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3", resources=resources)
+            options = {"kernel_name": "python3", "resources": resources}
+            options["extra_arguments"] = [
+                "--log-level=CRITICAL"
+            ]  # a stopped kernel logs a traceback as an error
+            client = NotebookClient(nbformat.v4.new_notebook(), **options)
             with client.setup_kernel():
                 for run in tqdm(waiting, desc=path.stem, unit="layer"):
                     run.execute(client)
