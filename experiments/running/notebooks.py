@@ -166,12 +166,12 @@ def run_notebooks(args: argparse.Namespace) -> None:
         for result in (sheet, page):
             require_unchanged(result, REMEDY)
         if waiting:
-            resources = {"metadata": {"path": str(path.parent)}}
-            options = {"kernel_name": "python3", "resources": resources}
-            options["extra_arguments"] = [
-                "--log-level=CRITICAL"
-            ]  # a stopped kernel logs a traceback as an error
-            client = NotebookClient(nbformat.v4.new_notebook(), **options)
+            client = NotebookClient(
+                nbformat.v4.new_notebook(),
+                kernel_name="python3",
+                resources={"metadata": {"path": str(path.parent)}},
+                extra_arguments=["--log-level=CRITICAL"],  # a stopped kernel logs a traceback as an error
+            )
             with client.setup_kernel():
                 for run in tqdm(waiting, desc=path.stem, unit="layer"):
                     run.execute(client)
