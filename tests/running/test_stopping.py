@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,6 +28,15 @@ def started(command, **options):
     return subprocess.Popen([sys.executable, *map(str, command)], **options)
 
 
+def wait_for_handler(pid):
+    """Wait until main() has installed its handler of SIGTERM: before, a signal is Python's own matter."""
+    caught = 0
+    while not caught & (1 << (signal.SIGTERM - 1)):
+        time.sleep(0.02)
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+
+
 def flags(folder):
     given = "--config_path configs/wan_mini.yaml --num_frames 6 --quiet --output_path"
     return [*given.split(), folder / "a.pt", "--save_video", folder / "a.mp4"]
@@ -38,7 +48,8 @@ def test_a_video_that_is_stopped_at_any_moment(number, tmp_path):
     chance = random.Random(number)
     by = chance.choice(STOPS)
     running = started(["experiments/run_extraction_figure4.py", *flags(tmp_path)])
-    time.sleep(chance.uniform(0.2, 6.0))
+    wait_for_handler(running.pid)
+    time.sleep(chance.uniform(0, 6.0))
     os.killpg(running.pid, by)
     asked, busy = time.monotonic(), max(1.0, os.getloadavg()[0] / os.cpu_count())
     said = running.communicate(timeout=120)[1]
