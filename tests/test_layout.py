@@ -33,6 +33,7 @@ OPTIONAL = ("wan.wings", "wan.kernels.fused", "wan.kernels.mass", "wan.kernels.v
 MOST_CONDITIONAL_EXPRESSIONS, MOST_WALRUSES, MOST_RAISES = 12, 1, 12
 MOST_IMPORTED_NAMES = 23  # of a file, in the mean
 MOST_ANY = 130  # annotations of variables with Any
+MOST_CALLS, MOST_CHECKS = 50, 17  # that a setting of Figure 4's command passes; 1.0: 48 and 14
 MOST_ROWS = 40  # of "Where things live"
 
 
@@ -175,8 +176,8 @@ def test_where_things_live_names_what_is_there():
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory) -> tuple[set[tuple[str, str]], list[str]]:
-    """Return what the command of Figure 4 enters on a CPU, and which modules of ours it imports.
+def walked(tmp_path_factory) -> tuple[list[tuple[str, str, bool]], list[str]]:
+    """Return which functions get the settings of Figure 4's command, and which modules of ours it imports.
 
     In a fork that forgets our modules: others' code takes seconds to import, and four times that where it is
     watched.
@@ -190,12 +191,18 @@ def walked(tmp_path_factory) -> tuple[set[tuple[str, str]], list[str]]:
         for name in [name for name in sys.modules if name.partition(".")[0] in ("wan", "experiments")]:
             del sys.modules[name]
         script = import_module("experiments.run_extraction_figure4")
-        entered = walk(lambda: script.run([*argv, "--output_path", str(path)]))
-        return entered, [name for name in sys.modules if name.startswith(("wan.", "experiments."))]
+        way = walk(script.run, [*argv, "--output_path", str(path)])
+        return way, [name for name in sys.modules if name.startswith(("wan.", "experiments."))]
 
     done = forked(call)
     assert done.code == 0, done.value
     return done.value
+
+
+def test_the_way_of_a_setting_is_no_longer_than_it_was(walked):
+    way, _ = walked
+    assert len(way) <= MOST_CALLS, way
+    assert sum(is_check for _, _, is_check in way) <= MOST_CHECKS, way
 
 
 def test_an_eager_run_on_a_cpu_imports_nothing_optional(walked):

@@ -1,37 +1,73 @@
-"""Which of our own functions a call enters: a measure of what a reader has to get through."""
+"""Follow the settings of a command through our calls until its cache is written.
 
+python tests/helpers/walk.py   # the way of run_extraction_figure4.py, a line a function
+"""
+
+import argparse
+import ast
+import inspect
 import sys
-import threading
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OWN = tuple(f"{ROOT / name}/" for name in ("wan", "experiments"))
+CHECKS = ("check", "require")  # what functions that only check are called
 
 
-def walk(call: Callable[[], Any]) -> set[tuple[str, str]]:
-    """Call it, and return the (file, function) pairs of wan/ and experiments/ that any thread entered.
+def walk(call: Callable[[list[str]], None], argv: list[str]) -> list[tuple[str, str, bool]]:
+    """Call it with argv -> file, name and whether it checks, of every function that gets the settings.
 
-    Bodies of classes count, as importing runs them, so call it in a fresh process. Comprehensions, lambdas
-    and bodies of modules do not.
-
-    >>> walk(lambda: main(["--config_path", "configs/wan_mini.yaml"]))
-    {("wan/model.py", "CausalWanModel.forward"), ...}
+    Settings are argv, the parsed flags and the config, as arguments; a function checks if it raises, or calls
+    one that is named so. Comprehensions and lambdas do not count.
     """
-    entered: set[Any] = set()  # code objects; they are named at the end, as this slows every call down
+    from wan.config import RunConfig
+
+    entered = set[CodeType]()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OWN):
-            entered.add(frame.f_code)
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(OWN) or code.co_name.startswith("<"):
+            return
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        for name in names:
+            value = frame.f_locals.get(name)
+            if value is argv or isinstance(value, argparse.Namespace | RunConfig):
+                entered.add(code)
 
-    threading.setprofile(note)  # of threads that start from now on
     sys.setprofile(note)
     try:
-        call()
+        call(argv)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)
-    named = [code for code in entered if not code.co_name.startswith("<")]
-    return {(str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname) for code in named}
+    found = [
+        (str(Path(code.co_filename).relative_to(ROOT)), code.co_qualname, checks(code)) for code in entered
+    ]
+    return sorted(found)
+
+
+def checks(code: CodeType) -> bool:
+    """Return whether a function raises, or calls one whose name says that it checks."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(code)))):
+        if isinstance(node, ast.Raise):
+            return True
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name.startswith(CHECKS):
+                return True
+    return False
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from experiments import run_extraction_figure4
+
+    flags = "--config_path configs/wan_mini.yaml --num_frames 6 --granularity frame --quiet"
+    way = walk(run_extraction_figure4.run, [*flags.split(), "--output_path", "outputs/walk.pt"])
+    for file, name, is_check in way:
+        print(file, name, "checks" if is_check else "")
+    files = {file for file, _, _ in way}
+    print(f"{len(way)} functions in {len(files)} files; {sum(row[2] for row in way)} check")
