@@ -236,8 +236,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[StoredCall]]
 class StoredRun:
     """A run of a store: its folder, and facts about it, such as prompt, seed, fingerprint and num_frames.
 
-    >>> run = ActivationStore("cache/acts").runs[0]
-    >>> run.about["prompt"], run.tables["resid_post"].stack().shape
+    >>> stored = ActivationStore("cache/acts").runs[0]
+    >>> stored.about["prompt"], stored.tables["resid_post"].stack().shape
     """
 
     path: Path

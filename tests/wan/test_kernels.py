@@ -60,7 +60,11 @@ def test_groups_of_keys_that_are_merged(monkeypatch):
     logits = q.double() @ k.double().mT * 24**-0.5 + bias.per_token()[:, None]
     monkeypatch.setattr(attention, "fused_kernels", lambda x: fused)
     out, lse = attention.attend_by_groups(q, k, v, bias)
-    torch.testing.assert_close(out.double(), logits.softmax(-1) @ v.double(), atol=2e-6, rtol=0)
+    # torch's own float32 attention is off by up to 3.2e-6 here, by what the processor's kernels round
+    exact = logits.softmax(-1) @ v.double()
+    plain = (q @ k.mT * 24**-0.5 + bias.per_token()[:, None]).softmax(-1) @ v
+    off = (plain - exact).abs().max().item()
+    torch.testing.assert_close(out.double(), exact, atol=2 * off, rtol=0)
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=2e-6, rtol=0)
 
 
