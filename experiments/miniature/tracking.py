@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.miniature import moving_shapes as made
+import experiments.miniature.moving_shapes as made
 from experiments.miniature.moving_shapes import FPS, SIDE, Scene, coverage, scene_of
 from wan.errors import ConfigError
 

@@ -371,7 +371,8 @@ def compare(args: argparse.Namespace, config: RunConfig) -> None:
         work_through(comparison, comparison.groups(), watch, client)
         seconds = round(time.monotonic() - start, 1)
         table = {"measures": MEASURES | SUMMARIES} | merged(comparison)
-        table["made"] = call_on_worker(client, environment, comparison.session.device)  # type: ignore[union-attr]  # where it is prepared
+        assert comparison.session is not None  # prepared() has loaded it
+        table["made"] = call_on_worker(client, environment, comparison.session.device)
         table["made_seconds"] = seconds
         save_report(table, path)
         print(table_of(drift.policy_rows(table["videos"])))
