@@ -106,34 +106,6 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def is_unnamed(value: Any) -> bool:
-    """Return whether plain values hold a function or class that its user gave no name."""
-    if isinstance(value, Mapping):
-        return UNNAMED in value or any(is_unnamed(part) for part in value.values())
-    return isinstance(value, list | tuple) and any(is_unnamed(part) for part in value)
-
-
-def texts_of(value: Any) -> list[str | None]:
-    """Return the hashes of the source texts of unnamed functions in plain values, in their order."""
-    if isinstance(value, Mapping):
-        if UNNAMED in value:
-            return [value["text_sha256"]]
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        return []
-    return [text for part in value for text in texts_of(part)]
-
-
-def without_texts(value: Any) -> Any:
-    """Return plain values without the hashes of unnamed functions."""
-    if isinstance(value, Mapping):
-        names = [name for name in value if not (UNNAMED in value and name == "text_sha256")]
-        return {name: without_texts(value[name]) for name in names}
-    if isinstance(value, list | tuple):
-        return [without_texts(part) for part in value]
-    return value
-
-
 def digest_of(values: Any) -> str:
     """Return the SHA-256 of plain values, in hex digits."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -145,12 +117,18 @@ def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
     With a function or class that has no name no other run counts as equal: ONLY leads the digits, 12 of the
     other values follow, and 12 of the functions' texts ("f" each where Python finds none).
     """
-    values = {**values, **more}
-    if not is_unnamed(values):
+    values, texts = {**values, **more}, list[str | None]()
+
+    def without_text(part: dict[str, Any]) -> dict[str, Any]:
+        if UNNAMED in part:
+            texts.append(part.pop("text_sha256"))
+        return part
+
+    others = json.loads(json.dumps(values, sort_keys=True, default=str), object_hook=without_text)
+    if not texts:
         return digest_of(values)[:32]
-    texts = texts_of(values)
     of_texts = "f" * 12 if None in texts else digest_of(texts)[:12]
-    return ONLY + digest_of(without_texts(values))[:12] + of_texts
+    return ONLY + digest_of(others)[:12] + of_texts
 
 
 def identity(

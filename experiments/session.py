@@ -417,6 +417,8 @@ class Session:
         if PIPELINES.get():
             raise ConfigError("a diffusers pipeline is captured or edited here: leave that context first")
         base = config or self.config
+        if config is not None:
+            policy_of(config)  # refuses other blocks or prompts than its policy knows
         if isinstance(first_frames, str | Path):
             base, first_frames = replace(base, first_frames=str(first_frames)), None
         is_batch = seeds is not None or not isinstance(prompt, str | None)
@@ -501,9 +503,8 @@ class Session:
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         later_noise = TensorNoise(noise[:, start:], renoise[:, :, start:], start=start)
         blocks = pipeline.block_ranges(start, later_noise.shape[1])
-        shard = (
-            pipeline.model.head_shard
-        )  # with the heads in several processes, these stop and gather together
+        # With the heads in several processes, these stop and gather together
+        shard = pipeline.model.head_shard
         finished, checked = list[Tensor](), 0
         phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
         with threads_for(noise, sizes), self.edited(config, len(configs)), watching:

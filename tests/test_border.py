@@ -54,6 +54,12 @@ def test_numbers_of_other_libraries_are_numbers(layers, session):
     assert edit.layers == (1,) and type(edit.layers[0]) is int
 
 
+def test_seeds_of_numpy_are_seeds(session):
+    runs = session.generate("a", seeds=np.arange(1, 3))
+    assert [run.common["seed"] for run in runs] == [1, 2]
+    assert type(runs[0].config.seed) is int
+
+
 @pytest.mark.parametrize(
     "chosen, text",
     [

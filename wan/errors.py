@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 Settings = TypeVar("Settings")
 
@@ -139,7 +139,7 @@ def field_checks(kind: type) -> dict[str, TypeAdapter[Any]]:
         hint = hints[item.name]
         try:
             checks[item.name] = TypeAdapter(hint, config=strict)
-        except Exception:  # a type with a config of its own
+        except PydanticUserError:  # a type with a config of its own
             checks[item.name] = TypeAdapter(hint)
     return checks
 
@@ -153,6 +153,8 @@ def check_fields(settings: Any, where: str = "") -> None:
     kind: type = type(settings)
     for name, check in field_checks(kind).items():
         value = getattr(settings, name)
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+            value = value.item()  # a number of numpy is Python's
         try:
             fitting = check.validate_python(value, strict=True)
         except ValidationError as error:
@@ -160,7 +162,7 @@ def check_fields(settings: Any, where: str = "") -> None:
             if isinstance(cause, ConfigError):  # of a dataclass in this one, which says where it is
                 raise ConfigError(f"{where}{cause}") from None
             raise ConfigError(f"{where}{name} {short_repr(value)} {problem_of(error)}") from None
-        if fitting is not value:
+        if fitting is not getattr(settings, name):
             object.__setattr__(settings, name, fitting)  # also of a frozen one, which is being made
 
 

@@ -62,7 +62,6 @@ def checks(code: CodeType) -> bool:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     from experiments import run_extraction_figure4
 
     flags = "--config_path configs/wan_mini.yaml --num_frames 6 --granularity frame --quiet"
