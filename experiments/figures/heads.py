@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import ListedColormap, Normalize, to_rgba
+from matplotlib.colors import Colormap, ListedColormap, Normalize, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -20,7 +20,6 @@ from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, Profi
 from experiments.caches.view import NOTHING, Caption
 from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, Style, styled
 
-ROOM = 8  # points between axes and a title over the strip of averages
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
 SHOWN = 18  # first query frame of the block to point out: the paper's figure shows 18–20 alone
@@ -86,7 +85,9 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> d
     else:
         label = "mean per key frame"
         edges = np.linspace(-0.5, F - 0.5, len(panel.curve) + 1)  # frame k covers k - 1/2 .. k + 1/2
-        tokens = f"mean of {panel.group} key tokens" if panel.group > 1 else "per key token"
+        tokens = "per key token"
+        if panel.group > 1:
+            tokens = f"mean of {panel.group} key tokens"
         axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=tokens)
         axis.set_ylabel(st.TOKEN_LABELS[caption.quantity])
     # The mean of a frame stands in its middle, over tokens of k - 1/2 .. k + 1/2
@@ -124,7 +125,7 @@ def _finish_profile(
 ) -> dict[str, Artist]:
     """Finish a panel of a profile [F] and of averages of gone frames; return the legend of its marks."""
     axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.set_title(title, pad=ROOM if len(averages) else None)
+    axis.set_title(title)
     axis.set_xlim(-0.6, len(profile) - 0.4)
     st.label_places(axis.xaxis, [*range(len(profile)), *["μ"] * len(averages)])
     legend: dict[str, Artist] = {}
@@ -186,7 +187,9 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
         legend |= _finish_profile(axis, mean[:F], mean[F:], caption, title)
     label = f"mean ± standard deviation over {len(names)} atlases"
     legend["mean"] = Patch(color=BLUE, alpha=0.6, label=label)
-    note = f"grey lines: {', '.join(names)}" if len(names) <= 4 else "grey lines: each atlas"
+    note = "grey lines: each atlas"
+    if len(names) <= 4:
+        note = f"grey lines: {', '.join(names)}"
     title = f"{st.NAMES[caption.quantity].capitalize()} over {len(names)} atlases"
     st.label_figure(figure, axes, title, caption.about, st.LABELS[caption.quantity], legend, note=note)
     return figure
@@ -217,7 +220,9 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         axis.plot(frames, mean[:F], color=BLUE, marker=marker, markersize=2)
         axis.yaxis.set_major_locator(MaxNLocator(ticks))
         legend |= _finish_profile(axis, mean[:F], mean[F:], caption, f"Layer {layer}")
-    band = "mean ± std over" if caption.quantity == "mean_logit" else "mean and middle 80 % of"
+    band = "mean and middle 80 % of"
+    if caption.quantity == "mean_logit":
+        band = "mean ± std over"
     title = f"{st.NAMES[caption.quantity].capitalize()}, {band} {H} heads"
     if N > 1:
         title += "; scales differ"
@@ -232,7 +237,9 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
     figure, (axis,) = st.panels(1, 1, (7.0, 3.2))
     # 1. Few layers are named in the legend, many have a scale
     few = (BLUE, ORANGE, GREEN, PURPLE, RED, DARK)
-    colors = ListedColormap(few[:N]) if len(few) >= N else matplotlib.colormaps["viridis"].resampled(N)
+    colors: Colormap = ListedColormap(few[:N])
+    if len(few) < N:
+        colors = matplotlib.colormaps["viridis"].resampled(N)
     # 2. A line per layer, averages of gone frames as single dots
     mean = profiles.mean(1)
     lines: dict[str, Artist] = {}
@@ -380,7 +387,8 @@ def frame_maps(
     if keys is not None:
         averages = sum(key.startswith("μ") for key in keys)
     H, rows, F = matrices.shape[0], matrices.shape[1], matrices.shape[2] - averages
-    heads = range(H) if heads is None else heads
+    if heads is None:
+        heads = range(H)
     title = layer if isinstance(layer, str) else f"Layer {layer}"
     if not isinstance(heads[0], str):
         title += f", {H} heads" if H > 1 else f", head {heads[0]}"
@@ -403,19 +411,22 @@ def frame_maps(
     figure, axes = st.panels(H, columns, size, sharex=True, sharey=True)
     if is_square and H > 1:
         st.shape_square(figure)
+    x = f"Key frame ({caption.unit})"
+    columns_of_keys = [*map(str, range(F)), *["μ"] * averages]
+    if keys is not None:
+        x, columns_of_keys = _keys_label(key_axis, keys), list(keys)
     colors = st.color_scale(matrices, caption.quantity)
     legend = st.grey_legend(matrices)
     for head, axis, values in zip(heads, axes, matrices, strict=True):
         image = st.heat_map(axis, values, equal=is_square, **colors)
         if isinstance(head, str):
-            axis.set_title(head, pad=ROOM if averages else None)
+            axis.set_title(head)
         elif H > 1:
-            axis.set_title(f"H{head}", pad=ROOM if averages else None)
-        st.label_places(axis.xaxis, [*range(F), *["μ"] * averages] if keys is None else keys)
+            axis.set_title(f"H{head}")
+        st.label_places(axis.xaxis, columns_of_keys)
         legend |= st.mark_averages(axis, F, averages)
         st.label_places(axis.yaxis, query_frames)
     st.color_bar(figure, image, axes, st.LABELS[caption.quantity])
-    x = f"Key frame ({caption.unit})" if keys is None else _keys_label(key_axis, keys)
     st.label_figure(figure, axes, title, caption.about, f"Query frame ({caption.unit})", legend, x)
     return figure
 
@@ -435,7 +446,7 @@ def profile_heat_maps(
     legend: dict[str, Artist] = {}
     for axis, (panel, values) in zip(axes, shown, strict=True):
         F = values.shape[1] - panel.averages
-        axis.set_title(panel.title, pad=ROOM if panel.averages else None)
+        axis.set_title(panel.title)
         legend |= st.grey_legend(values)
         for text, frames in highlighted_frames.items():
             axis.axvline(min(frames) - 0.5, linewidth=1, **DASHED)

@@ -82,6 +82,7 @@ AROUND = 0.45  # inches of a panel's height that its title and its tick labels t
 LOWEST = 0.9  # inches of a panel with these
 SLIMMEST = 0.95  # inches of a panel with tick labels of its own beside it
 LINE = 0.14  # inches, of a line of 8 points
+ABOVE_STRIP = 8  # points from a panel to its title where the strip of averages is between them
 PERCENTILE = 97  # where colours end: a few heads of the real model's last layers would leave all others pale
 STEPS = (1, 2, 3, 5, 6, 10, 12, 20, 25, 50, 100, 200, 500)  # from tick to tick
 _size: tuple[float | None, float | None] = (None, None)  # inches that the user wants; None: as panels need
@@ -569,6 +570,7 @@ def mark_averages(axis: Axes, first: int, count: int, values: np.ndarray | None 
         return {}
     if values is not None:
         axis.bar(first + np.arange(count), values, width=0.85, **AVERAGE)
+    axis.set_title(axis.get_title("left"), pad=ABOVE_STRIP)
     left, right = axis.get_xlim()
     axis.set_xlim(left, max(right, first + count - 0.5))
     axis.axvline(first - 0.5, color=DARK, linewidth=1.2)
