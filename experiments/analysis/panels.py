@@ -116,9 +116,7 @@ def head_panel(view: Profiles, layer: int, head: int, label: str) -> HeadPanel:
     # 1. Key tokens of a window at their places among all frames
     window = view.key_curve(layer)  # [H, Fk S]
     curve = None
-    if (
-        window is not None and view.quantity != "mass"
-    ):  # a frame's mass is a sum: not one axis with its tokens
+    if window is not None and view.quantity != "mass":  # a mass is a sum: not one axis with its tokens
         tokens = np.full((view.num_frames, S), np.nan, np.float32)
         tokens[list(view.key_frames)] = window[head].reshape(-1, S)
         curve = tokens.reshape(-1)
