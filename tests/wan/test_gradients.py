@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from helpers.refusals import refused
 from helpers.rollouts import TWO_STEPS, drawn, rollout, tiny_pipeline
 
 from wan.activations import SiteCapture
@@ -169,23 +170,58 @@ def test_autograd_works_on_the_model_with_a_cache_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("settings", "message"),
     [
-        ({"through": "video"}, "through is 'video'; known ones: block, pass, rollout"),
-        ({"steps": [2]}, "step 2 is the clean pass, which has no x0"),
-        ({"layers": [4]}, r"layer 4 is not in 0\.\.3"),
-        ({"metric": lambda x0: x0}, "of one number that depends on x0"),
-        ({"metric": lambda x0: x0.detach().sum()}, "depends on no x0"),
-        ({"metric": lambda x0: x0.sum() * torch.nan}, "what came is nan"),
-        ({"metric": lambda x0: (1j * x0).sum()}, "of one number"),
-        ({"metric": lambda: 0}, "is no function of x0"),
-        ({"metric": lambda x0, seen, more: 0}, "is no function of x0"),
-        ({"metric": 3}, "metric 3 is no function"),
-        ({"to": "nowhere"}, "to 'nowhere' is not cpu, cuda"),
+        pytest.param({"through": "video"}, "through is 'video'; known ones: block, pass", id="through"),
+        pytest.param({"steps": [2]}, "step 2 is the clean pass, which has no x0", id="clean pass"),
+        pytest.param({"layers": [4]}, r"layer 4 is not in 0\.\.3", id="layer"),
+        pytest.param({"to": "nowhere"}, "to 'nowhere' is not cpu, cuda", id="device"),
     ],
 )
-def test_what_cannot_be_differentiated_is_refused(how, message):
-    with pytest.raises(ConfigError, match=message), watched(Gradients(("z",), **how)):
+def test_gradients_are_of_what_the_rollout_has(settings, message):
+    with refused(message), watched(Gradients(("z",), **settings)):
+        rollout(pipeline(), FRAMES)
+    assert torch.is_grad_enabled()
+
+
+def is_no_number(x0):
+    return x0
+
+
+def is_detached(x0):
+    return x0.detach().sum()
+
+
+def is_nan(x0):
+    return x0.sum() * torch.nan
+
+
+def is_complex(x0):
+    return (1j * x0).sum()
+
+
+def takes_nothing():
+    return 0
+
+
+def takes_three(x0, activations, run):
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (is_no_number, "of one number that depends on x0"),
+        (is_detached, "depends on no x0"),
+        (is_nan, "what came is nan"),
+        (is_complex, "of one number"),
+        (takes_nothing, "is no function of x0"),
+        (takes_three, "is no function of x0"),
+        (3, "metric 3 is no function"),
+    ],
+)
+def test_a_metric_is_one_finite_number_that_depends_on_x0(metric, message):
+    with refused(message), watched(Gradients(("z",), metric=metric)):
         rollout(pipeline(), FRAMES)
     assert torch.is_grad_enabled()
 
