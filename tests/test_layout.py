@@ -17,7 +17,7 @@ from helpers.walk import walk
 
 # An import goes to the same room or to an earlier one. "" has the scripts.
 ROOMS = ["caches", "analysis configs memory progress provenance", "edits extraction.video prompts", "session"]
-ROOMS += ["extraction", "figures", "captured", "attribution", "running", "base_session"]
+ROOMS += ["extraction", "figures", "words", "captured", "attribution", "running", "base_session"]
 ROOMS += ["miniature", "studies", "", "benchmarks findings"]
 LEVELS = {
     f"experiments.{room}".rstrip("."): n for n, rooms in enumerate(ROOMS) for room in rooms.split() or [""]

@@ -42,6 +42,11 @@ class Call:
     mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
     around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
     around_q: tuple[int, int] = (0, 0)  # and queries
+    text: int | None = None  # the key of the text's first token; cross-attention has no other keys
+
+    def __post_init__(self) -> None:
+        if self.site.kind == "cross":
+            self.text = 0
 
     @property
     def shard(self) -> HeadShard:

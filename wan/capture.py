@@ -72,7 +72,10 @@ class CapturedCall(Mapping[str, Any]):
     @property
     def is_logits(self) -> bool:
         """True where the values hold logits q·k/√D; probabilities and masses otherwise."""
-        return not {"token_probabilities", "cross_mass", "image_mass", "word_map"} & self.values.keys()
+        return (
+            not {"token_probabilities", "cross_mass", "image_mass", "word_map", "word_share"}
+            & self.values.keys()
+        )
 
     @property
     def named(self) -> dict[str, Any]:
@@ -167,14 +170,15 @@ class CaptureRequest:
     the query-averaged logits [B, H, Lk]; "frame" mean logits and, with mass, the mass per frame [B, H, Fq,
     Fk]. Of cross-attention, "frame" keeps the mass per token [B, H, Fq, tokens]. "map" keeps what each
     of the queries sees of every key token [B, heads, queries, Lk]; of cross-attention the mass of every query
-    token on the first num_words words [B, heads, Lq, words].
+    token on the first num_words words [B, heads, Lq, words]. "words" keeps the mass of every token of the
+    video on words of the prompt [B, 1 or H, Lq, words], of the conditional branch.
     """
 
     layers: Collection[int] | None = None
     kinds: tuple[Kind, ...] = ("self",)
     blocks: Collection[int] | None = None
     steps: Collection[int] | None = None
-    granularity: Literal["token", "key", "frame", "map"] = "token"
+    granularity: Literal["token", "key", "frame", "map", "words"] = "token"
     is_logits: bool = True
     mass: bool = True
     rope_bands: bool = False  # "frame" keeps the mean logits by RoPE band too, [B, H, Fq, Fk, bands]
@@ -183,6 +187,8 @@ class CaptureRequest:
     heads: tuple[int, ...] | None = None  # of "map", in this order
     queries: tuple[MapQuery, ...] = (MapQuery(),)  # of "map": (frame, token), (frame, -1) or (-1, -1)
     num_words: int | None = None  # of "map" and cross-attention
+    words: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of "words": tokens by item and word
+    by_head: bool = False  # "words" keeps each head; else their mean
     call_indices: frozenset[int] | None = None  # in place of layers and kinds: how older scripts say it
     num_calls: int | None = None  # what such a script said of the model
 
@@ -197,7 +203,7 @@ class CaptureRequest:
         queries = self.queries
         wrong = [query for query in queries if min(query) < ALL or (query.frame == ALL != query.token)]
         of_frames = self.granularity == "frame" and "self" in self.kinds
-        kind, granularities = self.granularity, ("token", "key", "frame", "map")
+        kind, granularities = self.granularity, ("token", "key", "frame", "map", "words")
         for name in ("is_logits", "mass", "rope_bands", "query_key_means"):
             if not isinstance(getattr(self, name), bool):
                 return f"{name} {short_repr(getattr(self, name))} should be True or False"
@@ -212,6 +218,8 @@ class CaptureRequest:
             return "rope_bands needs granularity 'frame' of self-attention"
         if self.query_key_means and not of_frames:
             return "query_key_means needs 'frame' of self-attention"
+        if (kind == "words") != bool(self.words):
+            return "granularity 'words' takes words, the numbers of their tokens"
         if self.heads is not None and kind != "map":
             return f"heads need granularity 'map', not {kind!r}"
         if not queries or len({*queries}) < len(queries):
@@ -229,6 +237,8 @@ class CaptureRequest:
             selected = call_index(site) in self.call_indices
         if not selected or at is None:
             return selected
+        if self.granularity == "words" and at.branch == "uncond":
+            return False  # its text is another one
         of_map = self.granularity == "map" and site.kind == "self"
         return asks_for(self, None, at) and not (of_map and not queries_of(self.queries, at.query_frames))
 
@@ -251,6 +261,8 @@ MATRIX = {True: "token_logits", False: "token_probabilities"}  # by is_logits
 # --- What is kept of a call: of the q and k that its softmax saw, and of what edits added to its logits
 def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     """Compute what a request asks for, by name; ConfigError where the call cannot have it."""
+    if request.granularity == "words":
+        return _word_values(request, call)
     # 1. What edits added to the logits [H, Lk]: what is captured is what the softmax saw.
     if call.mask is not None or any(call.around) or any(call.around_q):
         return _masked_values(request, call)
@@ -374,6 +386,49 @@ def _masked_maps(
         masses.append((mass * S)[..., keys].half())
     maps = {"map_logits": torch.cat(logits, 2), "map_mass": torch.cat(masses, 2)}
     return maps | {"map_queries": torch.tensor(queries)}
+
+
+def _word_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
+    """Return word_share [B, H or 1, Lq, words] of the video's tokens; of joint attention text_share, too.
+
+    text_share is the mass that a word's own queries give to every token of the video, summed over its tokens.
+    """
+    # 1. The keys of text, and those of the video's tokens.
+    if call.text is None:
+        raise ConfigError(
+            f"layer {call.site.layer}: which keys are of text is not known here; leave words out"
+        )
+    bias: Tensor | None = None
+    if call.bias is not None:
+        bias = send(F.pad(call.bias.per_token(), call.around), call.k.device)
+    rows = slice(call.around_q[0], call.q.shape[1] - call.around_q[1])
+    keys = slice(call.around[0], call.k.shape[1] - call.around[1])
+    # 2. Items have prompts of their own.
+    masses, masses_of_text = [], []
+    for item in range(len(call.q)):
+        words = request.words[item % len(request.words)]
+        q, k = call.q[item : item + 1], call.k[item : item + 1]
+        mask, lse = call.mask, call.lse
+        if mask is not None and len(mask) > 1:
+            mask = mask[item : item + 1]
+        if lse is not None:
+            lse = lse[item : item + 1, :, rows]
+        columns = [[call.text + token for token in word] for word in words]
+        rows_mask = reductions.rows_of_mask(mask, rows)
+        mass = reductions.word_mass(q[:, rows], k, columns, lse, bias, rows_mask)
+        masses.append(mass)
+        # 3. Joint attention: queries of the word, which stand behind or before the video's as its keys do.
+        if call.site.kind == "self":
+            shift = call.q.shape[1] - call.k.shape[1]
+            queries = [[column + shift for column in word] for word in columns]
+            masses_of_text.append(reductions.mass_of_queries(q, k, queries, bias, mask)[..., keys].mT)
+    values = {"word_share": torch.cat(masses)}
+    if masses_of_text:
+        values["text_share"] = torch.cat(masses_of_text)
+    # 4. The mean over heads; several GPUs have some of them each, and keep them.
+    if call.shard.is_whole and not request.by_head:
+        return {name: value.mean(1, keepdim=True) for name, value in values.items()}
+    return {name: value.half() for name, value in values.items()}
 
 
 def _map_values(request: CaptureRequest, call: Call, at: Pass, bias: Tensor | None) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.kernels import mass_kernels
-from wan.keys import KeyBias, KeyLayout, RotaryTable, key_frames, key_tokens, send, slot_frames
+from wan.keys import KeyBias, KeyLayout, RotaryTable, key_frames, key_tokens, select, send, slot_frames
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
@@ -182,6 +182,63 @@ def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
     to_the_end = sums * (maxima - maxima[:, :, :1]).exp2() / sums[:, :, :1]  # from each frame's first key on
     mass = to_the_end - F.pad(to_the_end[:, :, 1:], (0, 0, 0, 1))
     return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
+
+
+# --- By word
+def word_mass(
+    q: Tensor,
+    k: Tensor,
+    words: Sequence[Sequence[int]],
+    lse: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Sum the softmax of every query over the keys of each word -> float32 [B, H, Lq, words].
+
+    words are the keys of each word. With the call's log-sum-exp lse [B, H, Lq] (on CUDA, as in frame_mass)
+    only their logits are formed; else the softmax is, some rows at a time. DAAM's map (arXiv 2210.04885).
+    """
+    # 1. Which of the chosen keys are of which word.
+    keys = sorted({key for word in words for key in word})
+    members = torch.tensor([[float(key in word) for word in words] for key in keys])  # [keys, words]
+    members = send(members, q.device)
+    # 2. A softmax from its log-sum-exp, or whole.
+    parts, start = [], 0
+    if lse is not None and q.is_cuda:
+        if bias is not None:
+            bias = select(bias, keys, 1)
+        if mask is not None:
+            mask = select(mask, keys, 3)
+        for logits in scaled_logits(q, select(k, keys, 1), bias, mask):
+            stop = start + logits.shape[2]
+            parts.append((logits - lse[:, :, start:stop, None]).exp() @ members)
+            start = stop
+    else:
+        for logits in scaled_logits(q, k, bias, mask):
+            softmax = logits.softmax(-1).nan_to_num()  # a query that sees no key has no mass
+            parts.append(select(softmax, keys, 3) @ members)
+    return torch.cat(parts, 2)
+
+
+def mass_of_queries(
+    q: Tensor,
+    k: Tensor,
+    words: Sequence[Sequence[int]],
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Sum the softmax of each word's own queries on every key -> float32 [B, H, words, Lk]."""
+    sums = []
+    for word in words:
+        of_word = mask
+        if mask is not None and mask.shape[2] > 1:
+            of_word = select(mask, word, 2)
+        parts = [
+            logits.softmax(-1).nan_to_num().sum(2)
+            for logits in scaled_logits(select(q, word, 1), k, bias, of_word)
+        ]
+        sums.append(torch.stack(parts).sum(0))
+    return torch.stack(sums, 2)
 
 
 # --- By key token

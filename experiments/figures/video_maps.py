@@ -134,7 +134,7 @@ def map_strip(
 def word_strip(
     words: Mapping[str, np.ndarray],
     frames: Sequence[int],
-    pictures: Sequence[np.ndarray],
+    pictures: Sequence[np.ndarray] | Mapping[int, np.ndarray],
     *,
     title: str,
     subtitle="",
@@ -199,6 +199,24 @@ def _finish(
     if lost > 0.005:
         note = f"Not shown: {lost:.0%} of the mass, on keys of no frame."
     st.label_figure(figure, [], title, subtitle, legend=legend, note=note)
+
+
+def save_word_movie(path: str | Path, video: np.ndarray, words: Mapping[str, np.ndarray]) -> Path:
+    """Write an mp4 of a video [n, h, w, 3] uint8 under the map of each word [frames, rows, columns].
+
+    Words stand side by side, in one scale. The first latent frame is one frame of the video, all others are
+    equally many.
+    """
+    scale = _scale(np.stack(list(words.values())), "mass")
+    num_frames = len(next(iter(words.values())))
+    stride = max(1, (len(video) - 1) // max(1, num_frames - 1))
+    with VideoWriter(path, multiple=2) as movie:
+        for n, pixels in enumerate(video):
+            frame = video_to_latent_frame(n, stride)
+            panels = [blend(pixels, grid[frame], scale) for grid in words.values()]
+            movie.append(np.concatenate(panels, 1)[None])
+        movie.finish()
+    return Path(path)
 
 
 def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:
