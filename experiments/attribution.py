@@ -30,7 +30,7 @@ from experiments.provenance import check_outputs
 from experiments.session import Run, Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, did_you_mean, require_known, short_repr
+from wan.errors import ConfigError, as_numbers, did_you_mean, require_ascending, require_known, short_repr
 from wan.gradients import Attribution, Gradients, Metric
 from wan.interventions import Patch, Source, reusable
 from wan.policies import policy_of
@@ -75,9 +75,14 @@ def gradients(
 
 def numbers_of(session: Session, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
     """Return the selected layers, blocks and steps as lists of numbers, -1 resolved."""
-    given = {"layers": layers, "blocks": blocks, "steps": steps}
-    chosen = {name: as_numbers(name, value) for name, value in given.items()}
-    return chosen | {"steps": resolved_steps(session, chosen["steps"])}
+    chosen = {
+        "layers": as_numbers("layers", layers),
+        "blocks": as_numbers("blocks", blocks),
+        "steps": resolved_steps(session, as_numbers("steps", steps)),
+    }
+    for name in ("blocks", "steps"):
+        require_ascending(name, chosen[name], "passes are differentiated in the order of the rollout")
+    return chosen
 
 
 def check_gradients(session: Session, recorder: Gradients, recompute: bool = False) -> None:
@@ -147,7 +152,8 @@ class SiteGradients(Mapping[str, Activations]):
         """Gradients by site; ConfigError if none were computed yet."""
         if not self.recorder.found:
             raise ConfigError("no gradient is there yet: generate, then call backward(lambda x0: ...)")
-        return tables(self.recorder.found)
+        chosen = {} if self.recorder.layers is None else {"layers": list(self.recorder.layers)}
+        return tables(self.recorder.found, chosen=chosen)
 
     def __getitem__(self, site: str) -> Activations:
         require_known(site, self.recorder.sites, "no gradient at {}")
@@ -245,6 +251,8 @@ def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -
     places = list(recorder.scores)
     passes = list(dict.fromkeys(place.at for place in places))
     layers = sorted({place.layer or 0 for place in places})
+    if recorder.layers is not None:
+        layers = list(recorder.layers)
     found = []
     for site in recorder.sites:
         rows = [[recorder.scores[ActivationSite(site, layer, at)] for at in passes] for layer in layers]

@@ -22,11 +22,17 @@ from experiments import memory
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson, psnr
 from experiments.caches import load_cache, save_cache
-from experiments.caches.activations import Activations, ActivationStore, Place, save_activations
+from experiments.caches.activations import (
+    Activations,
+    ActivationStore,
+    Place,
+    chosen_numbers,
+    save_activations,
+)
 from experiments.caches.files import CacheError, RunError, require_held
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.store import require_one_model
+from experiments.caches.store import layers_of, require_one_model
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.cache_builders import (
     atlas_cache,
@@ -49,7 +55,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.diffusers_capture import transformers_of, watching
-from wan.errors import ConfigError, as_numbers, in_context, require_known, short_repr
+from wan.errors import ConfigError, as_numbers, in_context, require_ascending, require_known, short_repr
 from wan.identity import identity_of
 from wan.interventions import Edits, config_edits, reusable
 from wan.interventions import intervene as edited
@@ -100,7 +106,8 @@ def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] |
         lasts = {config.passes_of_block(block)[-2] for block in range(len(config.block_sizes))}
     if len(lasts) > 1:
         raise ConfigError(f"the last steps of blocks are {sorted(lasts)}: name steps, not -1")
-    return sorted({*lasts, *(steps or ())} - {-1})
+    [last] = lasts
+    return as_numbers("steps", [last if step == -1 else step for step in steps or ()])
 
 
 @reusable
@@ -263,7 +270,12 @@ def attention_requests(
         return map_requests(config, grid, places, layers, heads, blocks, steps, words=cross)
     if heads is not None:
         raise ConfigError("heads go with a site, or with queries=; attention has all heads")
-    if granularity == "frame" and blocks is steps is None:
+    # An atlas has its layers in any order; calls, and passes, come in the order of the rollout
+    is_atlas = granularity == "frame" and blocks is steps is None
+    for name, numbers in (("layers", layers), ("blocks", blocks), ("steps", steps)):
+        if not (is_atlas and name == "layers"):
+            require_ascending(name, numbers, "calls come in the order of the rollout")
+    if is_atlas:
         return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
     kinds: Any = ("self", "cross") if cross else ("self",)
     level: Any = granularity
@@ -288,16 +300,29 @@ def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None
         memory.require_memory(config.model, [need], memory.free_memory(session.device), remedy)
 
 
-def tables(kept: Sequence[Activation], is_reduced: bool = False) -> dict[str, Activations]:
-    """Return the captured activations of one video, a table per site."""
-    found: dict[str, tuple[list[Place], list[Tensor]]] = {}
-    for one in kept:
-        at = one.where
-        places, values = found.setdefault(at.site, ([], []))
-        pass_of = at.block, at.step, tuple(at.frames), at.is_clean_pass, at.timestep, at.branch
-        places.append(Place(at.layer, *pass_of))
-        values.append(one.value)
-    return {site: Activations(site, tuple(p), tuple(v), is_reduced) for site, (p, v) in found.items()}
+def tables(
+    kept: Sequence[Activation], is_reduced: bool = False, chosen: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Activations]:
+    """Return the captured activations of one video, a table per site; chosen: see Activations."""
+    by_site: dict[str, tuple[list[Place], list[Tensor]]] = {}
+    for activation in kept:
+        at = activation.where
+        places, values = by_site.setdefault(at.site, ([], []))
+        place = Place(
+            layer=at.layer,
+            block=at.block,
+            step=at.step,
+            frames=tuple(at.frames) if activation.frames is None else activation.frames,
+            is_clean_pass=at.is_clean_pass,
+            timestep=at.timestep,
+            branch=at.branch,
+        )
+        places.append(place)
+        values.append(activation.value)
+    return {
+        site: Activations(site, tuple(places), tuple(values), is_reduced, chosen or {})
+        for site, (places, values) in by_site.items()
+    }
 
 
 def is_seen(session: Session) -> bool:
@@ -405,7 +430,8 @@ class Captured:
     def tables_of(self, kept: Sequence[Activation], item: int) -> dict[str, Activations]:
         """Return the captured activations of one video of a batch, a table per site."""
         assert self.watcher is not None
-        return tables([one for one in kept if one.item == item], self.watcher.reduce is not None)
+        of_item = [activation for activation in kept if activation.item == item]
+        return tables(of_item, self.watcher.reduce is not None, chosen_numbers(self.request))
 
     @property
     def request(self) -> dict[str, Any]:
@@ -457,7 +483,9 @@ class Captured:
         run = run or self._last()
         if not getattr(run, "records", None):
             raise ConfigError(f"atlas: {short_repr(run)} has no attention: make it inside capture(session)")
-        return Atlas(pipeline_atlas(run, branch) if isinstance(run, PipelineRun) else atlas_cache(run))
+        cache = pipeline_atlas(run, branch) if isinstance(run, PipelineRun) else atlas_cache(run)
+        layers = self.requests[0].layers if self.requests else None
+        return Atlas(cache if layers is None else layers_of(cache, list(layers)))
 
     def _last(self) -> Run:
         if not self.runs:
@@ -733,6 +761,7 @@ def x0_lens(
     a layer whose x0 looks empty may still hold information that later layers use.
     """
     chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
+    require_ascending("blocks", rows, "blocks come in the order of the rollout")
     if session.bidirectional or session.config.sampler != "blocks":
         raise ConfigError("x0_lens reads runs whose blocks are denoised one by one: sampler blocks")
     watcher = SiteCapture(("x_t", "resid_post"), chosen, rows)
@@ -755,6 +784,8 @@ def x0_lens(
 
     with watched(replace(watcher, reduce=read)):
         run = session.generate(prompt, seed)
+    if chosen is not None:  # layers in the asked order
+        found = dict(sorted(found.items(), key=lambda item: chosen.index(item[0][0])))
     return Lens(run, found, session.vae)
 
 
@@ -763,7 +794,8 @@ class Lens:
 
     def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor], vae: VAE):
         self.run, self.latents, self.vae = run, dict(latents), vae
-        self.layers, self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in range(3))
+        self.layers = list(dict.fromkeys(layer for layer, _, _ in latents))
+        self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in (1, 2))
 
     @cached_property
     def distance(self) -> Tensor:

@@ -93,7 +93,7 @@ def run(argv=None):
     requests = cache_builders.map_requests(
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words
     )
-    build = partial(cache_builders.maps_cache, grid=grid, heads=args.heads)
+    build = partial(cache_builders.maps_cache, grid=grid, heads=args.heads, layers=config.layer_indices)
     make_caches(args, config, requests, {args.output_path: build})
 
 

@@ -37,6 +37,7 @@ class Activation:
     where: ActivationSite
     value: Tensor
     item: int = 0  # of the batch, where its items are kept on their own
+    frames: tuple[int, ...] | None = None  # that it has, of a call of which some were chosen; None: all
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -120,8 +121,11 @@ class SiteCapture(Watcher):
         if self.items is not None and len(parts) != self.items:
             assert len(parts) == 1, f"{where}: a batch of {len(parts)}, not of {self.items}"
             parts = list(parts) * self.items
+        frames = None
+        if self.frames is not None and self.frame_axis(x, where) is not None:
+            frames = tuple(frame for frame in self.frames if frame in where.frames)
         for item, part in enumerate(parts):
-            self.kept.append(Activation(where, self.taken(part.detach(), where), item))
+            self.kept.append(Activation(where, self.taken(part.detach(), where), item, frames))
 
     def taken(self, x: Tensor, where: ActivationSite) -> Tensor:
         """Return the values to keep of an activation, perhaps still being copied to the host."""
@@ -148,18 +152,23 @@ class SiteCapture(Watcher):
             return to_host(value.contiguous())
         return value.to(to)
 
+    def frame_axis(self, x: Tensor, where: ActivationSite) -> int | None:
+        """Return the axis of an activation on which the frames of its call lie; None where none has them."""
+        for axis, name in enumerate(SITES[where.site].split()):
+            if name == "L" or (name == "F" and x.shape[axis] == len(where.frames)):
+                return axis
+        return None
+
     def chosen(self, x: Tensor, where: ActivationSite) -> Tensor:
-        """Return the selected frames and heads of an activation."""
-        axes, F = SITES[where.site].split(), len(where.frames)
-        for axis, name in enumerate(axes):
-            if name == "H" and self.heads is not None:
-                x = x.index_select(axis, torch.tensor(self.heads, device=x.device))
-            of_frames = name == "L" or (name == "F" and x.shape[axis] == F)
-            if of_frames and self.frames is not None:
-                rows = [n for n, frame in enumerate(where.frames) if frame in self.frames]
-                by_frame = x.unflatten(axis, (F, -1))
-                x = by_frame.index_select(axis, torch.tensor(rows, device=x.device)).flatten(axis, axis + 1)
-        return x
+        """Return the selected frames and heads of an activation, in the order in which they were named."""
+        axes, axis = SITES[where.site].split(), self.frame_axis(x, where)
+        if self.heads is not None and "H" in axes:
+            x = x.index_select(axes.index("H"), torch.tensor(self.heads, device=x.device))
+        if self.frames is None or axis is None:
+            return x
+        rows = [where.frames.index(frame) for frame in self.frames if frame in where.frames]
+        by_frame = x.unflatten(axis, (len(where.frames), -1))
+        return by_frame.index_select(axis, torch.tensor(rows, device=x.device)).flatten(axis, axis + 1)
 
     def flush(self) -> None:
         """Wait for copies to the host; pass the last block to on_block."""

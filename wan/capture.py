@@ -224,6 +224,8 @@ class CaptureRequest:
             return f"heads need granularity 'map', not {kind!r}"
         if not queries or len({*queries}) < len(queries):
             return "granularity 'map' needs queries, each once"
+        if self.heads is not None and len({*self.heads}) < len(self.heads):
+            return f"heads {short_repr(self.heads)} should be named once each"
         if wrong:
             shown = [*map(tuple, wrong)]
             return f"queries {shown} are not (frame, token), (frame, -1) or (-1, -1)"

@@ -50,6 +50,14 @@ def device_name(value: str) -> str:
     return value
 
 
+def once_each(numbers: list[int]) -> list[int]:
+    """Return numbers of which none comes twice."""
+    for n, number in enumerate(numbers):
+        if number in numbers[:n]:
+            raise ValueError(f"should name {number} once")
+    return numbers
+
+
 Text = Annotated[str, AfterValidator(plain_text)]
 Device = Annotated[str, AfterValidator(device_name)]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -64,7 +72,12 @@ Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]  # of a layer
 Rank = Size  # of a LoRA
 Alpha = Annotated[float, Field(ge=TINY, le=MAX_SIZE)]  # of a LoRA
 Steps = Annotated[list[int], BeforeValidator(as_list)]  # timesteps
-Layers = Annotated[list[Layer], BeforeValidator(as_list), Field(min_length=1, max_length=MAX_LAYERS)]
+Layers = Annotated[
+    list[Layer],
+    BeforeValidator(as_list),
+    Field(min_length=1, max_length=MAX_LAYERS),
+    AfterValidator(once_each),
+]
 
 # The default reference set of mean ablation: subjects, cameras and styles that lie apart.
 REFERENCE_PROMPTS = (

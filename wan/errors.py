@@ -3,7 +3,7 @@
 import functools
 import operator
 import reprlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
@@ -112,20 +112,31 @@ def as_list(value: Any) -> Any:
 
 
 def as_numbers(name: str, value: Any) -> list[int] | None:
-    """Return one whole number or several as a sorted list without repetitions; None stays.
+    """Return one whole number or several as a list in their order (of a set: ascending); None stays.
 
-    ConfigError for anything else: nothing would be chosen in silence.
+    ConfigError for anything else, and for a number that comes twice: nothing would be chosen in silence.
     """
     if value is None:
         return None
     items = as_tuple(value)
     try:
-        numbers = {operator.index(item) for item in items if not isinstance(item, bool)}
+        numbers = [operator.index(item) for item in items if not isinstance(item, bool)]
     except TypeError:
-        numbers = set()
-    if not numbers or any(isinstance(item, bool) for item in items):
+        numbers = []
+    if not numbers or len(numbers) < len(items):
         raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")
-    return sorted(numbers)
+    if isinstance(value, Set):
+        return sorted(numbers)
+    twice = [number for n, number in enumerate(numbers) if number in numbers[:n]]
+    if twice:
+        raise ConfigError(f"{name} {short_repr(numbers)} name {twice[0]} twice; name each once")
+    return numbers
+
+
+def require_ascending(name: str, numbers: Sequence[int] | None, why: str) -> None:
+    """Raise ConfigError for numbers in another order than that in which their values come."""
+    if numbers is not None and list(numbers) != sorted(numbers):
+        raise ConfigError(f"{name} {short_repr(list(numbers))} must ascend: {why}")
 
 
 # --- Checks of settings, by pydantic

@@ -22,7 +22,7 @@ import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
@@ -36,12 +36,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from experiments.caches.files import ONLY, CacheError, replacing, require_held, require_suffix
-from wan.errors import as_numbers, library_reads, library_writes, require_known, short_repr
+from wan.errors import (
+    as_numbers,
+    library_reads,
+    library_writes,
+    require_ascending,
+    require_known,
+    short_repr,
+)
 from wan.identity import UNNAMED
 from wan.sites import SITES
 
 FORMAT = "activations"
 COORDINATES = ("layer", "block", "step", "branch")
+CHOSEN = ("layers", "blocks", "steps", "frames", "heads")  # numbers that a capture may choose
 LATENTS, OF_1_0 = "latents.safetensors", "activations.json"
 NEW = ".new"  # ends the folder of a run that replaces an earlier one once it is complete
 RUN_NAME = re.compile(rf"[0-9a-f]{{32}}_seed-?\d+({re.escape(NEW)})?")
@@ -49,6 +57,7 @@ SETTINGS = 20  # digits of a fingerprint with ONLY that are of a run's settings;
 NO_TEXT = "f" * 12
 OF_A_MODEL: tuple[str, ...] = ("model", "weights", "weights_file", "weights_sha256", "quantised", "dtype")
 OF_A_MODEL += ("num_heads", "head_dim", "frame_seq_length")
+IN_ORDER = "rows come in the order of the run"
 ROW_AXES = ("L", "T", "F")  # what a row may be of: a token, a prompt token, a frame
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8}
@@ -69,7 +78,7 @@ class Place:
 
     def fits(self, where: Mapping[str, Any]) -> bool:
         """Return whether it is of a layer, block, step, is_clean_pass and branch. CacheError: other names."""
-        names = [field.name for field in fields(Place) if field.name != "frames"]
+        names = [item.name for item in fields(Place) if item.name != "frames"]
         for name in where:
             require_known(name, names, "activations have no {}", CacheError)
         return all(getattr(self, name) == wanted for name, wanted in where.items())
@@ -77,12 +86,17 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Activations(Sequence[Tensor]):
-    """The activations of one site, a tensor a call, and where each was."""
+    """The activations of one site, a tensor a call, and where each was.
+
+    chosen has the numbers that were asked for, in their order, by name: layers, blocks, steps, frames, heads.
+    What it does not name is all that there is.
+    """
 
     site: str
     places: tuple[Place, ...]
     values: tuple[Tensor, ...]
     is_reduced: bool = False  # by a user's function: axes have no names then
+    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -96,17 +110,36 @@ class Activations(Sequence[Tensor]):
         if not rows:
             raise CacheError(f"{self.site}: no call of {where} was captured")
         places, values = [self.places[n] for n in rows], [self.values[n] for n in rows]
-        return Activations(self.site, tuple(places), tuple(values), self.is_reduced)
+        return replace(self, places=tuple(places), values=tuple(values))
 
     @property
     def coordinates(self) -> dict[str, list[Any]]:
-        """The layers, blocks, steps, and branches where there are two, of the calls."""
+        """The layers, blocks, steps, and branches where there are two, of the calls, in the asked order."""
         coordinates: dict[str, list[Any]] = {}
         for name in COORDINATES:
             values = {getattr(place, name) for place in self.places}
-            if None not in values and (len(values) > 1 or name != "branch"):
-                coordinates[name] = sorted(values)
+            if None in values or (len(values) == 1 and name == "branch"):
+                continue
+            coordinates[name] = sorted(values)
+            order = self.chosen.get(f"{name}s", ())
+            if values <= {*order}:
+                coordinates[name] = [number for number in order if number in values]
         return coordinates
+
+    @property
+    def heads(self) -> list[int] | None:
+        """The numbers of the heads on axis H, in its order; None for a site without heads, and reduced."""
+        axes = SITES[self.site].split()
+        if "H" not in axes or self.is_reduced:
+            return None
+        if "heads" in self.chosen:
+            return list(self.chosen["heads"])
+        return list(range(self.values[0].shape[axes.index("H")]))
+
+    @property
+    def frames(self) -> list[int]:
+        """The numbers of the latent frames that the calls have, each once, in the order of the calls."""
+        return list(dict.fromkeys(frame for place in self.places for frame in place.frames))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -134,9 +167,16 @@ class Activations(Sequence[Tensor]):
         return torch.stack([by_key[key] for key in keys]).unflatten(0, lengths)
 
     def __repr__(self) -> str:
-        calls = ", ".join(f"{name} {values}" for name, values in self.coordinates.items())
+        numbers: dict[str, Any] = dict(self.coordinates)
+        numbers |= {name: self.chosen[name] for name in ("frames", "heads") if name in self.chosen}
+        calls = ", ".join(f"{name} {list(values)}" for name, values in numbers.items())
         shapes = {str(list(value.shape)) for value in self.values}
         return f"Activations: {self.site}, {len(self)} calls ({calls}) of shape {' or '.join(sorted(shapes))}"
+
+
+def chosen_numbers(request: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the numbers that a capture chose, by name (Activations.chosen)."""
+    return {name: list(request[name]) for name in CHOSEN if request[name] is not None}
 
 
 # --- A file
@@ -175,7 +215,11 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
     sites = {}
     for site, table in tables.items():
         tensors |= {f"{site}/{n:06d}": x.cpu().contiguous() for n, x in enumerate(table)}
-        sites[site] = {"places": [asdict(place) for place in table.places], "is_reduced": table.is_reduced}
+        sites[site] = {
+            "places": [asdict(place) for place in table.places],
+            "is_reduced": table.is_reduced,
+            "chosen": {name: list(numbers) for name, numbers in table.chosen.items()},
+        }
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
     metadata["sha256"] = content_sha256(metadata, tensors)
     with library_writes(path, CacheError), replacing(path) as file:
@@ -199,7 +243,8 @@ def load_activations(path: str | Path) -> dict[str, Any]:
             names = [f"{site}/{n:06d}" for n in range(len(places))]
             tensors |= {name: file.get_tensor(name) for name in names}
             values = tuple(tensors[name] for name in names)
-            content[site] = Activations(site, places, values, bool(table["is_reduced"]))
+            chosen = table.get("chosen", {})  # which older files lack
+            content[site] = Activations(site, places, values, bool(table["is_reduced"]), chosen)
         # Files from before 0.2 have no checksum
         if metadata.get("sha256") not in (None, content_sha256(metadata, tensors)):
             raise ValueError("its content is not what was written")
@@ -268,9 +313,9 @@ class StoredRun:
             # Calls of later blocks follow those of earlier ones, site by site
             for site, table in content.items():
                 if isinstance(table, Activations):
-                    earlier = tables.get(site, Activations(site, (), (), table.is_reduced))
+                    earlier = tables.get(site, replace(table, places=(), values=()))
                     places, values = earlier.places + table.places, earlier.values + table.values
-                    tables[site] = Activations(site, places, values, table.is_reduced)
+                    tables[site] = replace(table, places=places, values=values)
         return tables
 
     @property
@@ -290,8 +335,14 @@ class StoredRun:
         for call in calls:
             with reading(call.path), safe_open(call.path, "pt") as file:
                 values.append(file.get_tensor(call.name))
-        is_reduced = self.about["request"]["reduce"] is not None
-        return Activations(site, tuple(call.place for call in calls), tuple(values), is_reduced)
+        request = self.about["request"]
+        return Activations(
+            site=site,
+            places=tuple(call.place for call in calls),
+            values=tuple(values),
+            is_reduced=request["reduce"] is not None,
+            chosen=chosen_numbers(request),
+        )
 
     def calls(self, site: str) -> list[StoredCall]:
         """Return the calls of a site, by the headers of its files. CacheError where one is damaged."""
@@ -496,10 +547,12 @@ class ActivationStore:
         """
         # 1. The calls, which have rows of one length and type
         chosen_runs, chosen_frames = self.runs, as_numbers("frames", frames)
-        if runs is not None:
-            for run in runs:
+        require_ascending("frames", chosen_frames, IN_ORDER)
+        numbers = as_numbers("runs", runs)
+        if numbers is not None:
+            for run in numbers:
                 require_held("run", run, range(len(self.runs)), self.path)
-            chosen_runs = [self.runs[run] for run in runs]
+            chosen_runs = [self.runs[run] for run in numbers]
         calls = self._calls(site, layer, chosen_runs, as_numbers("steps", steps))
         request, axes, first = self.runs[0].about["request"], SITES[site].split(), 2
         if request["reduce"] is not None:
@@ -549,11 +602,12 @@ class ActivationStore:
             return calls
         # 2. Those of the steps; -1 is the last that denoises
         last = max((call.place.step for call in calls if not call.place.is_clean_pass), default=-1)
-        chosen = {last if step == -1 else step for step in steps}
+        chosen = as_numbers("steps", [last if step == -1 else step for step in steps])
+        require_ascending("steps", chosen, IN_ORDER)
         captured = {call.place.step for call in calls}
-        for step in chosen:
+        for step in chosen or ():
             require_held(f"{site} of step", step, sorted(captured), self.path)
-        return [call for call in calls if call.place.step in chosen]
+        return [call for call in calls if call.place.step in {*(chosen or ())}]
 
 
 # --- Rows of a store, for torch.utils.data

@@ -166,10 +166,23 @@ def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
 # --- Layers taken out of an atlas
 def one_layer(atlas: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """Return an atlas of one of an atlas's layers. CacheError where it lacks the layer."""
-    require_held("layer", layer, atlas["layers"])
-    i = atlas["layers"].index(layer)
-    by_layer = [name for name, declared in declared_fields(AtlasCache).items() if "[N" in declared]
-    return dict(atlas) | {name: atlas[name][i : i + 1] for name in by_layer if name in atlas}
+    return layers_of(atlas, [layer])
+
+
+def layers_of(atlas: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """Return an atlas of some of an atlas's layers, in this order. CacheError where it lacks one."""
+    for layer in layers:
+        require_held("layer", layer, atlas["layers"])
+    if list(layers) == atlas["layers"]:
+        return dict(atlas)
+    rows = [atlas["layers"].index(layer) for layer in layers]
+    smaller = dict(atlas)
+    for name, declared in declared_fields(AtlasCache).items():
+        if "[N" not in declared or name not in atlas:
+            continue
+        values = atlas[name]
+        smaller[name] = values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
+    return smaller
 
 
 def layer_from_atlas(atlas: Mapping[str, Any], layer: int, step: int | None = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError, library_reads
+from wan.errors import ConfigError, as_numbers, library_reads, require_ascending
 from wan.keys import RotaryTable, key_frames, key_tokens
 from wan.policies import policy_of
 from wan.sites import check_indices
@@ -132,17 +132,21 @@ def inference_requests(
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
     """Ask for token matrices of the config's layers; steps None: the config's."""
-    chosen = counted_blocks(blocks, len(config.block_sizes))
+    chosen = as_numbers("blocks", counted_blocks(blocks, len(config.block_sizes)))
     dtype = torch.float16 if is_logits else torch.float32
-    call = CaptureRequest(config.layer_indices, blocks=chosen, steps=steps or [config.step])
+    steps = as_numbers("steps", steps or [config.step])
+    call = CaptureRequest(config.layer_indices, blocks=chosen, steps=steps)
     return [replace(call, is_logits=is_logits, token_dtype=dtype)]
 
 
 def inference_cache(run: Run) -> dict[str, Any]:
-    """Return the captured calls in the order of the rollout, each with its layer and pass."""
+    """Return the captured calls in the order of the rollout, those of a pass as layer_indices names them."""
     names = ("is_logits", "block", "step", "timestep", "is_clean_pass", "query_frames", "q_shape", "k_shape")
-    calls = []
-    for call in run.records:
+    layers, calls = run.config.layer_indices, []
+    records = list(run.records)
+    if layers != sorted(layers):
+        records.sort(key=lambda call: (call["block"], call["step"], layers.index(call.site.layer)))
+    for call in records:
         own = {name: call[name] for name in names} | {"key_frames": sorted(call["key_frames"])}
         calls.append({"layer_idx": call.site.layer} | call_values(call) | own)
     return with_fields(
@@ -150,7 +154,7 @@ def inference_cache(run: Run) -> dict[str, Any]:
         format="inference",
         is_logits=run.records[0].is_logits,
         attention_weights=calls,
-        layer_indices=list(dict.fromkeys(run.config.layer_indices)),
+        layer_indices=list(layers),
         num_transformer_blocks=run.num_layers,
     )
 
@@ -418,19 +422,32 @@ def map_requests(
             chosen.add(len(sizes) - 1)
     if blocks is not None and (outside := chosen - set(blocks)):
         raise ConfigError(f"a query lies in block {min(outside)}, and --blocks names {sorted(blocks)} alone")
+    numbers = {"layers": layers, "heads": heads, "blocks": blocks, "steps": steps}
+    numbers = {name: as_numbers(name, values) for name, values in numbers.items()}
+    for name in ("blocks", "steps"):
+        require_ascending(name, numbers[name], "maps come in the order of the rollout")
     of_self = CaptureRequest(
-        layers=None if layers is None else sorted(set(layers)),
-        heads=None if heads is None else tuple(dict.fromkeys(heads)),
-        blocks=sorted(set(blocks) if blocks is not None else chosen),
-        steps=[config.step] if steps is None else sorted(set(steps)),
+        layers=numbers["layers"],
+        heads=None if numbers["heads"] is None else tuple(numbers["heads"]),
+        blocks=numbers["blocks"] or sorted(chosen),
+        steps=numbers["steps"] or [config.step],
         granularity="map",
         queries=tuple(queries),
     )
     return [of_self, *([replace(of_self, kinds=("cross",), queries=(MapQuery(),))] if words else [])]
 
 
-def maps_cache(run: Run, grid: tuple[int, int], heads: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the captured maps, block by block; heads None: all. RunError where there are none."""
+def maps_cache(
+    run: Run,
+    grid: tuple[int, int],
+    heads: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Return the captured maps, block by block; heads and layers as they were asked for, None: all.
+
+    RunError where there are none.
+    """
+    layers = run.layers if layers is None else list(layers)
     steps = sorted({call["step"] for call in run.records})
     blocks = sorted({call["block"] for call in run.records})
     if not blocks:
@@ -439,35 +456,35 @@ def maps_cache(run: Run, grid: tuple[int, int], heads: Sequence[int] | None = No
     own: dict[str, Any] = {
         "format": "maps",
         "is_logits": True,
-        "layers": run.layers,
-        "heads": list(range(run.common["num_heads"]) if heads is None else dict.fromkeys(heads)),
+        "layers": layers,
+        "heads": list(range(run.common["num_heads"]) if heads is None else heads),
         "rows": grid[0],
         "columns": grid[1],
         "pass_timesteps": [tag.timestep for tag in tags],
         "pass_steps": steps,
         "pass_is_clean": [tag.is_clean_pass for tag in tags],
         **({"words": run.prompt_tokens} if "word_map" in run.quantities else {}),
-        "blocks": [_block_maps(run, block, steps, grid[1]) for block in blocks],
+        "blocks": [_block_maps(run, block, layers, steps, grid[1]) for block in blocks],
     }
     return run.common | own
 
 
-def _block_maps(run: Run, block: int, steps: Sequence[int], columns: int) -> dict[str, Any]:
+def _block_maps(
+    run: Run, block: int, layers: Sequence[int], steps: Sequence[int], columns: int
+) -> dict[str, Any]:
     """Return the entry of one block: values of its calls, [layers, steps, ...]."""
 
     def call_of(name: str, layer: int, step: int) -> CapturedCall:
         return next(call for call in run.captured(name, layer, step) if call["block"] == block)
 
     name = "map_mass" if "map_mass" in run.quantities else "word_map"
-    first = call_of(name, run.layers[0], steps[0])
+    first = call_of(name, layers[0], steps[0])
     entry: dict[str, Any] = {"block": block, "query_frames": first["query_frames"]}
     if name == "map_mass":
         queries = first["map_queries"].tolist()
         places = [[frame, *((ANY, ANY) if t == ALL else divmod(t, columns))] for frame, t in queries]
         entry["queries"] = torch.tensor(places, dtype=torch.int32)
-        found = {
-            (layer, step): _map_values(call_of(name, layer, step)) for layer in run.layers for step in steps
-        }
+        found = {(layer, step): _map_values(call_of(name, layer, step)) for layer in layers for step in steps}
         # Layers may hold different numbers of keys: shorter ones are padded
         keys = max(values["key_frame"].shape[-1] for values in found.values())
         for name in {name: None for values in found.values() for name in values}:
@@ -477,11 +494,9 @@ def _block_maps(run: Run, block: int, steps: Sequence[int], columns: int) -> dic
                 there = found[layer, step].get(name, torch.ones_like(like))  # unedited: all attended
                 return padded(there, keys, ABSENT.get(name, torch.nan))
 
-            entry[name] = stack(value, run.layers, steps)
+            entry[name] = stack(value, layers, steps)
     if "word_map" in run.quantities:
-        entry["word_map"] = stack(
-            lambda *at: call_of("word_map", *at).values["word_map"][0], run.layers, steps
-        )
+        entry["word_map"] = stack(lambda *at: call_of("word_map", *at).values["word_map"][0], layers, steps)
     return entry
 
 

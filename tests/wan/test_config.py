@@ -53,7 +53,7 @@ def test_values_that_no_run_has_and_the_ends_of_what_one_may_have():
         with pytest.raises(ConfigError):
             BaseSampling(**wrong)
     steps = {"denoising_step_list": [1000, 1, 0], "first_block_steps": [1], "step": 3, "context_noise": 1000}
-    config = RunConfig(**steps, seed=-(2**63), layer_indices=[0] * 256, layer_index=255, height=1024)
+    config = RunConfig(**steps, seed=-(2**63), layer_indices=range(256), layer_index=255, height=1024)
     assert [config.passes_of_block(block) for block in (0, 1)] == [[1, 3], [0, 1, 2, 3]]
     BaseSampling(shift=1000.0, num_steps=10_000, guidance_scale=-1000.0, num_video_frames=1)
 
