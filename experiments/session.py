@@ -116,8 +116,7 @@ def load(
     for name, value in settings.items():
         if value is not None:
             given[name] = str(value) if isinstance(value, Path) else value
-    if "size" in given:
-        given |= latent_sides(given.pop("size"))
+    size = given.pop("size", None)
     for name in given:
         require_known(name, [field.name for field in fields(RunConfig)], "{} is no setting of a run")
     if cache_policy is not None:
@@ -125,7 +124,12 @@ def load(
             cache_policy = policy_settings(cache_policy)
         given = {"cache_policy": cache_policy, "local_attn_size": -1, "sink_size": 0} | given
     # 2. The config itself, or one that is found by name
-    config = replace(source, **given) if isinstance(source, RunConfig) else find_config(source, given)
+    if isinstance(source, RunConfig):
+        config = replace(source, **given)
+    else:
+        config = find_config(source, given)
+    if size is not None:
+        config = replace(config, **latent_sides(size, config.pixels_per_latent))
     session = Session(config)
     session.preview = session.read_vae("auto", str(preview)) if preview else None
     return session
@@ -332,7 +336,9 @@ class Session:
             quiet, sizes = observer is None or observer.quiet, self.model_config
             later = [str(switch.prompt) for switch in read_switches(config.prompt_schedule)]
             prompts = list(dict.fromkeys([*(prompts or self.prompts_of(config)), *later]))
-            for name in ("num_layers", "num_heads", "dim", "ffn_dim") if config.model in MODELS else ():
+            for name in (
+                ("num_layers", "num_heads", "dim", "ffn_dim", "in_dim") if config.model in MODELS else ()
+            ):
                 # A directory of another model than the config, and so the cache, names
                 held, wanted = getattr(sizes, name), getattr(MODELS[config.model], name)
                 if held != wanted:
@@ -875,4 +881,6 @@ def pipeline_of(model: CausalWanModel, config: RunConfig) -> CausalInferencePipe
         cache_policy=policy_of(config),
         first_block_steps=config.first_block_steps,
         recompute_context=config.recompute_context,
+        solver=config.solver,
+        held_first_frame=config.held_first_frame,
     )

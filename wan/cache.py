@@ -83,6 +83,10 @@ class AnyCache:
         """Which of the model's heads are here: all of them, unless several processes share them."""
         return self.sizes.head_shard or HeadShard.whole(max(self.sizes.num_heads, default=0))
 
+    def announce_prompt(self, prompt: str | None) -> None:
+        """Tell the policy the prompt with which the next block begins; of a batch, the first video's."""
+        self.policy.see_prompt(prompt or "")
+
     def write(self, layer: int, q: Tensor, k: Tensor, v: Tensor, raw_k: Tensor | None = None) -> Keys:
         """Store the block's keys and values [B, L, H, D]; return what its queries attend to.
 
@@ -444,6 +448,9 @@ class CachePolicy:
 
     def start(self, cache: Any) -> None:
         """Set the policy's state for a new video, or after the cache was recomputed."""
+
+    def see_prompt(self, prompt: str) -> None:
+        """Take notice of the prompt with which the next block begins."""
 
     def admit(self, cache: Any, block: range) -> None:
         """Make room for the frames of a block, and append them."""

@@ -24,7 +24,7 @@ CARDS = {  # GPU -> multiprocessors, and threads of each: they decide which valu
 NUM_TRAIN_TIMESTEPS = 1000  # noise levels that the model was trained on
 MAX_SCALE = 1000.0  # shift of noise levels, guidance
 TINY = 1e-9  # below any shift or LoRA alpha
-PIXELS = 8  # of a video along a side of a latent
+PIXELS, WIDE_PIXELS = 8, 16  # of a video along a side of a latent: Wan2.1's VAE, and Wan2.2's of 48 channels
 
 
 # --- Types of settings, which errors.check_fields checks
@@ -94,7 +94,7 @@ REFERENCE_PROMPTS = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a Wan2.1 transformer; the defaults are shared by the released 1.3B and 14B models."""
+    """Sizes of a Wan transformer; the defaults are shared by Wan2.1's released 1.3B and 14B models."""
 
     dim: Size
     ffn_dim: Size
@@ -122,13 +122,16 @@ class ModelConfig:
         """Tokens S of one latent frame of height x width."""
         _, patch_h, patch_w = self.patch_size
         if height % patch_h or width % patch_w:
-            latent_sides(f"{PIXELS * height}x{PIXELS * width}", (patch_h, patch_w))
+            latent_sides(f"{PIXELS * height}x{PIXELS * width}", PIXELS, (patch_h, patch_w))
         return (height // patch_h) * (width // patch_w)
 
 
 MODELS = {
     "Wan2.1-T2V-1.3B": ModelConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
     "Wan2.1-T2V-14B": ModelConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40),
+    "Wan2.2-TI2V-5B": ModelConfig(
+        dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48
+    ),
 }
 
 
@@ -238,6 +241,14 @@ class ModelSettings:
     recompute_context: Frames = setting(0)  # whose keys are computed again before each block (Krea)
     # blocks, or a window of blocks at rising noise levels
     sampler: Literal["blocks", "rolling_forcing"] = setting("blocks")
+    # from a noise level to the next: new noise, or UniPC without any
+    solver: Literal["fresh_noise", "unipc"] = setting("fresh_noise")
+    # a picture is the first frame of block 0, clean at every step, and no block of its own
+    held_first_frame: bool = setting(False)
+
+    # --- Its videos
+    pixels_per_latent: Literal[8, 16] = setting(PIXELS, changes_numbers=False)  # along a side
+    fps: Annotated[int, Field(ge=1, le=240)] = setting(16, changes_numbers=False)
 
     # --- Where it runs
     device: Device = setting("auto", flag="auto, cpu, cuda or cuda:N", changes_numbers=False)
@@ -303,7 +314,7 @@ class RolloutSettings:
 
 NOT_OF_ROLLING_FORCING = (
     *("cache_policy", "prompt_schedule", "first_block_steps", "independent_first_frame"),
-    *("recompute_context", "interventions", "first_frames"),
+    *("recompute_context", "interventions", "first_frames", "held_first_frame"),
 )
 
 
@@ -323,6 +334,8 @@ class RunConfig(ModelSettings, RolloutSettings):
         if self.step >= self.num_passes:
             last = self.num_passes - 1
             raise ConfigError(f"step {self.step} is not in 0..{last}; {last} is the clean pass")
+        if self.solver == "unipc" and 0 in {*self.denoising_step_list, *(self.first_block_steps or ())}:
+            raise ConfigError("solver unipc ends at 0 by itself; leave the step 0 out")
         self.block_sizes  # noqa: B018 - refuses frames that are no whole blocks
         if self.sampler == "rolling_forcing":
             steps, size = len(self.denoising_step_list), self.num_frame_per_block
@@ -332,6 +345,8 @@ class RunConfig(ModelSettings, RolloutSettings):
                     raise ConfigError(f"sampler rolling_forcing knows no {name}; leave it out")
             if self.gpus > 1:
                 raise ConfigError("sampler rolling_forcing knows no gpus above 1; leave it out")
+            if self.solver != "fresh_noise":
+                raise ConfigError(f"sampler rolling_forcing knows no solver {self.solver}; leave it out")
         # A window has two spellings, of which only one may be used.
         has_window = self.local_attn_size != -1 or self.sink_size > 0
         if self.cache_policy is not None and has_window:
@@ -375,15 +390,16 @@ def changed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value != getattr(usual, name, None)}
 
 
-def latent_sides(size: Any, patch: tuple[int, int] = (2, 2)) -> dict[str, int]:
+def latent_sides(size: Any, pixels: int = PIXELS, patch: tuple[int, int] = (2, 2)) -> dict[str, int]:
     """Return height and width of latents for a video's height x width in pixels, such as "480x832".
 
-    ConfigError for sides that are not in whole patches; it names the nearest ones.
+    pixels: along a side of a latent. ConfigError for sides that are not in whole patches; it names the
+    nearest ones.
     """
     sides = [int(side) for side in str(size).split("x") if side.isdecimal() and len(side) < 6]
     if len(sides) != 2 or str(size).count("x") != 1:
         raise ConfigError(f"size {short_repr(size)} is not a height and a width in pixels, such as 480x832")
-    steps = [PIXELS * side for side in patch]
+    steps = [pixels * side for side in patch]
     nearest = [
         {max(step, side // step * step), -(-side // step) * step or step}
         for side, step in zip(sides, steps, strict=True)
@@ -393,7 +409,7 @@ def latent_sides(size: Any, patch: tuple[int, int] = (2, 2)) -> dict[str, int]:
             f"{height}x{width}" for height in sorted(nearest[0]) for width in sorted(nearest[1])
         )
         raise ConfigError(f"{size} pixels are not in whole patches of {steps[0]} x {steps[1]}: take {legal}")
-    return {"height": sides[0] // PIXELS, "width": sides[1] // PIXELS}
+    return {"height": sides[0] // pixels, "width": sides[1] // pixels}
 
 
 def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> RunConfig:
@@ -405,10 +421,13 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Ru
     # 1. Flags win over the file; a policy and later prompts are replaced as a whole.
     settings = read_yaml(path)
     overrides = {k: v for k, v in (overrides or {}).items() if v is not None}
+    pixels = (settings | overrides).get("pixels_per_latent")
+    if pixels != WIDE_PIXELS:  # other values are refused below
+        pixels = PIXELS
     with in_context(path):
         for given in (settings, overrides):  # size is of the video, height and width of its latents
             if "size" in given:
-                given |= latent_sides(given.pop("size"))
+                given |= latent_sides(given.pop("size"), pixels)
     settings |= overrides
     # 2. Frames that fit whole blocks behind a first one; values of other types are refused below.
     defaults = {each.name: each.default for each in fields(RunConfig)}

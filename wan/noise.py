@@ -62,7 +62,7 @@ def check_frames(noise: Noise, frames: range) -> None:
 def draw_noise(
     config: RunConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Draw a rollout's noise [1, F, C, h, w], and that between steps [steps - 1, 1, F, C, h, w].
+    """Draw a rollout's noise [1, F, C, h, w], and that between steps [steps - 1, 1, F, C, h, w], if any.
 
     Seeded noise is drawn on the CPU, so that it is the same for every device.
     """
@@ -72,12 +72,14 @@ def draw_noise(
     generator = torch.Generator().manual_seed(config.seed)
     shape = (1, config.num_frames, model_config.in_dim, config.height, config.width)
     noise = torch.randn(shape, generator=generator)
-    renoise = torch.randn(most_steps(config) - 1, *shape, generator=generator)
+    renoise = torch.randn(num_draws(config) - 1, *shape, generator=generator)
     return noise.to(device, dtype), renoise.to(device, dtype)
 
 
-def most_steps(config: RunConfig) -> int:
-    """Return the denoising steps of the block that has most."""
+def num_draws(config: RunConfig) -> int:
+    """Return how often noise is drawn for a block: before its steps, and between them but for UniPC."""
+    if config.solver == "unipc":
+        return 1
     return max(len(config.denoising_step_list), len(config.first_block_steps or ()))
 
 
@@ -102,7 +104,7 @@ def released_noise(config: RunConfig, channels: int, device: torch.device) -> tu
 
     # 1. All frames at once; the scripts draw them before anything else.
     noise = draw(config.num_frames)
-    steps = most_steps(config)
+    steps = num_draws(config)
     renoise = noise.new_zeros(steps - 1, *noise.shape)
     # 2. Noise between steps, in the order in which a block's steps, or a window's blocks, ask for it.
     if config.sampler == "rolling_forcing":
@@ -116,7 +118,7 @@ def released_noise(config: RunConfig, channels: int, device: torch.device) -> tu
                     renoise[step, frames.start : frames.stop] = drawn[
                         frames.start - start : frames.stop - start
                     ]
-    else:
+    elif steps > 1:
         for block, frames in enumerate(blocks):
             for step in range(len(config.passes_of_block(block)) - 2):
                 renoise[step, frames.start : frames.stop] = draw(len(frames))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from wan.noise import Noise, TensorNoise, check_frames
 from wan.sites import Pass, RolloutSizes, check_watchers, during, hook_point
 
 Probe = Callable[[int, Callable[..., Tensor]], None]
+SIGMA_MAX = 0.999  # where UniPC starts, before the shift
 
 
 class FlowSchedule:
@@ -53,6 +55,64 @@ def add_noise(x0: Tensor, noise: Tensor, sigma: float | Tensor) -> Tensor:
     return ((1 - sigma) * x0.to(wide) + sigma * noise.to(wide)).to(x0.dtype)
 
 
+# --- From one noise level of a block to the next. A solver is made for each block
+Draw = Callable[[int], Tensor]  # number of a step -> the noise that follows it
+
+
+class FreshNoise:
+    """Add new noise to each prediction, as models of few steps are trained to."""
+
+    def __init__(self, sigmas: Sequence[float], draw: Draw):
+        self.sigmas, self.draw = sigmas, draw
+
+    @staticmethod
+    def levels(steps: Sequence[int], shift: float, warp: bool) -> tuple[list[float], list[float]]:
+        """Return timesteps and noise levels of a config's steps; warp reads them as unshifted."""
+        schedule = FlowSchedule(shift)
+        timesteps = torch.as_tensor(steps).float()
+        if warp:
+            timesteps = schedule.warp(steps)
+        return timesteps.tolist(), schedule.sigma(timesteps).tolist()
+
+    def step(self, number: int, x: Tensor, x0: Tensor) -> Tensor:
+        """Return latents at the level after step number, from x at its own level and its prediction x0."""
+        return add_noise(x0, self.draw(number), self.sigmas[number + 1])
+
+
+class UniPC:
+    """Extrapolate from two predictions, and correct each level by the next one; no noise is drawn.
+
+    UniPC (arXiv 2302.04867) of order 2 with B2, by diffusers, in float32.
+    """
+
+    def __init__(self, sigmas: Sequence[float], draw: Draw):
+        from diffusers import UniPCMultistepScheduler  # takes a second to import
+
+        self.solver = UniPCMultistepScheduler(prediction_type="sample", use_flow_sigmas=True, flow_shift=1)
+        self.solver.set_timesteps(sigmas=np.array(sigmas))
+        self.solver.set_begin_index(0)  # or it looks steps up by their timesteps
+
+    @staticmethod
+    def levels(steps: Sequence[int], shift: float, warp: bool) -> tuple[list[float], list[float]]:
+        """Return timesteps and noise levels: 1000, 750, 500, 250 at shift 5 -> 999, 937, 833, 624.
+
+        Wan's own solver, https://github.com/Wan-Video/Wan2.2 wan/utils/fm_solvers_unipc.py: levels begin at
+        0.999, and the network gets timesteps without their fraction.
+        """
+        sigmas = SIGMA_MAX * np.array(steps) / NUM_TRAIN_TIMESTEPS
+        if warp:
+            sigmas = shift * sigmas / (1 + (shift - 1) * sigmas)
+        return np.floor(sigmas * NUM_TRAIN_TIMESTEPS).tolist(), sigmas.tolist()
+
+    def step(self, number: int, x: Tensor, x0: Tensor) -> Tensor:
+        """Return latents at the level after step number, from x at its own level and its prediction x0."""
+        t = self.solver.timesteps[number]
+        return self.solver.step(x0.float(), t, x.float(), return_dict=False)[0].to(x0.dtype)
+
+
+SOLVERS: dict[str, type[FreshNoise] | type[UniPC]] = {"fresh_noise": FreshNoise, "unipc": UniPC}
+
+
 def check_numerics() -> None:
     """Raise ConfigError under autocast or another default dtype, which would change numbers in silence."""
     dtype, autocast = torch.get_default_dtype(), any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
@@ -84,6 +144,8 @@ class CausalInferencePipeline:
         cache_policy: CachePolicy | None = None,
         first_block_steps: Sequence[int] | None = None,
         recompute_context: int = 0,
+        solver: str = "fresh_noise",
+        held_first_frame: bool = False,
     ):
         """text_encoder(prompts) -> [B, n, text_dim] and vae.decode(latents [B, F, C, h, w]) are optional.
 
@@ -91,20 +153,19 @@ class CausalInferencePipeline:
         may look at (wan/policies/). Without one it is the window that the model's local_attn_size and
         sink_size describe, or the whole past. first_block_steps are block 0's in place of
         denoising_step_list. With recompute_context n the keys of the last n frames are computed again before
-        each block; all other frames leave, the sink included (window's global_sink stays). weights is the
-        report of what the model was loaded from, quantised how it was stored there, cache_bytes what keys and
-        values take after the newest block.
+        each block; all other frames leave, the sink included (window's global_sink stays). solver, of
+        SOLVERS, goes from one noise level to the next. With held_first_frame block 0 can hold one given
+        frame, clean at t = 0, while it denoises the others. weights is the report of what the model was
+        loaded from, quantised how it was stored there, cache_bytes what keys and values take after the
+        newest block.
         """
         self.weights: Any = ""
         self.quantised, self.cache_bytes = "", 0
         self.model, self.text_encoder, self.vae = model, text_encoder, vae
         self.num_frame_per_block, self.independent_first_frame = num_frame_per_block, independent_first_frame
         steps, self.first_steps, self.later_steps = steps_of_blocks(denoising_step_list, first_block_steps)
-        schedule = FlowSchedule(timestep_shift)
-        timesteps = torch.as_tensor(steps).float()
-        if warp_denoising_step:
-            timesteps = schedule.warp(steps)
-        self.timesteps, self.sigmas = timesteps.tolist(), schedule.sigma(timesteps).tolist()
+        self.solver, self.held_first_frame = SOLVERS[solver], held_first_frame
+        self.timesteps, self.sigmas = self.solver.levels(steps, timestep_shift, warp_denoising_step)
         self.pass_timesteps = [*self.timesteps, float(context_noise)]  # the clean pass last
         self.recompute_context = recompute_context
         if cache_policy is None and model.local_attn_size != -1:
@@ -151,8 +212,8 @@ class CausalInferencePipeline:
 
         Without return_latents the video alone. renoise [steps - 1, B, F, C, h, w] replaces the fresh noise
         between steps, else generator draws it. initial_latent [B, G, C, h, w] is a given beginning, and must
-        fill whole blocks. on_block is called with the block and its latents when it is finished; the rest is
-        as in blocks().
+        fill whole blocks, but for one frame that block 0 holds (held_first_frame). on_block is called with
+        the block and its latents when it is finished; the rest is as in blocks().
         """
         # 1. Inputs: the given beginning, and the prompt's states [B, n, text_dim].
         beginning = noise[:, :0]  # [B, G, C, h, w]
@@ -225,13 +286,17 @@ class CausalInferencePipeline:
             # 1. Make room for the block in the KV cache. A new prompt may begin here.
             video.make_room(block, frames)
 
-            # 2. Denoise, from pure noise to clean latents.
-            if given and frames.start < num_given:
+            # 2. Denoise, from pure noise to clean latents; frames that are given stay as they are.
+            known = frames[: max(0, num_given - frames.start)]
+            if given and known == frames:
                 x0 = given(frames)
             else:
+                held = None
+                if given and known:
+                    held = given(known)
                 if probe:
-                    probe(block, partial(video.denoise, block, frames))
-                x0 = video.denoise(block, frames)
+                    probe(block, partial(video.denoise, block, frames, held))
+                x0 = video.denoise(block, frames, held)
 
             # 3. Remember: the clean pass overwrites this block's keys and values, which later blocks see.
             video.predict_flow(x0, block, frames, step=len(self.timesteps))
@@ -246,7 +311,8 @@ class CausalInferencePipeline:
         sizes = block_sizes(num_given + num_frames, self.num_frame_per_block, self.independent_first_frame)
         blocks = block_ranges(sizes)
         ends = [0, *(frames.stop for frames in blocks)]
-        if num_given not in ends:
+        holds = self.held_first_frame and num_given == 1
+        if num_given not in ends and not holds:
             raise ConfigError(f"{num_given} given frames end within a block; blocks end at {ends[1:]}")
         return blocks
 
@@ -270,6 +336,13 @@ class CausalInferencePipeline:
             keeps_clean_keys=not self.recompute_context or self.cache_policy.lasting_sink > 0,
             splits_tokens=self.model.head_shard is not None,
         )
+
+
+def behind(held: Tensor | None, x: Tensor) -> Tensor:
+    """Return latents [B, m + n, C, h, w] of held frames, where there are some, and of those behind them."""
+    if held is None:
+        return x
+    return torch.cat([held.to(x.dtype), x], 1)
 
 
 class Rollout:
@@ -308,6 +381,7 @@ class Rollout:
                     prompts = [switch.prompt] * self.noise.shape[0]
                 embeds = self.pipeline.encode(prompts)
             self.text = self.model.text_keys_values(embeds)
+            self.kv_cache.announce_prompt(switch.prompt)
         # 2. What the policy makes of the past under it, and how many of its frames are computed again.
         again = 0
         if switch or self.context:
@@ -323,29 +397,49 @@ class Rollout:
         # 3. Slots for the block; what has no room leaves.
         self.kv_cache.advance(frames, text, cut=how == "cut")
 
-    def denoise(self, block: int, frames: range, x: Tensor | None = None) -> Tensor:
-        """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w]."""
-        steps, sigmas = self.pipeline.later_steps, self.pipeline.sigmas
+    def denoise(
+        self, block: int, frames: range, held: Tensor | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w].
+
+        held [B, m, C, h, w] are clean latents of its first m frames; then x is noise of the other frames.
+        """
+        steps = self.pipeline.later_steps
         if block == 0:
             steps = self.pipeline.first_steps
+        num_held = 0
+        if held is not None:
+            num_held = held.shape[1]
+        sigmas, free = [self.pipeline.sigmas[step] for step in steps], frames[num_held:]
+        solver = self.pipeline.solver(sigmas, draw=lambda number: self.noise.fresh(number, free))
         if x is None:
-            x = self.noise.first(frames)
+            x = self.noise.first(free)
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
-            x0 = flow_to_x0(self.predict_flow(x, block, frames, step), x, sigmas[step])
+            flow = self.predict_flow(behind(held, x), block, frames, step, num_held)
+            x0 = behind(held, flow_to_x0(flow[:, num_held:], x, sigmas[number]))
             with during(self.pipeline.at(block, frames, step)):
                 x0 = hook_point("x0", None, x0)
             # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
-                x = add_noise(x0, self.noise.fresh(number, frames), sigmas[steps[number + 1]])
+                x = solver.step(number, x, x0[:, num_held:])
         return x0
 
-    def predict_flow(self, x: Tensor, block: int, frames: range, step: int | None) -> Tensor:
-        """Run the model once, announced to those who observe it; step None computes the cache again."""
+    def predict_flow(
+        self, x: Tensor, block: int, frames: range, step: int | None, num_held: int = 0
+    ) -> Tensor:
+        """Run the model once, announced to those who observe it; step None computes the cache again.
+
+        The first num_held frames of the block are at t = 0.
+        """
         at = self.pipeline.at(block, frames, step)
         self.kv_cache.begin_pass(at.is_clean_pass)
+        t = x.new_full((), at.timestep, dtype=torch.float32)
+        if num_held:
+            t = t.repeat(*x.shape[:2])  # [B, n]
+            t[:, :num_held] = 0
         with during(at):
-            flow = self.model(x, x.new_full((), at.timestep, dtype=torch.float32), self.text, self.kv_cache)
+            flow = self.model(x, t, self.text, self.kv_cache)
         if self.on_pass:
             self.on_pass()
         return flow

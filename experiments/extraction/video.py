@@ -302,7 +302,8 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
         if path.suffix in (".pt", ".pth", ".safetensors"):
             latents = read_latents(path, name, remedy=f"give latents {form}")
         else:
-            latents = vae().encode(read_pixels(path, 8 * config.height, 8 * config.width))[0]
+            sides = (config.pixels_per_latent * side for side in (config.height, config.width))
+            latents = vae().encode(read_pixels(path, *sides))[0]
     # 2. Take latents of the model's sizes alone.
     if not isinstance(latents, Tensor) or not latents.is_floating_point():
         raise ConfigError(f"{name} holds {short_repr(latents)}, no finite latents of floating point {form}")
@@ -310,8 +311,10 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
         latents = latents[0]
     if latents.ndim != 4 or list(latents.shape[1:]) != size or not latents.isfinite().all():
         raise ConfigError(f"{name} holds {list(latents.shape)}, no finite latents of floating point {form}")
-    # 3. They fill whole blocks, and leave one.
+    # 3. They fill whole blocks, and leave one; or block 0 holds one frame.
     ends = list(accumulate(config.block_sizes))[:-1]
+    if config.held_first_frame:
+        ends = sorted({1, *ends})
     if len(latents) not in ends:
         allowed = ", ".join(map(str, ends)) or "no"
         raise ConfigError(

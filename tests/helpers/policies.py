@@ -14,6 +14,7 @@ POLICIES: list[dict[str, Any]] = [  # all of them forget within 8 frames, in blo
     {"name": "two_memories", "window": 7, "sink": 1, "alpha_long": 0.1, "alpha_short": 0.6},
     {"name": "rolling_sink", "window": 6},
     {"name": "memory_bank", "window": 7, "sink": 2, "bank": 2, "interval": 1},
+    {"name": "multi_shot", "window": 7, "sink": 2, "rope_offset": 3},
 ]
 
 

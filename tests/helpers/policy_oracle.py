@@ -10,7 +10,16 @@ from torch import Tensor
 
 THETA = 10000.0
 BY_SLOT = ("relative", "ema_sink", "two_memories")  # whose keys stand at 0..n-1
-NAMES = ("full", "window", "deep_sink", "rolling_sink", "memory_bank", "participative", *BY_SLOT)
+NAMES = (
+    "full",
+    "window",
+    "multi_shot",
+    "deep_sink",
+    "rolling_sink",
+    "memory_bank",
+    "participative",
+    *BY_SLOT,
+)
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from wan.cache import (
     Capacity,
     How,
     KVCache,
+    PromptSwitch,
     Text,
     Window,
     WindowedPolicy,
     rotate_into,
 )
-from wan.errors import library_reads, short_repr
+from wan.errors import ConfigError, library_reads, short_repr
 from wan.files import CONFIG_BYTES, Count, Frames, Share, read_text
 from wan.keys import AVERAGE, CHOSEN, MIXED, ChosenTokens, HeadGroup, KeyLayout, Slot, send
 
@@ -615,6 +616,81 @@ class DeepForcing(Participative):
             buffers[layer][:, target] = buffers[layer].take_along_dim(rows[:, :, None, None], 1)
 
 
+SCENE_CUT = "The scene transitions. "  # how the prompt of a later shot begins, in LongLive 2.0's captions
+
+
+def begins_shot(prompt: str | None) -> bool:
+    """Return whether a later block with this prompt begins a shot."""
+    return prompt is not None and prompt.startswith(SCENE_CUT)
+
+
+@dataclass
+class MultiShot(WindowedPolicy):
+    """Keep the first S frames, those of the shot, and the newest: the multi-shot sink of LongLive 2.0.
+
+    https://github.com/NVlabs/LongLive (2.0). A block whose prompt begins with SCENE_CUT begins a shot. Once
+    its clean keys are there, its first S frames are pinned, in place of the last shot's. The pin moves left
+    with each eviction until it is right behind the sink, and stays there. Every shot places its blocks
+    rope_offset frames further on; keys of the past stay where they are.
+    """
+
+    window: Count = 32
+    sink: Frames = 8
+    rope_offset: Frames = 8
+
+    name = "multi_shot"
+    keeps_whole_frames = True
+    can_recache = False
+
+    def check_schedule(self, schedule: Sequence[PromptSwitch], blocks: Sequence[range]) -> None:
+        super().check_schedule(schedule, blocks)
+        if not any(begins_shot(switch.prompt) for switch in schedule):
+            return
+        sizes = {len(block) for block in blocks}
+        size = max(sizes)
+        least = self.sink + min(self.sink, size) + size
+        if len(sizes) > 1 or self.sink % size or self.window % size or self.window < least:
+            raise ConfigError(
+                f"cache_policy {self.name}: shots take equal blocks, sink {self.sink} and window "
+                f"{self.window} of whole blocks ({size} frames), and a window of at least {least}"
+            )
+
+    def switch_from(self, how: How) -> int | None:
+        if how == "keep":
+            return 0
+        return None
+
+    def start(self, cache: KVCache) -> None:
+        self._cuts = 0  # shots that a prompt has begun
+        self._begins_shot = False  # whether the next block does
+        self._began_shot = False  # whether the newest block did
+        self._pinned = range(0)  # slots
+
+    def see_prompt(self, prompt: str) -> None:
+        self._begins_shot = begins_shot(prompt)
+
+    def admit(self, cache: KVCache, block: range) -> None:
+        # 1. The newest block is finished. If it began a shot, the clean keys of its slots are pinned.
+        if self._began_shot:
+            self._pinned = cache.own[: self.sink]
+        # 2. Make room for the block, and place it behind the offsets of all shots so far, its own included.
+        super().admit(cache, block)
+        if self._begins_shot:
+            self._cuts += 1
+        offset = self._cuts * self.rope_offset
+        for index, frame in zip(cache.own, block, strict=True):
+            cache.slots[index] = Slot(frame, frame + offset)
+        self._began_shot, self._begins_shot = self._begins_shot, False
+
+    def evict(self, cache: KVCache, count: int) -> None:
+        protected = self.sink
+        if self._pinned.start == self.sink:
+            protected += len(self._pinned)
+        cache.drop(protected, count)
+        if self._pinned.start >= protected:
+            self._pinned = range(self._pinned.start - count, self._pinned.stop - count)
+
+
 # --- Classes of heads, each with a policy and a cache of its own
 
 
@@ -736,6 +812,8 @@ class PerHead(CachePolicy):
             problem = policy.conflict(block_sizes)
             if policy.release or policy.by_heads:
                 problem = "it has no clean rule; leave released out"
+            if isinstance(policy, MultiShot):
+                problem = "multi_shot places the queries of all heads; give it alone"
             if problem:
                 return f"class {short_repr(label)}: {problem}"
         # The model rotates the queries of a block once for all heads.

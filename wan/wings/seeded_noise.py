@@ -8,7 +8,7 @@ from torch import Tensor
 
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
-from wan.noise import Noise, TensorNoise, check_frames, draw_noise, most_steps
+from wan.noise import Noise, TensorNoise, check_frames, draw_noise, num_draws
 
 DRAWN_TOGETHER = 16  # torch.randn fills memory in groups of so many values
 SKIPPED_AT_ONCE = 1 << 20  # values
@@ -86,4 +86,4 @@ def seeded_noise(
         noise, renoise = zip(*(draw_noise(c, model_config, dtype, device) for c in configs), strict=True)
         return TensorNoise(torch.cat(noise), torch.cat(renoise, 1))
     shape = (model_config.in_dim, first.height, first.width)
-    return SeededNoise(seeds, first.num_frames, shape, most_steps(first), device, dtype)
+    return SeededNoise(seeds, first.num_frames, shape, num_draws(first), device, dtype)
