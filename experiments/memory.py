@@ -130,6 +130,8 @@ def captured(
                 elif request.granularity == "map":  # a token is a byte or more, but for two
                     words = request.num_words or min(model.text_len, len(config.prompt.encode()) + 2)
                     size = queries * S * words * HALF
+                elif request.granularity == "words":
+                    size = queries * S * len(request.words[0]) * FLOAT
                 elif request.granularity == "token":
                     size = queries * S * keys * request.token_dtype.itemsize
                 elif request.granularity == "key":
@@ -174,12 +176,16 @@ def bytes_of_sites(config: RunConfig, model: ModelConfig, watcher: "SiteCapture"
                 numbers *= num_layers
             nbytes += numbers * len(passes) * itemsize
         of_blocks.append(nbytes)
-    return max(of_blocks) if streams else sum(of_blocks)
+    if streams:
+        return max(of_blocks)
+    return sum(of_blocks)
 
 
 def count_of(indices: Collection[int] | None, total: int) -> int:
     """Count chosen indices; None chooses all."""
-    return total if indices is None else len(indices)
+    if indices is None:
+        return total
+    return len(indices)
 
 
 def bytes_of_graphs(
@@ -373,7 +379,9 @@ def require_memory(
 
 def amount(nbytes: int) -> str:
     """Return bytes in words: 9.2 GB, 12 MB."""
-    return f"{nbytes / GB:.1f} GB" if nbytes >= GB / 10 else f"{nbytes / 1e6:.0f} MB"
+    if nbytes >= GB / 10:
+        return f"{nbytes / GB:.1f} GB"
+    return f"{nbytes / 1e6:.0f} MB"
 
 
 # --- The one check of what is asked for

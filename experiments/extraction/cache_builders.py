@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +30,6 @@ from wan.keys import RotaryTable, key_frames, key_tokens
 from wan.policies import policy_of
 from wan.sites import check_indices
 
-if TYPE_CHECKING:
-    pass
-
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
@@ -46,18 +44,22 @@ def padded(values: Tensor, length: int, filler: float) -> Tensor:
 def call_values(call: CapturedCall) -> dict[str, Any]:
     """Return the values of a call as caches have them: of one video, key and token numbers as int32."""
     names = {"token_logits": "attn_logits", "token_probabilities": "attn_weights"}
-    found = {}
+    values = {}
     for name, value in call.values.items():
         if name not in (*names, "attended"):
-            value = value[0] if value.is_floating_point() else value[0].int()
-        found[names.get(name, name)] = value
-    return found
+            value = value[0]
+            if not value.is_floating_point():
+                value = value.int()
+        values[names.get(name, name)] = value
+    return values
 
 
-def with_fields(run: Run, **own: Any) -> dict[str, Any]:
+def with_fields(run: Run, **fields: Any) -> dict[str, Any]:
     """Return a cache; its schema_version is 2 where keys are not frames in their places."""
-    in_place = all(call.layout is None or call.layout.is_in_place for call in run.records)
-    return run.common | ({} if in_place else {"schema_version": 2}) | own
+    cache = dict(run.common)
+    if not all(call.layout is None or call.layout.is_in_place for call in run.records):
+        cache["schema_version"] = 2
+    return cache | fields
 
 
 # --- figure4: the last block, an entry per layer
@@ -67,43 +69,63 @@ def figure4_requests(config: RunConfig, granularity: str, is_logits: bool = True
         raise ConfigError(
             f"--capture probabilities needs --granularity token, not {granularity}; its mass is in every one"
         )
-    chosen: dict[str, Any] = {"layers": config.layer_indices, "steps": [config.step]}
-    frame = CaptureRequest(**chosen, blocks=[len(config.block_sizes) - 1], granularity="frame")
-    # Logits fit in float16; probabilities of thousands of keys are too small for it
-    if granularity == "token":
-        dtype = torch.float16 if is_logits else torch.float32
-        return [replace(frame, granularity="token", is_logits=is_logits, token_dtype=dtype)]
-    return [frame] if granularity == "frame" else [replace(frame, granularity="key"), frame]
+    frame = CaptureRequest(
+        layers=config.layer_indices,
+        blocks=[len(config.block_sizes) - 1],
+        steps=[config.step],
+        granularity="frame",
+    )
+    if granularity == "frame":
+        return [frame]
+    if granularity == "key":
+        return [replace(frame, granularity="key"), frame]
+    dtype = token_dtype(is_logits)
+    return [replace(frame, granularity="token", is_logits=is_logits, token_dtype=dtype)]
+
+
+def token_dtype(is_logits: bool) -> torch.dtype:
+    """Return float16 for logits, which fit; probabilities of thousands of keys are too small for it."""
+    if is_logits:
+        return torch.float16
+    return torch.float32
 
 
 def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
     """Return attention of the last block, an entry per layer: tokens, or key curve, mean logits and mass."""
     if run.common.get("partial"):
         raise RunError("the last block was not reached")
-    num_frames, entries = run.config.num_frames, dict[int, dict[str, Any]]()
-    # Layers may see different frames, where a policy chooses by layer
+    num_frames = run.config.num_frames
+    # 1. Layers may see different frames, where a policy chooses by layer.
     layouts = {call.site.layer: call.layout for call in run.records if call.layout is not None}
-    seen = sorted({frame for layout in layouts.values() for frame in layout.columns})
-    # Every entry repeats lengths that follow from the cache's own fields: older notebooks read them there
-    lengths = {name: run.common[name] for name in ("num_frames", "frame_seq_length", "num_heads")}
-    lengths |= {"num_query_frames": len(run.last_block), "num_key_frames": len(seen)}
+    key_frames_seen = sorted({frame for layout in layouts.values() for frame in layout.columns})
+    # 2. Every entry repeats lengths that follow from the cache's own fields: older notebooks read them there.
+    entries = dict[int, dict[str, Any]]()
     for layer in run.config.layer_indices:
-        own = {"layer_idx": layer, "is_logits": is_logits, "last_block_start_frame": run.last_block[0]}
-        entries[layer] = lengths | own
+        entries[layer] = {
+            "num_frames": run.common["num_frames"],
+            "frame_seq_length": run.common["frame_seq_length"],
+            "num_heads": run.common["num_heads"],
+            "num_query_frames": len(run.last_block),
+            "num_key_frames": len(key_frames_seen),
+            "layer_idx": layer,
+            "is_logits": is_logits,
+            "last_block_start_frame": run.last_block[0],
+        }
+    # 3. The values of each call, by global frame.
     for call in run.records:
         if call.site.layer not in entries:
             continue
         entry, layout = entries[call.site.layer], layouts[call.site.layer]
-        keys = list(layout.columns)
+        columns = list(layout.columns)
         entry |= call_values(call)
         for name in {"frame_logits", "frame_mass"} & call.values.keys():
-            entry[name] = spread_keys(entry[name], keys, num_frames)
+            entry[name] = spread_keys(entry[name], columns, num_frames)
         if not layout.is_in_place:
             entry["slot_frame"] = torch.tensor(layout.frames, dtype=torch.int32)
             entry["slot_position"] = torch.tensor(layout.positions, dtype=torch.int32)
             if "tokens_kept" in call.values:
                 entry["tokens_kept"] = torch.zeros(num_frames, dtype=torch.int32)
-                entry["tokens_kept"][keys] = call.values["tokens_kept"][0].int()
+                entry["tokens_kept"][columns] = call.values["tokens_kept"][0].int()
         if "attn_logits" in entry:
             entry["attn_weights"] = entry["attn_logits"]  # older notebooks read either name
     return with_fields(
@@ -115,14 +137,21 @@ def figure4_cache(run: Run, is_logits: bool = True) -> dict[str, Any]:
         capture_method="native_inference_capture",
         layer_indices=list(entries),
         query_frames=run.last_block,
-        key_frames=seen,
+        key_frames=key_frames_seen,
     )
 
 
 # --- inference: token matrices, an entry per call
 def counted_blocks(blocks: Sequence[int] | None, count: int) -> list[int] | None:
-    """Count blocks from 0, where -1 was the last one."""
-    return None if blocks is None else [b + count if -count <= b < 0 else b for b in blocks]
+    """Count blocks from 0, where -1 was the last one; None stays None."""
+    if blocks is None:
+        return None
+    counted = []
+    for block in blocks:
+        if -count <= block < 0:
+            block += count
+        counted.append(block)
+    return counted
 
 
 def inference_requests(
@@ -132,23 +161,25 @@ def inference_requests(
     is_logits: bool = False,
 ) -> list[CaptureRequest]:
     """Ask for token matrices of the config's layers; steps None: the config's."""
-    chosen = as_numbers("blocks", counted_blocks(blocks, len(config.block_sizes)))
-    dtype = torch.float16 if is_logits else torch.float32
-    steps = as_numbers("steps", steps or [config.step])
-    call = CaptureRequest(config.layer_indices, blocks=chosen, steps=steps)
-    return [replace(call, is_logits=is_logits, token_dtype=dtype)]
+    request = CaptureRequest(
+        layers=config.layer_indices,
+        blocks=as_numbers("blocks", counted_blocks(blocks, len(config.block_sizes))),
+        steps=as_numbers("steps", steps or [config.step]),
+        is_logits=is_logits,
+        token_dtype=token_dtype(is_logits),
+    )
+    return [request]
 
 
 def inference_cache(run: Run) -> dict[str, Any]:
     """Return the captured calls in the order of the rollout, those of a pass as layer_indices names them."""
     names = ("is_logits", "block", "step", "timestep", "is_clean_pass", "query_frames", "q_shape", "k_shape")
-    layers, calls = run.config.layer_indices, []
-    records = list(run.records)
+    layers, records, calls = run.config.layer_indices, list(run.records), []
     if layers != sorted(layers):
         records.sort(key=lambda call: (call["block"], call["step"], layers.index(call.site.layer)))
     for call in records:
-        own = {name: call[name] for name in names} | {"key_frames": sorted(call["key_frames"])}
-        calls.append({"layer_idx": call.site.layer} | call_values(call) | own)
+        facts = {name: call[name] for name in names} | {"key_frames": sorted(call["key_frames"])}
+        calls.append({"layer_idx": call.site.layer} | call_values(call) | facts)
     return with_fields(
         run,
         format="inference",
@@ -164,28 +195,44 @@ def layer_requests(
     config: RunConfig, granularity: Literal["token", "frame"] = "frame", every: bool = False
 ) -> list[CaptureRequest]:
     """Ask for all blocks of one layer, or of every one, in the chosen pass; both granularities agree."""
-    layers = [*range(read_model_config(config.ckpt_dir).num_layers)] if every else [config.layer_index]
+    layers = [config.layer_index]
+    if every:
+        layers = list(range(read_model_config(config.ckpt_dir).num_layers))
     return [CaptureRequest(layers, steps=[config.step], granularity=granularity, mass=False)]
 
 
 def layer_cache(run: Run, layer: int) -> dict[str, Any]:
     """Return mean logits of every frame pair of one layer, each block at the chosen pass."""
-    step, name = run.config.step, "token_logits" if "token_logits" in run.quantities else "frame_logits"
-    pieces = []  # of keys that are averages of evicted frames
+    step = run.config.step
+    name = "frame_logits"
+    if "token_logits" in run.quantities:
+        name = "token_logits"
+    # Keys that are averages of evicted frames have columns of their own.
+    pieces = []
     for call in run.captured(name, layer, step):
-        values, averages = call.values, None
-        if "slot_logits" in values:
-            slot_frame = torch.tensor(call["slot_frame"])
-            if count := most_averages(slot_frame):
-                averages = averages_of_slots(values["slot_logits"][0], slot_frame, count)
-        elif "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
-            curves = query_frame_curves(values["token_logits"][0], run.common["frame_seq_length"])
-            averages = averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
+        averages = _averages(call, run.common["frame_seq_length"])
         if averages is not None:
             pieces.append((call["query_frames"], averages))
-    columns = rows_of(pieces, run.config.num_frames) if pieces else None
+    columns: Tensor | None = None
+    if pieces:
+        columns = rows_of(pieces, run.config.num_frames)
     matrix = run.frame_matrix("frame_logits", layer, step)
     return build_layer_cache(run.common, run.pass_tag(step), layer, matrix, run.last_block, averages=columns)
+
+
+def _averages(call: CapturedCall, tokens_per_frame: int) -> Tensor | None:
+    """Return the mean logits of a call on averages of frames [H, F, averages]; None where it has none."""
+    values = call.values
+    if "slot_logits" in values:
+        slot_frame = torch.tensor(call["slot_frame"])
+        count = most_averages(slot_frame)
+        if not count:
+            return None
+        return averages_of_slots(values["slot_logits"][0], slot_frame, count)
+    if "token_logits" in values and "key_frame" in values and AVERAGE in values["key_frame"][0]:
+        curves = query_frame_curves(values["token_logits"][0], tokens_per_frame)
+        return averages_of_tokens(curves, values["key_frame"][0], values["key_token"][0], mean=True)
+    return None
 
 
 # --- atlas: all layers, blocks and passes by frame
@@ -211,7 +258,8 @@ def atlas_requests(
 
 def atlas_cache(run: Run) -> dict[str, Any]:
     """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
-    layers, steps, there = run.layers, range(len(run.pass_timesteps)), run.quantities
+    layers, steps, quantities = run.layers, range(len(run.pass_timesteps)), run.quantities
+    # 1. What every atlas has.
     atlas: dict[str, Any] = {
         **run.common,
         "format": "atlas",
@@ -220,35 +268,38 @@ def atlas_cache(run: Run) -> dict[str, Any]:
         "pass_timesteps": run.pass_timesteps,
         "frame_logits": run.frame_matrices("frame_logits", layers, steps),
     }
-    # Readers take t = 0 for the clean pass, which context_noise changes
-    clean = [run.pass_tag(step).is_clean_pass for step in steps]
-    if clean != [t == 0 for t in run.pass_timesteps]:  # what readers take it for
-        atlas["pass_is_clean"] = clean
+    # Readers take t = 0 for the clean pass, which context_noise changes.
+    is_clean = [run.pass_tag(step).is_clean_pass for step in steps]
+    if is_clean != [timestep == 0 for timestep in run.pass_timesteps]:
+        atlas["pass_is_clean"] = is_clean
     atlas |= slot_fields(run, layers, steps)
+    # 2. What was asked for beside the logits.
     for name in ("frame_mass", "frame_logits_by_band"):
-        if name in there:
+        if name in quantities:
             atlas[name] = run.frame_matrices(name, layers, steps)
     if "frame_logits_by_band" in atlas:
         atlas["rope_bands"] = list(RotaryTable(run.records[0].q_shape[-1]).bands)
     for name in ("query_means", "key_means"):
-        if name in there:
-            atlas[name] = stack(lambda *at, name=name: run.query_rows(name, *at), layers, steps)
-
-    def attended(layer: int, step: int) -> Tensor:  # bool [H, F, F]: False where an edit left one out, too
-        calls = run.captured("frame_logits", layer, step)
-        seen = [(call, (~call.values["frame_logits"][0].isnan()).float()) for call in calls]
-        pieces = [(call["query_frames"], call["key_frames"], piece) for call, piece in seen]
-        return assemble(pieces, run.config.num_frames) == 1
-
-    if "attended" in there:
-        atlas["attended"] = stack(attended, layers, steps)
-    if "key_curve" in there:
+        if name in quantities:
+            atlas[name] = stack(partial(run.query_rows, name), layers, steps)
+    if "attended" in quantities:
+        atlas["attended"] = stack(partial(_attended_frames, run), layers, steps)
+    if "key_curve" in quantities:
         atlas |= last_key_curves(run, layers, steps)
-    if "cross_mass" in there:
-        words = len(run.prompt_tokens)
-        rows = stack(lambda *at: run.query_rows("cross_mass", *at)[..., :words], layers, steps)
-        atlas |= {"cross_mass": rows, "cross_tokens": run.prompt_tokens}
+    if "cross_mass" in quantities:
+        rows = stack(partial(run.query_rows, "cross_mass"), layers, steps)
+        atlas["cross_mass"] = rows[..., : len(run.prompt_tokens)].contiguous()
+        atlas["cross_tokens"] = run.prompt_tokens
     return atlas
+
+
+def _attended_frames(run: Run, layer: int, step: int) -> Tensor:
+    """Return which frames were attended, bool [H, F, F]: False also where an edit left one out."""
+    pieces = []
+    for call in run.captured("frame_logits", layer, step):
+        is_seen = (~call.values["frame_logits"][0].isnan()).float()
+        pieces.append((call["query_frames"], call["key_frames"], is_seen))
+    return assemble(pieces, run.config.num_frames) == 1
 
 
 def last_key_curves(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[str, Tensor]:
@@ -257,16 +308,18 @@ def last_key_curves(run: Run, layers: Sequence[int], steps: Sequence[int]) -> di
     keys are the tokens of all frames, F·S. Where slots are not frames in their places they are the cache's
     keys as they lie, and key_frame, key_token, key_position [N, keys] say what each is.
     """
-    S, num_frames, H = run.common["frame_seq_length"], run.config.num_frames, run.common["num_heads"]
+    S, num_frames, num_heads = run.common["frame_seq_length"], run.config.num_frames, run.common["num_heads"]
     passes = run.config.passes_of_block(len(run.config.block_sizes) - 1)
     first = {layer: run.captured("key_curve", layer, passes[-1])[0] for layer in layers}
-    # Names say which token each key is, where slots are not frames in their places
+    # Names say which token each key is, where slots are not frames in their places.
     has_names = any("key_frame" in call.values for call in first.values())
-    length = max(call.k_shape[1] for call in first.values()) if has_names else num_frames * S
+    length = num_frames * S
+    if has_names:
+        length = max(call.k_shape[1] for call in first.values())
 
     def curve(layer: int, step: int) -> Tensor:
         if step not in passes:  # a pass of the first block alone
-            return torch.full((H, length), torch.nan).half()
+            return torch.full((num_heads, length), torch.nan).half()
         call = run.captured("key_curve", layer, step)[0]
         values = call.values["key_curve"][0]
         if has_names:
@@ -275,9 +328,10 @@ def last_key_curves(run: Run, layers: Sequence[int], steps: Sequence[int]) -> di
         return spread_keys(per_frame, call["key_frames"], num_frames).mT.flatten(1).half()
 
     fields = {"key_curve": stack(curve, layers, steps)}
-    for name in ("key_frame", "key_token", "key_position") if has_names else ():
-        rows = [padded(first[layer].values[name][0].int(), length, ABSENT[name]) for layer in layers]
-        fields[name] = torch.stack(rows)
+    if has_names:
+        for name in ("key_frame", "key_token", "key_position"):
+            rows = [padded(first[layer].values[name][0].int(), length, ABSENT[name]) for layer in layers]
+            fields[name] = torch.stack(rows)
     return fields
 
 
@@ -286,51 +340,63 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
 
     Nothing under the policies that version 1 of the schema knows: the whole past, and a window.
     """
-    # Slots are the cache's places for a frame of keys; policies fill them with frames, averages or nothing
     policy, num_frames = policy_of(run.config), run.config.num_frames
     if policy.name in ("full", "window") and not policy.release:
         return {}
-    every = [call for layer in layers for step in steps for call in run.captured("frame_logits", layer, step)]
-    slots = max(len(call["slot_frame"]) for call in every)
-    first = {layer: run.captured("frame_logits", layer, steps[0]) for layer in layers}
-    blocks, found = range(len(first[layers[0]])), dict[str, Any](schema_version=2)
+    # 1. What each slot of the cache held in each block: a frame, an average, or nothing.
+    every_call = [
+        call for layer in layers for step in steps for call in run.captured("frame_logits", layer, step)
+    ]
+    num_slots = max(len(call["slot_frame"]) for call in every_call)
+    of_blocks = {layer: run.captured("frame_logits", layer, steps[0]) for layer in layers}
+    fields: dict[str, Any] = {"schema_version": 2}
     for name, absent in (("slot_frame", NO_KEY), ("slot_position", NO_KEY), ("slot_tokens", 0)):
-        rows = [[torch.tensor(call[name], dtype=torch.int32) for call in first[layer]] for layer in layers]
-        found[name] = torch.stack([torch.stack([padded(x, slots, absent) for x in row]) for row in rows])
-    layouts = [call.layout for call in first[layers[0]] if call.layout is not None]
-    found["sink_slots"] = [layout.sink.stop for layout in layouts]
-    found["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
-    if policy.keeps_whole_frames and not any("slot_logits" in call.values for call in every):
-        return found  # a release may have zeros among its frames
-
+        rows = []
+        for layer in layers:
+            numbers = [torch.tensor(call[name], dtype=torch.int32) for call in of_blocks[layer]]
+            rows.append(torch.stack([padded(x, num_slots, absent) for x in numbers]))
+        fields[name] = torch.stack(rows)
+    layouts = [call.layout for call in of_blocks[layers[0]] if call.layout is not None]
+    fields["sink_slots"] = [layout.sink.stop for layout in layouts]
+    fields["memory_slots"] = [sum(bool(slot.items) for slot in layout.slots) for layout in layouts]
+    # A release may have zeros among its frames, though its policy keeps whole ones.
+    if policy.keeps_whole_frames and not any("slot_logits" in call.values for call in every_call):
+        return fields
+    # 2. Logits and mass by slot [layers, passes, H, F, slots]; NaN: no slot, or no query.
     for name, of_frames in (("slot_logits", "frame_logits"), ("slot_mass", "frame_mass")):
-        # [H, F, slots] of the queries of all blocks; NaN: no slot, or no query
+
         def of_slots(layer: int, step: int, name: str = name, of_frames: str = of_frames) -> Tensor:
-            calls = run.captured("frame_logits", layer, step)
-            pieces = [(c["query_frames"], c.values.get(name, c.values[of_frames])[0]) for c in calls]
-            return rows_of(pieces, num_frames, slots)
+            pieces = []
+            for call in run.captured("frame_logits", layer, step):
+                values = call.values.get(name, call.values[of_frames])
+                pieces.append((call["query_frames"], values[0]))
+            return rows_of(pieces, num_frames, num_slots)
 
         if of_frames in run.quantities:
-            found[name] = stack(of_slots, layers, steps)
-    if policy.by_heads and "slot_mass" in found:
-        # One slot more for the mass on averages, which heads of a class may see and which are no frames:
-        mass = found["slot_mass"]  # [N, P, H, F, slots]
-        rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(mass.isnan().all(-1, keepdim=True), torch.nan)
+            fields[name] = stack(of_slots, layers, steps)
+    # 3. One slot more for the mass on averages, which heads of a class may see and which are no frames.
+    if policy.by_heads and "slot_mass" in fields:
+        mass = fields["slot_mass"]
+        is_absent = mass.isnan().all(-1, keepdim=True)
+        rest = (1 - mass.nansum(-1, keepdim=True)).masked_fill(is_absent, torch.nan)
         if (rest > LEAST_MASS).any():
-            found["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
+            fields["slot_mass"] = torch.cat([mass, rest.clamp(min=0)], -1)
             fillers = {"slot_frame": AVERAGE, "slot_position": AVERAGE, "slot_tokens": 0}
             for name, filler in (fillers | {"slot_logits": torch.nan}).items():
-                found[name] = padded(found[name], slots + 1, filler)
+                fields[name] = padded(fields[name], num_slots + 1, filler)
+    # 4. How many tokens of each frame were kept, where a policy chooses tokens.
     if policy.name == "participative":
 
-        def kept(layer: int, block: int) -> Tensor:  # tokens of each frame [F]
-            call, counts = first[layer][block], torch.zeros(num_frames).int()
-            chosen, whole = call.values.get("tokens_kept"), run.common["frame_seq_length"]
-            counts[call["key_frames"]] = whole if chosen is None else chosen[0].int()
+        def tokens_kept(layer: int, block: int) -> Tensor:
+            call = of_blocks[layer][block]
+            counts = torch.zeros(num_frames).int()
+            counts[call["key_frames"]] = run.common["frame_seq_length"]
+            if "tokens_kept" in call.values:
+                counts[call["key_frames"]] = call.values["tokens_kept"][0].int()
             return counts
 
-        found["tokens_kept"] = stack(kept, layers, blocks)
-    return found
+        fields["tokens_kept"] = stack(tokens_kept, layers, range(len(of_blocks[layers[0]])))
+    return fields
 
 
 # --- maps: what some places see of every key token
@@ -343,11 +409,11 @@ def token_grid(config: RunConfig) -> tuple[int, int]:
 def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) -> list[Place]:
     """Choose rows x columns patches of a frame, evenly spaced. ConfigError where it has fewer."""
     places = []
-    for name, wanted, there in (("rows", rows, grid[0]), ("columns", columns, grid[1])):
-        if not 1 <= wanted <= there:
-            raise ConfigError(f"a frame has {there} {name} of tokens, and the grid of patches {wanted}")
+    for name, count, tokens in (("rows", rows, grid[0]), ("columns", columns, grid[1])):
+        if not 1 <= count <= tokens:
+            raise ConfigError(f"a frame has {tokens} {name} of tokens, and the grid of patches {count}")
         # The middles of equal parts
-        places.append([(2 * i + 1) * there // (2 * wanted) for i in range(wanted)])
+        places.append([(2 * i + 1) * tokens // (2 * count) for i in range(count)])
     return [(frame, row, column) for row in places[0] for column in places[1]]
 
 
@@ -380,7 +446,9 @@ def patches_of_mask(mask: Any, num_frames: int, grid: tuple[int, int]) -> list[P
 
 def patches_of_image(image: Any, frame: int | None, config: RunConfig) -> list[Place]:
     """Return the patches of a latent frame (None: the last) that are white in a grey image of any size."""
-    frame, grid = config.num_frames - 1 if frame is None else frame, token_grid(config)
+    grid = token_grid(config)
+    if frame is None:
+        frame = config.num_frames - 1
     check_indices("query_mask: frame", [frame], config.num_frames)
     mask = torch.zeros(config.num_frames, *(n * PIXELS_OF_A_TOKEN for n in grid), dtype=torch.bool)
     small = image.resize((mask.shape[2], mask.shape[1]))
@@ -403,38 +471,64 @@ def map_requests(
     Blocks of places that name a frame are those that denoise it. words adds the maps of the prompt's words
     over the query frames. Raises ConfigError for a place that is named twice or is not in the video.
     """
-    sizes, queries, chosen = config.block_sizes, list[MapQuery](), set[int]()
-    block_of = {frame: block for block, some in enumerate(block_ranges(sizes)) for frame in some}
-    for n, place in enumerate(places or [(ANY, ANY, ANY)]):
-        named = ",".join(map(str, place[:1] if place[1] == ANY else place))
-        if place in places[:n]:
-            raise ConfigError(f"query {named} is named twice")
-        whole = place[1] == place[2] == ANY
-        there = {"frame": len(block_of), "row": grid[0], "column": grid[1]}
-        for index, (name, count) in zip(place[: 1 if whole else 3], there.items(), strict=False):
-            if not (whole and index == ANY):
-                check_indices(f"query {named}: {name}", [index], count)
+    # 1. Each place as a query, and the blocks that denoise their frames.
+    ranges = block_ranges(config.block_sizes)
+    block_of_frame = {frame: block for block, frames in enumerate(ranges) for frame in frames}
+    queries, blocks_of_queries = list[MapQuery](), set[int]()
+    for number, place in enumerate(places or [(ANY, ANY, ANY)]):
+        if place in places[:number]:
+            raise ConfigError(f"query {_name_of(place)} is named twice")
+        _check_place(place, len(block_of_frame), grid)
         frame, row, column = place
-        queries.append(MapQuery(frame, ALL if whole else row * grid[1] + column))
+        token = ALL
+        if row != ANY or column != ANY:
+            token = row * grid[1] + column
+        queries.append(MapQuery(frame, token))
         if frame != ANY:
-            chosen.add(block_of[frame])
+            blocks_of_queries.add(block_of_frame[frame])
         elif blocks is None:
-            chosen.add(len(sizes) - 1)
-    if blocks is not None and (outside := chosen - set(blocks)):
-        raise ConfigError(f"a query lies in block {min(outside)}, and --blocks names {sorted(blocks)} alone")
-    numbers = {"layers": layers, "heads": heads, "blocks": blocks, "steps": steps}
-    numbers = {name: as_numbers(name, values) for name, values in numbers.items()}
-    for name in ("blocks", "steps"):
-        require_ascending(name, numbers[name], "maps come in the order of the rollout")
-    of_self = CaptureRequest(
-        layers=numbers["layers"],
-        heads=None if numbers["heads"] is None else tuple(numbers["heads"]),
-        blocks=numbers["blocks"] or sorted(chosen),
-        steps=numbers["steps"] or [config.step],
+            blocks_of_queries.add(len(ranges) - 1)
+    # 2. Blocks that were named have to hold them.
+    if blocks is not None:
+        outside = blocks_of_queries - set(blocks)
+        if outside:
+            raise ConfigError(
+                f"a query lies in block {min(outside)}, and --blocks names {sorted(blocks)} alone"
+            )
+    # 3. What was asked for keeps its order; blocks and steps have that of the rollout.
+    for name, numbers in (("blocks", blocks), ("steps", steps)):
+        require_ascending(name, as_numbers(name, numbers), "maps come in the order of the rollout")
+    request = CaptureRequest(
+        layers=as_numbers("layers", layers),
+        blocks=as_numbers("blocks", blocks) or sorted(blocks_of_queries),
+        steps=as_numbers("steps", steps) or [config.step],
         granularity="map",
         queries=tuple(queries),
     )
-    return [of_self, *([replace(of_self, kinds=("cross",), queries=(MapQuery(),))] if words else [])]
+    if heads is not None:
+        request = replace(request, heads=tuple(as_numbers("heads", heads) or ()))
+    if not words:
+        return [request]
+    return [request, replace(request, kinds=("cross",), queries=(MapQuery(),))]
+
+
+def _name_of(place: Place) -> str:
+    """Return a place as flags name it: 18,1,1 for a patch, 18 for a frame."""
+    if place[1] == ANY:
+        return str(place[0])
+    return ",".join(map(str, place))
+
+
+def _check_place(place: Place, num_frames: int, grid: tuple[int, int]) -> None:
+    """Raise ConfigError for a place outside the video; a whole frame has no row and no column."""
+    frame, row, column = place
+    if row == column == ANY:
+        if frame != ANY:
+            check_indices(f"query {_name_of(place)}: frame", [frame], num_frames)
+        return
+    check_indices(f"query {_name_of(place)}: frame", [frame], num_frames)
+    check_indices(f"query {_name_of(place)}: row", [row], grid[0])
+    check_indices(f"query {_name_of(place)}: column", [column], grid[1])
 
 
 def maps_cache(
@@ -447,26 +541,30 @@ def maps_cache(
 
     RunError where there are none.
     """
-    layers = run.layers if layers is None else list(layers)
+    if layers is None:
+        layers = run.layers
     steps = sorted({call["step"] for call in run.records})
     blocks = sorted({call["block"] for call in run.records})
     if not blocks:
         raise RunError("none of the blocks that maps were asked for was reached")
+    if heads is None:
+        heads = range(run.common["num_heads"])
     tags = [run.pass_tag(step) for step in steps]
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "format": "maps",
         "is_logits": True,
-        "layers": layers,
-        "heads": list(range(run.common["num_heads"]) if heads is None else heads),
+        "layers": list(layers),
+        "heads": list(heads),
         "rows": grid[0],
         "columns": grid[1],
         "pass_timesteps": [tag.timestep for tag in tags],
         "pass_steps": steps,
         "pass_is_clean": [tag.is_clean_pass for tag in tags],
-        **({"words": run.prompt_tokens} if "word_map" in run.quantities else {}),
         "blocks": [_block_maps(run, block, layers, steps, grid[1]) for block in blocks],
     }
-    return run.common | own
+    if "word_map" in run.quantities:
+        fields["words"] = run.prompt_tokens
+    return run.common | fields
 
 
 def _block_maps(
@@ -477,26 +575,40 @@ def _block_maps(
     def call_of(name: str, layer: int, step: int) -> CapturedCall:
         return next(call for call in run.captured(name, layer, step) if call["block"] == block)
 
-    name = "map_mass" if "map_mass" in run.quantities else "word_map"
-    first = call_of(name, layers[0], steps[0])
-    entry: dict[str, Any] = {"block": block, "query_frames": first["query_frames"]}
-    if name == "map_mass":
-        queries = first["map_queries"].tolist()
-        places = [[frame, *((ANY, ANY) if t == ALL else divmod(t, columns))] for frame, t in queries]
+    entry: dict[str, Any] = {"block": block}
+    # 1. What each query sees of every key token.
+    if "map_mass" in run.quantities:
+        first = call_of("map_mass", layers[0], steps[0])
+        places = []
+        for frame, token in first["map_queries"].tolist():
+            row, column = (ANY, ANY) if token == ALL else divmod(token, columns)
+            places.append([frame, row, column])
+        entry["query_frames"] = first["query_frames"]
         entry["queries"] = torch.tensor(places, dtype=torch.int32)
-        found = {(layer, step): _map_values(call_of(name, layer, step)) for layer in layers for step in steps}
-        # Layers may hold different numbers of keys: shorter ones are padded
-        keys = max(values["key_frame"].shape[-1] for values in found.values())
-        for name in {name: None for values in found.values() for name in values}:
-            like = next(values[name] for values in found.values() if name in values)
+        values = {
+            (layer, step): _map_values(call_of("map_mass", layer, step)) for layer in layers for step in steps
+        }
+        # Layers may hold different numbers of keys: shorter ones are padded.
+        num_keys = max(of_call["key_frame"].shape[-1] for of_call in values.values())
+        examples: dict[str, Tensor] = {}
+        for of_call in values.values():
+            examples = of_call | examples
+        for name, example in examples.items():
 
-            def value(layer: int, step: int, name: str = name, like: Tensor = like) -> Tensor:
-                there = found[layer, step].get(name, torch.ones_like(like))  # unedited: all attended
-                return padded(there, keys, ABSENT.get(name, torch.nan))
+            def value(layer: int, step: int, name: str = name, example: Tensor = example) -> Tensor:
+                of_call = values[layer, step]
+                unedited = torch.ones_like(example)  # all keys attended
+                return padded(of_call.get(name, unedited), num_keys, ABSENT.get(name, torch.nan))
 
             entry[name] = stack(value, layers, steps)
+    # 2. The words that each query token reads.
     if "word_map" in run.quantities:
-        entry["word_map"] = stack(lambda *at: call_of("word_map", *at).values["word_map"][0], layers, steps)
+        entry["query_frames"] = call_of("word_map", layers[0], steps[0])["query_frames"]
+
+        def word_map(layer: int, step: int) -> Tensor:
+            return call_of("word_map", layer, step).values["word_map"][0]
+
+        entry["word_map"] = stack(word_map, layers, steps)
     return entry
 
 
@@ -505,11 +617,11 @@ def _map_values(call: CapturedCall) -> dict[str, Tensor]:
     assert call.layout is not None
     frames, positions = key_frames(call.layout, 1)
     keys = {"key_frame": frames, "key_token": key_tokens(call.layout, 1), "key_position": positions}
-    found = {name: values[0].int() for name, values in keys.items()}
-    found |= {name: call.values[name][0] for name in ("map_logits", "map_mass")}
+    values = {name: numbers[0].int() for name, numbers in keys.items()}
+    values |= {name: call.values[name][0] for name in ("map_logits", "map_mass")}
     if "attended" in call.values:
-        found["attended"] = call.values["attended"][0, :, 0]  # [heads, Lk]
-    return found
+        values["attended"] = call.values["attended"][0, :, 0]  # [heads, Lk]
+    return values
 
 
 # --- The base model: layer and atlas caches of its sampler's steps
@@ -527,12 +639,13 @@ def base_layer_cache(run: Run, layer: int, step: int) -> dict[str, Any]:
 
 def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, Any]:
     """Return mean logits and mass of every layer at the steps that were reached, of one branch."""
-    layers, reached = list(range(run.num_layers)), {call["step"] for call in run.records}
-    if not (steps := [step for step in steps if step in reached]):
+    reached = {call["step"] for call in run.records}
+    steps = [step for step in steps if step in reached]
+    if not steps:
         raise RunError(f"none of the steps was reached for {branch}")
     # An atlas has one branch of guidance; a layer cache has both
-    mine, names = run.of_branch(branch), ("frame_logits", "frame_mass")
-    own: dict[str, Any] = {
+    of_branch, layers = run.of_branch(branch), list(range(run.num_layers))
+    fields: dict[str, Any] = {
         "format": "atlas",
         "is_logits": True,
         "branch": branch,
@@ -541,4 +654,6 @@ def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, A
         "pass_timesteps": [run.pass_timesteps[step] for step in steps],
         "pass_is_clean": [False] * len(steps),
     }
-    return run.common | {name: mine.frame_matrices(name, layers, steps) for name in names} | own
+    for name in ("frame_logits", "frame_mass"):
+        fields[name] = of_branch.frame_matrices(name, layers, steps)
+    return run.common | fields
