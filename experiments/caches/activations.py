@@ -9,8 +9,8 @@ capture(session, ..., stream_to=FOLDER) writes a store, which ActivationStore(FO
     FOLDER/RUN/latents.safetensors           site "x0", one call: the whole video, [1, F, C, h, w]; comes last
 
 RUN is FINGERPRINT_seedSEED. Each file is one of save_activations: tensors SITE/NNNNNN, one a call, and as
-metadata, in JSON: "about" the run, "sites" with the places of their calls, and "sha256" of all of it. Every
-file is written whole. A run without latents was interrupted; its blocks are whole.
+metadata, in JSON: "about" the run, "sites" with the place and the SHA-256 of each call, and "sha256" of these
+two. Every file is written whole. A run without latents was interrupted; its blocks are whole.
 """
 
 import hashlib
@@ -27,6 +27,7 @@ from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ from wan.identity import UNNAMED
 from wan.sites import SITES
 
 FORMAT = "activations"
+DAMAGED = "its content is not what was written"
 COORDINATES = ("layer", "block", "step", "branch")
 CHOSEN = ("layers", "blocks", "steps", "frames", "heads")  # numbers that a capture may choose
 LATENTS, OF_1_0 = "latents.safetensors", "activations.json"
@@ -189,6 +191,22 @@ class StoredCall(NamedTuple):
     place: Place
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sha256: str  # "" in older files
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def check(self) -> None:
+        """Compare the numbers with their SHA-256, of an older file all of it. CacheError: damaged."""
+        if not self.sha256:
+            load_activations(self.path)
+            return
+        with reading(self.path), self.path.open("rb") as file:
+            file.seek(self.start)
+            numbers = file.read(self.num_bytes)
+            if call_sha256(self.name, self.dtype, self.shape, numbers) != self.sha256:
+                raise ValueError(DAMAGED)
 
 
 def reading(path: str | Path) -> AbstractContextManager[None]:
@@ -196,13 +214,29 @@ def reading(path: str | Path) -> AbstractContextManager[None]:
     return library_reads(f"{path}: activations", CacheError, "remove it and capture that run again")
 
 
+def call_sha256(name: str, dtype: torch.dtype, shape: Sequence[int], numbers: Any) -> str:
+    """Return the SHA-256 of a call: its name, dtype and shape, and its numbers as bytes."""
+    digest = hashlib.sha256(f"{name} {dtype} {list(shape)}".encode())
+    digest.update(numbers)
+    return digest.hexdigest()
+
+
+def bytes_of(x: Tensor) -> Any:
+    """Return the numbers of a contiguous tensor on the CPU as bytes, without a copy."""
+    return x.reshape(-1).view(torch.uint8).numpy().data  # a tensor without axes has no view as bytes
+
+
+def head_sha256(metadata: Mapping[str, str]) -> str:
+    """Return the SHA-256 of what a file says of its run and calls."""
+    return hashlib.sha256(json.dumps([metadata["about"], metadata["sites"]]).encode()).hexdigest()
+
+
 def content_sha256(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of a file's content: what its metadata says, and its tensors by name."""
+    """Return the SHA-256 of a file of version 2.0: what its metadata says, and its tensors by name."""
     digest = hashlib.sha256(json.dumps([metadata["about"], metadata["sites"]]).encode())
     for name, x in tensors.items():
         digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
-        numbers = x.reshape(-1).view(torch.uint8).numpy()  # a tensor without axes has no view as bytes
-        digest.update(numbers.data)
+        digest.update(bytes_of(x))
     return digest.hexdigest()
 
 
@@ -214,14 +248,16 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
     tensors: dict[str, Tensor] = {}
     sites = {}
     for site, table in tables.items():
-        tensors |= {f"{site}/{n:06d}": x.cpu().contiguous() for n, x in enumerate(table)}
+        calls = {f"{site}/{n:06d}": x.cpu().contiguous() for n, x in enumerate(table)}
         sites[site] = {
             "places": [asdict(place) for place in table.places],
             "is_reduced": table.is_reduced,
             "chosen": {name: list(numbers) for name, numbers in table.chosen.items()},
+            "sha256": [call_sha256(name, x.dtype, x.shape, bytes_of(x)) for name, x in calls.items()],
         }
+        tensors |= calls
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
-    metadata["sha256"] = content_sha256(metadata, tensors)
+    metadata["sha256"] = head_sha256(metadata)
     with library_writes(path, CacheError), replacing(path) as file:
         save_file(tensors, file.name, metadata)
     return path
@@ -238,16 +274,24 @@ def load_activations(path: str | Path) -> dict[str, Any]:
             raise ValueError("it holds something else")
         content: dict[str, Any] = {"format": FORMAT, **json.loads(metadata["about"])}
         tensors: dict[str, Tensor] = {}
+        is_older, is_right = False, True
         for site, table in json.loads(metadata["sites"]).items():
             places = tuple(place_of(values) for values in table["places"])
-            names = [f"{site}/{n:06d}" for n in range(len(places))]
-            tensors |= {name: file.get_tensor(name) for name in names}
-            values = tuple(tensors[name] for name in names)
-            chosen = table.get("chosen", {})  # which older files lack
+            calls = {f"{site}/{n:06d}": file.get_tensor(f"{site}/{n:06d}") for n in range(len(places))}
+            chosen = table.get("chosen", {})  # which files of 2.0 lack
+            values = tuple(calls.values())
             content[site] = Activations(site, places, values, bool(table["is_reduced"]), chosen)
-        # Files from before 0.2 have no checksum
-        if metadata.get("sha256") not in (None, content_sha256(metadata, tensors)):
-            raise ValueError("its content is not what was written")
+            tensors |= calls
+            if "sha256" not in table:
+                is_older = True
+                continue
+            sums = [call_sha256(name, x.dtype, x.shape, bytes_of(x)) for name, x in calls.items()]
+            is_right = is_right and sums == table["sha256"]
+        # A file of 2.0 has one checksum of all; those from before 0.2 have none
+        wanted = content_sha256(metadata, tensors) if is_older else head_sha256(metadata)
+        is_from_0_1 = is_older and "sha256" not in metadata
+        if not is_right or (metadata.get("sha256") != wanted and not is_from_0_1):
+            raise ValueError(DAMAGED)
     return content
 
 
@@ -266,13 +310,24 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[StoredCall]]
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         calls: dict[str, list[StoredCall]] = {}
-        for site, table in json.loads(metadata["sites"]).items():
+        sites = json.loads(metadata["sites"])
+        is_older = any("sha256" not in table for table in sites.values())
+        if not is_older and metadata["sha256"] != head_sha256(metadata):
+            raise ValueError(DAMAGED)
+        for site, table in sites.items():
             calls[site] = []
             for n, values in enumerate(table["places"]):
                 name = f"{site}/{n:06d}"
-                start = 8 + length + header[name]["data_offsets"][0]
-                shape, dtype = tuple(header[name]["shape"]), DTYPES[header[name]["dtype"]]
-                calls[site].append(StoredCall(path, name, start, place_of(values), shape, dtype))
+                call = StoredCall(
+                    path=path,
+                    name=name,
+                    start=8 + length + header[name]["data_offsets"][0],
+                    place=place_of(values),
+                    shape=tuple(header[name]["shape"]),
+                    dtype=DTYPES[header[name]["dtype"]],
+                    sha256="" if is_older else table["sha256"][n],
+                )
+                calls[site].append(call)
         return json.loads(metadata["about"]), calls
 
 
@@ -290,6 +345,11 @@ class StoredRun:
     count: int = 0  # of the blocks that write() wrote
 
     @property
+    def name(self) -> str:
+        """The name of its folder, by its identity."""
+        return f"{self.about['fingerprint']}_seed{self.about['seed']}"
+
+    @property
     def is_complete(self) -> bool:
         """True where the last file was written, which counts the others, and none is missing."""
         count = self.about.get("blocks")
@@ -298,6 +358,8 @@ class StoredRun:
     @property
     def blocks(self) -> list[Path]:
         """The files of its activations, in the order of the run."""
+        if "blocks" in self.about:
+            return [self.block(n) for n in range(self.about["blocks"])]
         return sorted(self.path.glob("block_*.safetensors"))
 
     def block(self, number: int) -> Path:
@@ -333,6 +395,7 @@ class StoredRun:
             raise CacheError(f"{site}: no call of {where} is in {self.path}")
         values = []
         for call in calls:
+            call.check()
             with reading(call.path), safe_open(call.path, "pt") as file:
                 values.append(file.get_tensor(call.name))
         request = self.about["request"]
@@ -365,15 +428,20 @@ class StoredRun:
         self.about["blocks"] = self.count
         save_activations(self.path / LATENTS, tables, self.about)
         if self.path.suffix == NEW:
-            earlier = self.path.with_suffix("")
-            with library_writes(earlier, CacheError):
-                shutil.rmtree(earlier)
-                self.path = self.path.rename(earlier)
+            self.replace_earlier()
             warnings.warn(
-                f"{earlier} was made again and replaces the earlier run: its function has no name, so that "
+                f"{self.path} was made again and replaces the earlier run: its function has no name, so that "
                 'runs are not known to be equal; named("...", function) keeps them',
                 stacklevel=3,
             )
+
+    def replace_earlier(self) -> None:
+        """Put a complete run in the place of an earlier one."""
+        earlier = self.path.with_suffix("")
+        with library_writes(earlier, CacheError):
+            if earlier.exists():
+                shutil.rmtree(earlier)
+            self.path = self.path.rename(earlier)
 
 
 def texts_by_name(edits: Mapping[str, Any] | None) -> dict[str, str]:
@@ -406,8 +474,8 @@ class ActivationStore:
     >>> for x in DataLoader(rows, batch_size=4096, shuffle=True):
     ...     loss = train(x)  # [4096, 192]
 
-    runs, read() and rows() look at headers, and read what is asked for; check() reads all bytes. Raises
-    CacheError for what capture(..., stream_to=FOLDER) did not write.
+    runs looks at headers; read() and rows() read what is asked for, and compare it with its SHA-256; check()
+    reads all. Raises CacheError for what capture(..., stream_to=FOLDER) did not write.
     """
 
     def __init__(self, path: str | Path):
@@ -415,8 +483,9 @@ class ActivationStore:
 
     @cached_property
     def runs(self) -> list[StoredRun]:
-        """Its complete runs by seed and prompt, as they were when it was first asked for them."""
-        runs = [run for run in self.all_runs if run.is_complete]
+        """Its complete runs by seed and prompt, each once, as they were when it was first asked for them."""
+        by_fingerprint = {run.about["fingerprint"]: run for run in self.all_runs if run.is_complete}
+        runs = list(by_fingerprint.values())  # of two the newer, which has not replaced the earlier one yet
         if not runs:
             raise CacheError(
                 f"{self.path} has no complete run; give a folder in which "
@@ -426,11 +495,14 @@ class ActivationStore:
 
     @property
     def all_runs(self) -> list[StoredRun]:
-        """Its runs by seed and prompt, those that were interrupted too.
+        """Its runs by seed and prompt, those that were interrupted too; a copy under another name is none.
 
         In the order of their fingerprints, the first run would be another one on another machine.
         """
-        return sorted(self._stored(), key=lambda r: (r.about["seed"], r.about["prompt"], r.path.name))
+        runs = list(self._stored())
+        names = {run.path.name for run in runs}
+        originals = [run for run in runs if run.path.name.startswith(run.name) or run.name not in names]
+        return sorted(originals, key=lambda r: (r.about["seed"], r.about["prompt"], r.path.name))
 
     def _stored(self, pattern: str = "*") -> Iterator[StoredRun]:
         """Yield its runs in any order, by the header of the last file of each."""
@@ -488,24 +560,30 @@ class ActivationStore:
         about |= {"batch": batch, "request": dict(request)}
         path = self.path / f"{fingerprint}_seed{facts['seed']}"
         self._require_texts(texts_by_name(about["edits"]))
-        # 1. Where all functions have names, a complete run stays, and an interrupted one is written again
+        for run in self._stored(path.name):
+            if run.name != path.name:
+                raise CacheError(f"{path} is a copy of the run {run.name}; remove it, or move it elsewhere")
         reduce = request["reduce"] or {}
         if not fingerprint.startswith(ONLY) and UNNAMED not in reduce:
+            # 1. Where all functions have names, a complete run stays
             for run in self._stored(path.name):
                 if run.is_complete:
                     return run
-            return StoredRun(path, about)
-        # 2. A run with a function that has none replaces one of the same settings and text
-        has_text = not fingerprint.endswith(NO_TEXT) and reduce.get("text_sha256", "") is not None
-        for run in self._stored(f"{fingerprint[:SETTINGS]}*_seed{facts['seed']}*"):
-            if not has_text or run.about["fingerprint"] != fingerprint:
-                raise CacheError(
-                    f"{run.path} holds a run of the same settings, with a function that has no name and "
-                    'another text, or none: give each function a name, named("...", function)'
-                )
-            if run.is_complete and run.path == path:
+        else:
+            # 2. A run with a function that has none replaces one of the same settings and text
+            has_text = not fingerprint.endswith(NO_TEXT) and reduce.get("text_sha256", "") is not None
+            for run in self._stored(f"{fingerprint[:SETTINGS]}*_seed{facts['seed']}*"):
+                if not has_text or run.about["fingerprint"] != fingerprint:
+                    raise CacheError(
+                        f"{run.path} holds a run of the same settings, with a function that has no name and "
+                        'another text, or none: give each function a name, named("...", function)'
+                    )
+                if run.is_complete and run.path.name.endswith(NEW):
+                    run.replace_earlier()  # of a process that ended before it did so
+            if any(run.is_complete for run in self._stored(path.name)):
                 path = path.with_name(path.name + NEW)
-        if path.exists():  # it was interrupted
+        # 3. An interrupted run is written again, from its first block on
+        if path.exists():
             with library_writes(path, CacheError):
                 shutil.rmtree(path)
         return StoredRun(path, about)
@@ -523,11 +601,12 @@ class ActivationStore:
                     )
 
     def add(self, request: Mapping[str, Any], facts: Mapping[str, Any]) -> StoredRun:
-        """Begin a run that nothing tells from others, such as a pipeline's; its seed is its number here."""
+        """Begin a run that nothing tells from others, such as a pipeline's, under an identity of its own.
+
+        Its seed is a number by which runs are sorted; two processes may give the same one.
+        """
         number = 1 + max((run.about["seed"] for run in self._stored()), default=-1)
-        words = json.dumps([facts["model"], facts["prompt"], number])
-        fingerprint = hashlib.sha256(words.encode()).hexdigest()[:32]
-        return self.begin(request, {**facts, "seed": number, "fingerprint": fingerprint}, 1)
+        return self.begin(request, {**facts, "seed": number, "fingerprint": uuid4().hex}, 1)
 
     # --- Rows of all runs
     def rows(
@@ -538,12 +617,14 @@ class ActivationStore:
         frames: int | Collection[int] | None = None,
         steps: int | Collection[int] | None = None,
         runs: Collection[int] | None = None,
+        unchecked: bool = False,
     ) -> "ActivationRows":
         """Return the rows [d] of a site and layer as a torch Dataset, run after run, call after call.
 
         A row is a token (of sites without tokens a frame) with all that it has there, heads one after
         another. frames are latent frames of the video; steps -1 is the last denoising step that was captured;
-        runs are indices of some of its runs, such as those to train on.
+        runs are indices of some of its runs, such as those to train on. All rows are compared with their
+        SHA-256 first; unchecked leaves that out, as behind check(): a large store is read once less.
         """
         # 1. The calls, which have rows of one length and type
         chosen_runs, chosen_frames = self.runs, as_numbers("frames", frames)
@@ -565,6 +646,9 @@ class ActivationStore:
         if len(kinds) > 1:
             raise CacheError(f"rows of several lengths or types make no batch: {short_repr(kinds)}")
         [(width, dtype)] = kinds
+        if not unchecked:
+            for call in calls:
+                call.check()
         # 2. The rows that lie together in a file: of all frames, or of each that is chosen
         pieces = []
         for call in calls:

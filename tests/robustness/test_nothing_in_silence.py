@@ -1,11 +1,22 @@
 """What was asked for is what comes: in its order, with its numbers, whole, or refused in one line."""
 
+import json
+import shutil
+import warnings
+from contextlib import suppress
+
 import pytest
 import torch
 from helpers.refusals import refused
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from experiments import ActivationStore, capture, gradients, load, x0_lens
+from experiments.caches import activations, load_cache
+from experiments.caches.activations import Activations, Place, save_activations
+from experiments.caches.files import CacheError
 from experiments.extraction import cache_builders
+from experiments.progress import Progress
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
@@ -40,8 +51,6 @@ def test_activations_come_in_the_asked_order_and_say_their_numbers(session, tmp_
     read = ActivationStore(tmp_path / "store").runs[0].read("z", block=1) if streams else table
     assert torch.equal(read.stack(), table.stack()) and read.heads == table.heads
     path = seen.save(tmp_path / "z.safetensors")
-    from experiments.caches import load_cache
-
     opened = load_cache(path)["z"].at(block=1)
     assert torch.equal(opened.stack(), table.stack()) and opened.frames == table.frames
 
@@ -105,3 +114,135 @@ def test_rows_of_a_store_come_once_and_in_order(session, tmp_path):
             store.rows("z", 0, **chosen)
     with refused("name 0 twice"):
         store.rows("z", 0, runs=[0, 0])
+
+
+# --- Stores: a run is known by its identity, and complete or not
+def facts_of(prompt):
+    return {"model": "a pipeline", "prompt": prompt, "seed": None, "fingerprint": None, "num_frames": 1}
+
+
+def add_run(store, prompt, values=(1.0,), is_finished=True):
+    """Write a run that nothing tells from others, a block a value."""
+    request = {"sites": ["z"], "dtype": None, "reduce": None}
+    request |= dict.fromkeys(("layers", "blocks", "steps", "frames", "heads"))
+    run = store.add(request, facts_of(prompt))
+    for block, value in enumerate(values):
+        place = Place(0, block, 0, (0,), False, 0.0)
+        run.write({"z": Activations("z", (place,), (torch.full((1, 1, 1, 1), value),))})
+    if is_finished:
+        run.finish(None)
+    return run
+
+
+def values_in(folder):
+    return sorted(run.tables["z"].stack().flatten().tolist() for run in ActivationStore(folder).runs)
+
+
+@pytest.mark.parametrize("removed", [0, 1, 2])
+def test_a_removed_run_and_a_new_one_of_its_prompt_share_no_files(tmp_path, removed):
+    store = ActivationStore(tmp_path)
+    runs = [add_run(store, "a", [value]) for value in (1.0, 2.0, 3.0)]
+    shutil.rmtree(runs.pop(removed).path)
+    add_run(store, "a", [4.0])
+    others = [[value] for n, value in enumerate((1.0, 2.0, 3.0)) if n != removed]
+    assert values_in(tmp_path) == [*others, [4.0]]
+
+
+def test_two_processes_that_begin_together_write_two_runs(tmp_path):
+    request = {"sites": ["z"], "dtype": None, "reduce": None}
+    request |= dict.fromkeys(("layers", "blocks", "steps", "frames", "heads"))
+    first, second = (ActivationStore(tmp_path).add(request, facts_of("a")) for _ in range(2))
+    assert first.path != second.path
+
+
+@pytest.mark.parametrize("name", ["{}_copy", "copy of {}", "{}0", "{}.new"])
+def test_a_copied_run_counts_once(tmp_path, name):
+    run = add_run(ActivationStore(tmp_path), "a", [1.0, 2.0])
+    shutil.copytree(run.path, tmp_path / name.format(run.path.name))
+    assert values_in(tmp_path) == [[1.0, 2.0]]
+    assert len(ActivationStore(tmp_path).rows("z", 0)) == 2
+
+
+def test_a_copy_under_another_runs_name_is_not_taken_for_it(session, tmp_path):
+    captured(session, "z", stream_to=tmp_path / "first")
+    captured(session, "z", stream_to=tmp_path / "second")
+    with capture(session, "z", stream_to=tmp_path / "second"):
+        session.generate(PROMPT, seed=2)
+    one, two = ActivationStore(tmp_path / "second").runs
+    shutil.rmtree(two.path)
+    shutil.copytree(one.path, two.path)
+    assert len(ActivationStore(tmp_path / "second").runs) == 1
+    with refused("is a copy of the run", CacheError), capture(session, "z", stream_to=tmp_path / "second"):
+        session.generate(PROMPT, seed=2)
+
+
+def test_a_run_that_is_written_again_is_not_complete_before_its_end(session, tmp_path):
+    class Stops(Progress):
+        def advance(self, unit, index, *rest):
+            if index == 1:  # the first block is written, the last one still of before
+                raise KeyboardInterrupt
+
+    captured(session, "z", stream_to=tmp_path)
+    (run,) = ActivationStore(tmp_path).runs
+    run.blocks[0].unlink()
+    with suppress(KeyboardInterrupt), capture(session, "z", stream_to=tmp_path):
+        session.generate(PROMPT, seed=1, observer=Stops(quiet=True))
+    assert not any(run.is_complete for run in ActivationStore(tmp_path).all_runs)
+
+
+def test_an_older_block_beside_a_complete_run_is_none_of_it(tmp_path):
+    run = add_run(ActivationStore(tmp_path), "a", [1.0, 2.0])
+    shutil.copy(run.block(0), run.block(2))
+    assert values_in(tmp_path) == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store: store.rows("z", 0),
+        lambda store: store.runs[0].read("z", layer=0),
+        lambda store: store.runs[0].tables,
+        lambda store: store.check(),
+    ],
+    ids=["rows", "read", "tables", "check"],
+)
+def test_every_way_of_reading_notices_a_flipped_bit(tmp_path, read):
+    store = ActivationStore(tmp_path)
+    run = add_run(store, "a", [1.0, 2.0])
+    content = bytearray(run.block(1).read_bytes())
+    content[-1] ^= 1
+    run.block(1).write_bytes(content)
+    with refused("its content is not what was written; remove it and capture", CacheError):
+        read(store)
+    assert len(store.rows("z", 0, unchecked=True)) == 2
+
+
+def test_files_of_version_2_0_still_open_and_are_checked(tmp_path):
+    place = Place(0, 0, 0, (0,), False, 0.0)
+    path = save_activations(
+        tmp_path / "a.safetensors", {"z": Activations("z", (place,), (torch.ones(1, 1, 1, 1),))}, {}
+    )
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {"z/000000": file.get_tensor("z/000000")}
+    sites = json.loads(metadata["sites"])
+    del sites["z"]["sha256"], sites["z"]["chosen"]
+    metadata["sites"] = json.dumps(sites)
+    metadata["sha256"] = activations.content_sha256(metadata, tensors)
+    save_file(tensors, path, metadata)
+    assert load_cache(path)["z"].stack().item() == 1.0
+    save_file({"z/000000": torch.zeros(1, 1, 1, 1)}, path, metadata)
+    with refused("its content is not what was written", CacheError):
+        load_cache(path)
+
+
+def test_a_new_run_that_a_kill_left_beside_the_earlier_one_takes_its_place(session, tmp_path):
+    def mean(x, where):
+        return x.mean()
+
+    with warnings.catch_warnings(action="ignore"):
+        captured(session, "z", reduce=mean, stream_to=tmp_path)
+        (run,) = ActivationStore(tmp_path).runs
+        shutil.copytree(run.path, run.path.with_name(run.path.name + ".new"))
+        captured(session, "z", reduce=mean, stream_to=tmp_path)
+    assert [folder.name for folder in tmp_path.iterdir()] == [run.path.name]
+    assert len(ActivationStore(tmp_path).runs) == 1
