@@ -27,38 +27,46 @@ def flow(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     row, column = np.arange(height)[:, None], np.arange(width)
     shift = np.zeros((*first.shape, 2))
     for _ in range(ITERATIONS):
-        # The second frame is read at whole pixels of the estimate so far; its rest is estimated again.
+        # 1. The second frame is read at whole pixels of the estimate so far; its rest is estimated again.
         whole = np.rint(shift).astype(int)
         rows = np.clip(row + whole[..., 1], 0, height - 1)
         columns = np.clip(column + whole[..., 0], 0, width - 1)
         pixels = (rows * width + columns).reshape(*first.shape[:-2], -1, 1)
         flat = after.reshape(*after.shape[:-3], height * width, after.shape[-1])
         moved = np.take_along_axis(flat, pixels, -2).reshape(after.shape)
-        # Both frames' curvatures are averaged, as the paper's A(x) = (A1 + A2) / 2.
+        # 2. Both frames' curvatures are averaged, as the paper's A(x) = (A1 + A2) / 2.
         xx, yy, xy = np.moveaxis((before[..., 2:] + moved[..., 2:]) / 2, -1, 0)
         dx = (before[..., 0] - moved[..., 0]) / 2 + xx * whole[..., 0] + xy / 2 * whole[..., 1]
         dy = (before[..., 1] - moved[..., 1]) / 2 + xy / 2 * whole[..., 0] + yy * whole[..., 1]
         xy = xy / 2  # A = [[xx, xy], [xy, yy]]
-        # Least squares over a neighbourhood: shift = (sum A^T A)^-1 sum A^T db.
-        g11, g12, g22 = (_blurred(x) for x in (xx * xx + xy * xy, xy * (xx + yy), yy * yy + xy * xy))
-        h1, h2 = _blurred(xx * dx + xy * dy), _blurred(xy * dx + yy * dy)
-        # Where nothing curves the motion is unknown: it is drawn to 0.
-        g11, g22 = g11 + FLAT, g22 + FLAT
-        shift = np.stack([g22 * h1 - g12 * h2, g11 * h2 - g12 * h1], -1) / (g11 * g22 - g12 * g12)[..., None]
+        # 3. Least squares over a neighbourhood: shift = (sum A^T A)^-1 sum A^T db. Where nothing curves the
+        #    motion is unknown: FLAT draws it to 0.
+        g11 = _blurred(xx * xx + xy * xy) + FLAT
+        g12 = _blurred(xy * (xx + yy))
+        g22 = _blurred(yy * yy + xy * xy) + FLAT
+        h1 = _blurred(xx * dx + xy * dy)
+        h2 = _blurred(xy * dx + yy * dy)
+        determinant = g11 * g22 - g12 * g12
+        shift = np.stack([g22 * h1 - g12 * h2, g11 * h2 - g12 * h1], -1) / determinant[..., None]
     return shift
 
 
 def _expansion(frames: np.ndarray) -> np.ndarray:
     """Coefficients [..., H, W, 5] of x, y, x², y², xy, weighted by a Gaussian around every pixel."""
     offsets, weights = _gaussian(EXPANSION)
-    powers = [weights * offsets**power for power in range(3)]
-    rows = [_along(frames, kernel, -2) for kernel in powers]  # moments of y
-    names = ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # powers of x and y: 1, x, y, x², y², xy
-    moments = np.stack([_along(rows[y], powers[x], -1) for x, y in names], -1)
-    total = [(weights * offsets**power).sum() for power in range(5)]
-    # Moments -> coefficients: the Gram matrix of the basis under the Gaussian weights.
-    gram = np.array([[total[a[0] + b[0]] * total[a[1] + b[1]] for b in names] for a in names])
-    return (moments @ np.linalg.inv(gram).T)[..., 1:]
+    # 1. Moments of the picture around every pixel: sums of weight · x^i · y^j · grey.
+    kernels = [weights * offsets**power for power in range(3)]
+    moments_of_y = [_along(frames, kernel, -2) for kernel in kernels]
+    basis = ((0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1))  # powers of x and y: 1, x, y, x², y², xy
+    moments = np.stack([_along(moments_of_y[j], kernels[i], -1) for i, j in basis], -1)
+    # 2. The Gram matrix of the basis under the weights turns moments into coefficients.
+    gaussian_moments = [(weights * offsets**power).sum() for power in range(5)]
+    gram = np.zeros((len(basis), len(basis)))
+    for row, (i, j) in enumerate(basis):
+        for column, (k, m) in enumerate(basis):
+            gram[row, column] = gaussian_moments[i + k] * gaussian_moments[j + m]
+    coefficients = moments @ np.linalg.inv(gram).T
+    return coefficients[..., 1:]
 
 
 def _blurred(x: np.ndarray) -> np.ndarray:
@@ -80,7 +88,9 @@ def _along(x: np.ndarray, kernel: np.ndarray, axis: int) -> np.ndarray:
     pixels = np.clip(np.arange(size)[:, None] + np.arange(-radius, radius + 1), 0, size - 1)
     matrix = np.zeros((size, size))  # a product with it is sooner done than a sum of shifted pictures
     np.add.at(matrix, (np.arange(size)[:, None], pixels), kernel)
-    return matrix @ x if axis == -2 else x @ matrix.T
+    if axis == -2:
+        return matrix @ x
+    return x @ matrix.T
 
 
 FPS = 16
@@ -147,8 +157,10 @@ def ends(values: np.ndarray) -> tuple[float, float]:
 def sharpness_change(video: np.ndarray) -> float:
     """Return how much sharper the end is than the beginning, in octaves."""
     first, last = ends(sharpness(video))
+    if last == first:
+        return 0.0
     with np.errstate(divide="ignore"):
-        return float(np.log2(np.divide(last, first))) if last != first else 0.0
+        return float(np.log2(np.divide(last, first)))
 
 
 def sharpness(video: np.ndarray) -> np.ndarray:

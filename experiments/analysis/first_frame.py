@@ -67,15 +67,19 @@ def first_frame_effect(matrix: np.ndarray, block_sizes: Sequence[int]) -> FirstF
     def fit(cells: Cells, y: np.ndarray) -> np.ndarray:
         # Frisch-Waugh: s is the regression on [k = 0] outside of what rows and distances span
         z, identified = cells.of_keys([0])
-        rest, size, freedom = cells.outside(y), (z**2).sum(), len(y) - cells.basis.shape[1] - 1
+        rest, size = cells.outside(y), (z**2).sum()
+        effect = (z.T @ y)[0] / size
+        # Its error, of what neither rows, distances nor s explain
+        residual = ((rest - z * effect) ** 2).sum(0)
+        freedom = len(y) - cells.basis.shape[1] - 1
+        if freedom <= 0:
+            freedom = np.nan
+        error = np.sqrt(residual / freedom / size)
         # R² is of what differs within a query's row: softmax ignores its mean
         within = y - cells.rows @ ((cells.rows.T @ y) / cells.rows.sum(0)[:, None])
-        effect = (z.T @ y)[0] / size
-        residual = ((rest - z * effect) ** 2).sum(0)
-        error = np.sqrt(residual / (freedom if freedom > 0 else np.nan) / size)
-        spreads = [varying(x.T, y.T, RESOLUTION) for x in (within, rest)]
-        shares = 1 - residual / spreads[0], size * effect**2 / spreads[1]
-        return np.where(identified, np.stack([effect, error, *shares]), np.nan)
+        r_squared = 1 - residual / varying(within.T, y.T, RESOLUTION)
+        partial_r_squared = size * effect**2 / varying(rest.T, y.T, RESOLUTION)
+        return np.where(identified, np.stack([effect, error, r_squared, partial_r_squared]), np.nan)
 
     return FirstFrameEffect(*_of_heads(fit, matrix, context_cells(block_sizes), 4))
 

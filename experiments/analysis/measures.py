@@ -269,18 +269,23 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
     """List every measure of some heads, the mean of all heads, and how many heads are above 2."""
     if view.quantity != LOGIT or not view.context_frames:
         return []
-    maps = {m.title: m.values for m in measure_heads(view, None) if m.values is not None}
-    signed = [m.title for m in MEASURES if m.scale == "diverging" and m.title in maps]
+    measures = {m.title: m.values for m in measure_heads(view, None) if m.values is not None}
     rows: list[dict[str, Any]] = []
+    # 1. The heads that are shown.
     for panel in panels:
-        at = view.layers.index(panel.layer), panel.head
-        name = f"{panel.label}: layer {panel.layer}, head {panel.head}"
-        rows.append({"heads": name} | {title: values[at] for title, values in maps.items()})
-    all_heads = f"all {len(view.layers) * view.num_heads}"
-    means = {title: mean_without_nan(v.reshape(-1)) for title, v in maps.items()}
-    rows.append({"heads": f"mean of {all_heads}"} | means)
-    above = {title: int((maps[title] > DELTA_THRESHOLD).sum()) for title in signed}
-    return [*rows, {"heads": f"above {DELTA_THRESHOLD:g}, of {all_heads}"} | above]
+        layer = view.layers.index(panel.layer)
+        row = {"heads": f"{panel.label}: layer {panel.layer}, head {panel.head}"}
+        rows.append(row | {title: values[layer, panel.head] for title, values in measures.items()})
+    # 2. All heads: means, and how many are above the border of measures that have a sign.
+    count = len(view.layers) * view.num_heads
+    mean = {title: mean_without_nan(values.reshape(-1)) for title, values in measures.items()}
+    rows.append({"heads": f"mean of all {count}"} | mean)
+    above = {}
+    for measure in MEASURES:
+        if measure.scale == "diverging" and measure.title in measures:
+            above[measure.title] = int((measures[measure.title] > DELTA_THRESHOLD).sum())
+    rows.append({"heads": f"above {DELTA_THRESHOLD:g}, of all {count}"} | above)
+    return rows
 
 
 def band_profile(

@@ -151,17 +151,17 @@ def rank_heads(views: Iterable[Profiles], curve: Curve) -> list[dict[str, Any]]:
 
     r is NaN for a head without any variation; RMS is in the unit of the curve.
     """
-    found = []
+    rows = []
     for view in views:
         frames = compared_frames(view, curve)
         # [N, H, n] and [n]
         profiles, values = view.profiles()[..., frames], curve.values[frames]  # [N, H, n], [n]
         r, rms = pearson(profiles, values), rms_difference(profiles, values)
         for i, head in np.ndindex(r.shape):
-            at = {"layer": view.layers[i], "number": head, "pass": view.step}
-            found.append(at | {"r": float(r[i, head]), "RMS": float(rms[i, head])})
-    found.sort(key=lambda row: (np.isnan(row["r"]), -row["r"]))
-    return [row | {"rank": rank} for rank, row in enumerate(found, 1)]
+            place = {"layer": view.layers[i], "number": head, "pass": view.step}
+            rows.append(place | {"r": float(r[i, head]), "RMS": float(rms[i, head])})
+    rows.sort(key=lambda row: (np.isnan(row["r"]), -row["r"]))
+    return [row | {"rank": rank} for rank, row in enumerate(rows, 1)]
 
 
 def add_reference(
@@ -170,7 +170,8 @@ def add_reference(
     """Return panels with the published curve of their label, and how well the two agree."""
     compared = []
     for panel in panels:
-        if (curve := curves.get(panel.label)) is not None:
+        curve = curves.get(panel.label)
+        if curve is not None:
             frames = compared_frames(view, curve)
             pair = panel.profile[frames], curve.values[frames]
             summary = f"r = {pearson(*pair):.3f}, RMS {rms_difference(*pair):.2f} over context frames"
@@ -186,13 +187,20 @@ def match_rows(
     """Rank all heads for every curve: a row for its own, for those counted from 1, for the best three."""
     rows = []
     for label, curve in curves.items():
-        ranking, own = rank_heads(views, curve), [at[:2] for at in heads if at[2] == label]
-        counted = {"of heads": len(ranking), "context frames": len(compared_frames(views[0], curve))}
-        # Papers count heads from 1 or from 0: both readings are ranked
-        for what, shift in (("shown", 0), ("if counted from 1", 1)):
-            for layer, head in own if not shift or all(min(at) > 0 for at in own) else ():
-                at = {"layer": layer - shift, "number": head - shift, "pass": step}
-                ranked = next((row for row in ranking if at.items() <= row.items()), at)
-                rows.append({"curve": label, "head": what} | ranked | counted)
-        rows += [{"curve": label, "head": f"best {row['rank']}"} | row | counted for row in ranking[:3]]
+        ranking = rank_heads(views, curve)
+        counts = {"of heads": len(ranking), "context frames": len(compared_frames(views[0], curve))}
+        # 1. The head that the paper names. Papers count from 1 or from 0: both readings are ranked.
+        named = [(layer, head) for layer, head, of_curve in heads if of_curve == label]
+        readings = {"shown": named}
+        if all(layer > 0 and head > 0 for layer, head in named):
+            readings["if counted from 1"] = [(layer - 1, head - 1) for layer, head in named]
+        for reading, places in readings.items():
+            for layer, head in places:
+                place = {"layer": layer, "number": head, "pass": step}
+                ranked = [row for row in ranking if place.items() <= row.items()]
+                row = ranked[0] if ranked else place
+                rows.append({"curve": label, "head": reading} | row | counts)
+        # 2. The three heads that are most like the curve.
+        for row in ranking[:3]:
+            rows.append({"curve": label, "head": f"best {row['rank']}"} | row | counts)
     return rows

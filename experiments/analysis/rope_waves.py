@@ -83,14 +83,21 @@ def wave_columns(distances: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
 
 def fit_waves(curves: np.ndarray, distances: np.ndarray, frequencies: np.ndarray) -> Waves:
     """Fit a constant and waves to curves [..., n] at distances [n] by least squares."""
-    B = len(frequencies)
-    if not len(distances):  # of nothing no wave is known
-        nothing = np.full((*np.shape(curves)[:-1], 2 * B + 1), np.nan)
-        return Waves(np.asarray(frequencies), nothing[..., 0], nothing[..., :B], nothing[..., :B])
-    columns = np.concatenate([np.ones((len(distances), 1)), wave_columns(distances, frequencies)], 1)
-    flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
-    fitted = (flat @ np.linalg.pinv(columns).T).reshape(*np.shape(curves)[:-1], -1)
-    return Waves(np.asarray(frequencies), fitted[..., 0], fitted[..., 1 : B + 1], fitted[..., B + 1 :])
+    num_bands, shape = len(frequencies), np.shape(curves)[:-1]
+    if len(distances):
+        # curves = columns @ coefficients, whose columns are 1, cos of every band, sin of every band
+        ones = np.ones((len(distances), 1))
+        columns = np.concatenate([ones, wave_columns(distances, frequencies)], 1)
+        flat = np.asarray(curves, np.float64).reshape(-1, len(distances))
+        coefficients = (flat @ np.linalg.pinv(columns).T).reshape(*shape, -1)
+    else:  # of nothing no wave is known
+        coefficients = np.full((*shape, 2 * num_bands + 1), np.nan)
+    return Waves(
+        frequencies=np.asarray(frequencies),
+        constant=coefficients[..., 0],
+        cosine=coefficients[..., 1 : num_bands + 1],
+        sine=coefficients[..., num_bands + 1 :],
+    )
 
 
 def r_squared(curves: np.ndarray, fitted: np.ndarray) -> np.ndarray:
@@ -116,20 +123,26 @@ class MatrixFit(NamedTuple):
 
 def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.ndarray) -> MatrixFit:
     """Fit rows, waves and a first-frame effect to the context cells of matrices [..., F, F]."""
-    B = len(frequencies)
+    num_bands, shape = len(frequencies), np.shape(matrix)[:-2]
+    # 1. The context cells: waves of their distance, and whether their key is the first frame.
     q, k = np.nonzero(context_cells(list(block_sizes)))
-    columns = np.concatenate([wave_columns(q - k, frequencies), (k == 0)[:, None]], 1)
-    y = np.asarray(matrix, np.float64)[..., q, k].reshape(-1, len(q))
-    # Rows are taken out of both sides, instead of a column for each
-    rows = (q[:, None] == np.unique(q)).astype(np.float64)  # [cells, rows]
-    within = lambda v: v - rows @ ((rows.T @ v) / rows.sum(0)[:, None])  # noqa: E731
-    x, t = within(columns), within(y.T)  # [cells, 2 B + 1], [cells, heads]
-    found = np.linalg.pinv(x) @ t
-    share = 1 - ((t - x @ found) ** 2).sum(0) / varying(t.T, y, RESOLUTION)
-    shape = np.shape(matrix)[:-2]
-    cosine, sine, s = np.split(found.T.reshape(*shape, -1), [B, 2 * B], -1)
-    waves = Waves(np.asarray(frequencies), np.zeros(shape), cosine, sine)
-    return MatrixFit(waves, s[..., 0], share.reshape(shape))
+    columns = np.concatenate([wave_columns(q - k, frequencies), (k == 0)[:, None]], 1)  # [cells, 2 B + 1]
+    values = np.asarray(matrix, np.float64)[..., q, k].reshape(-1, len(q))  # [heads, cells]
+    # 2. A constant of each row is taken out of both sides, instead of a column for each.
+    is_of_row = (q[:, None] == np.unique(q)).astype(np.float64)  # [cells, rows]
+
+    def within_rows(cells: np.ndarray) -> np.ndarray:
+        means = (is_of_row.T @ cells) / is_of_row.sum(0)[:, None]
+        return cells - is_of_row @ means
+
+    predictors, target = within_rows(columns), within_rows(values.T)
+    # 3. Least squares, and the share of the variance within rows that it explains.
+    coefficients = np.linalg.pinv(predictors) @ target  # [2 B + 1, heads]
+    rest = ((target - predictors @ coefficients) ** 2).sum(0)
+    explained = 1 - rest / varying(target.T, values, RESOLUTION)
+    cosine, sine, s = np.split(coefficients.T.reshape(*shape, -1), [num_bands, 2 * num_bands], -1)
+    waves = Waves(frequencies=np.asarray(frequencies), constant=np.zeros(shape), cosine=cosine, sine=sine)
+    return MatrixFit(waves=waves, s=s[..., 0], r_squared_within_rows=explained.reshape(shape))
 
 
 class FirstSplit(NamedTuple):

@@ -94,21 +94,24 @@ def partial_spearman(x: np.ndarray, y: np.ndarray, given: Sequence[np.ndarray]) 
 
     Places with NaN in one of them are left out. NaN where nothing of one is left, or of fewer than 3 places.
     """
+    # 1. Ranks of the places that are known in all columns, around 0; what is left out is 0 and adds nothing.
     columns = np.broadcast_arrays(*map(floats, (x, y, *given)))
-    known = ~np.isnan(columns).any(0)
-    count = known.sum(-1, keepdims=True)
-    ranks = scipy.stats.rankdata(np.where(known, columns, np.nan), axis=-1, nan_policy="omit")
-    # What is left out stands in the middle, where it adds nothing
-    a, b, *others = np.where(known, ranks - (count + 1) / 2, 0)
-    # scipy has no partial ρ: take from both ranks what is theirs along each of the others (Gram-Schmidt)
-    while others:
-        other, *others = others
-        length = np.linalg.norm(other, axis=-1, keepdims=True)
-        unit = other / np.where(length >= 1e-9 * count, length, np.inf)
-        a, b, *others = (v - (v * unit).sum(-1, keepdims=True) * unit for v in (a, b, *others))
-    sizes = [np.linalg.norm(v, axis=-1) for v in (a, b)]
-    enough = (np.minimum(*sizes) >= 1e-9 * count[..., 0]) & (count[..., 0] >= 3)
-    return np.where(enough, (a * b).sum(-1) / np.where(enough, sizes[0] * sizes[1], 1), np.nan)[()]
+    is_known = ~np.isnan(columns).any(0)
+    count = is_known.sum(-1, keepdims=True)
+    ranks = scipy.stats.rankdata(np.where(is_known, columns, np.nan), axis=-1, nan_policy="omit")
+    ranks = np.where(is_known, ranks - (count + 1) / 2, 0)  # [2 + given, ..., n]
+    # 2. scipy has no partial ρ: take from all ranks what they have along each given one (Gram-Schmidt).
+    least_length = 1e-9 * count
+    for number in range(2, len(ranks)):
+        length = np.linalg.norm(ranks[number], axis=-1, keepdims=True)
+        unit = ranks[number] / np.where(length >= least_length, length, np.inf)
+        ranks = ranks - (ranks * unit).sum(-1, keepdims=True) * unit
+    # 3. The correlation of what is left of x and y.
+    of_x, of_y = ranks[:2]
+    length_x, length_y = np.linalg.norm(of_x, axis=-1), np.linalg.norm(of_y, axis=-1)
+    is_enough = (np.minimum(length_x, length_y) >= least_length[..., 0]) & (count[..., 0] >= 3)
+    lengths = np.where(is_enough, length_x * length_y, 1)
+    return np.where(is_enough, (of_x * of_y).sum(-1) / lengths, np.nan)[()]
 
 
 # --- Intervals and p-values
@@ -154,10 +157,14 @@ def head_correlation(
 
     def rho(prompts: np.ndarray, layers: np.ndarray, axis: int = -1) -> np.ndarray:
         """Draws of prompts [..., P] and layers [..., L] -> ρ [...]: all draws are ranked at once."""
-        drawn = [np.stack([v[p].mean(0) for p in np.atleast_2d(prompts)]) for v in (effects, per_prompt)]
-        drawn += [np.asarray(values)[None] for values in given]
+        # [draws, layers, H] each: means over the drawn prompts; what is given has no prompts
+        means = []
+        for values in (effects, per_prompt):
+            means.append(np.stack([values[draw].mean(0) for draw in np.atleast_2d(prompts)]))
+        means += [np.asarray(values)[None] for values in given]
+        # The drawn layers of each, all heads of them in one row
         rows = np.atleast_2d(layers)[..., None]
-        x, y, *others = (np.take_along_axis(v, rows, 1).reshape(len(rows), -1) for v in drawn)
+        x, y, *others = [np.take_along_axis(mean, rows, 1).reshape(len(rows), -1) for mean in means]
         return partial_spearman(x, y, others)
 
     prompts, layers = map(np.arange, effects.shape[:2])
@@ -227,7 +234,10 @@ def ssim(one: np.ndarray, other: np.ndarray, window: int = 8) -> np.ndarray:
 
     _require_one_shape(one, other)
     x, y = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    mean_x, mean_y, c1, c2 = mean(x), mean(y), 0.01**2, 0.03**2
+    c1, c2 = 0.01**2, 0.03**2  # they keep flat windows finite
+    mean_x, mean_y = mean(x), mean(y)
+    covariance = mean(x * y) - mean_x * mean_y
     variances = mean(x * x) - mean_x**2 + mean(y * y) - mean_y**2
-    index = (2 * mean_x * mean_y + c1) * (2 * (mean(x * y) - mean_x * mean_y) + c2)
-    return (index / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))).mean((-3, -2, -1))
+    numerator = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
+    denominator = (mean_x**2 + mean_y**2 + c1) * (variances + c2)
+    return (numerator / denominator).mean((-3, -2, -1))

@@ -122,15 +122,18 @@ def spread_tokens(
     curves: Tensor, key_frame: Tensor, key_token: Tensor, frames: Sequence[int], S: int
 ) -> Tensor:
     """Put curves [..., Lk] at their tokens (mean of two slots) -> [..., len(frames)·S], NaN elsewhere."""
-    # 1. The column of every key whose frame is shown: frame-major, as tokens are
-    place = {frame: i for i, frame in enumerate(frames)}
-    pairs = zip(key_frame.tolist(), key_token.tolist(), strict=True)
-    columns = [(place[f] * S + t, i) for i, (f, t) in enumerate(pairs) if f in place]
-    at, tokens = (torch.tensor(x) for x in zip(*columns, strict=True))
-    # 2. A token that two slots hold gets the mean of both
-    index = at.expand(*curves.shape[:-1], -1)
-    spread = torch.full((*curves.shape[:-1], len(place) * S), float("nan"))
-    return spread.scatter_reduce(-1, index, curves[..., tokens].float(), "mean", include_self=False)
+    # 1. The column of every key whose frame is shown: frame-major, as tokens are.
+    place_of_frame = {frame: place for place, frame in enumerate(frames)}
+    keys, columns = [], []
+    for key, (frame, token) in enumerate(zip(key_frame.tolist(), key_token.tolist(), strict=True)):
+        if frame in place_of_frame:
+            keys.append(key)
+            columns.append(place_of_frame[frame] * S + token)
+    # 2. A token that two slots hold gets the mean of both.
+    shape = curves.shape[:-1]
+    index = torch.tensor(columns).expand(*shape, -1)
+    spread = torch.full((*shape, len(frames) * S), float("nan"))
+    return spread.scatter_reduce(-1, index, curves[..., keys].float(), "mean", include_self=False)
 
 
 # --- Averages of evicted frames, which are of no frame

@@ -482,19 +482,29 @@ def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtit
 
 def _heat_panels(maps: Sequence[tuple[str, np.ndarray]], columns: int | None) -> tuple[Figure, list[Axes]]:
     """Draw a panel for each (quantity, [H, F]); those of one quantity share a colour scale and its bar."""
-    n, H = len(maps), len(maps[0][1]) if maps else 1
-    columns = max(1, min(columns or (4 if n <= 12 else 6), n))
-    size = (max(2.0, min(4.0, 7.0 / columns)), max(1.0 if n > columns else 1.7, 0.5 + 0.06 * H))
-    figure, axes = st.panels(n, columns, size)
-    # Logits and masses have scales and bars of their own
+    # 1. The grid: a panel is at least 2 inches wide, and as high as its heads need.
+    num_heads = 1
+    if maps:
+        num_heads = len(maps[0][1])
+    if columns is None:
+        columns = 4
+        if len(maps) > 12:
+            columns = 6
+    columns = max(1, min(columns, len(maps)))
+    width = max(2.0, min(4.0, 7.0 / columns))
+    least_height = 1.7
+    if len(maps) > columns:
+        least_height = 1.0
+    figure, axes = st.panels(len(maps), columns, (width, max(least_height, 0.5 + 0.06 * num_heads)))
+    # 2. Logits and masses have scales and bars of their own.
     for quantity in dict.fromkeys(quantity for quantity, _ in maps):
-        alike = [(axis, values) for axis, (q, values) in zip(axes, maps, strict=True) if q == quantity]
-        everything = np.concatenate([values.ravel() for _, values in alike])
-        colors = st.color_scale(everything, quantity, st.PERCENTILE)
-        for axis, values in alike:
-            image = st.heat_map(axis, values, **colors)
-            st.label_places(axis.yaxis, range(len(values)))
-        st.color_bar(figure, image, [axis for axis, _ in alike], st.LABELS[quantity], everything)
+        of_quantity = [number for number, (name, _) in enumerate(maps) if name == quantity]
+        values = np.concatenate([maps[number][1].ravel() for number in of_quantity])
+        colors = st.color_scale(values, quantity, st.PERCENTILE)
+        for number in of_quantity:
+            image = st.heat_map(axes[number], maps[number][1], **colors)
+            st.label_places(axes[number].yaxis, range(len(maps[number][1])))
+        st.color_bar(figure, image, [axes[number] for number in of_quantity], st.LABELS[quantity], values)
     return figure, axes
 
 

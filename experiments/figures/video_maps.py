@@ -63,12 +63,16 @@ def scale_of(maps: Sequence[VideoMap], frames: Sequence[int] | None = None) -> S
 
     It ends at the largest value of earlier blocks in the frames: an own token would leave the past pale.
     """
-    chosen = frames or range(len(maps[0].values))
-    # [F, rows, columns] of each map
-    values = [seen.values[[f for f in chosen if f < seen.query_frames[0]]] for seen in maps]
-    if not any(np.isfinite(past).any() for past in values):
-        values = [seen.values for seen in maps]
-    return _scale(np.concatenate([cells.ravel() for cells in values]), maps[0].quantity)
+    if not frames:
+        frames = range(len(maps[0].values))
+    values = []
+    for seen in maps:
+        earlier = [frame for frame in frames if frame < seen.query_frames[0]]
+        values.append(seen.values[earlier].ravel())
+    cells = np.concatenate(values)
+    if not np.isfinite(cells).any():
+        cells = np.concatenate([seen.values.ravel() for seen in maps])
+    return _scale(cells, maps[0].quantity)
 
 
 def _scale(values: np.ndarray, quantity: str) -> ScalarMappable:

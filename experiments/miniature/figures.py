@@ -10,6 +10,7 @@ two layer caches. Both write SVGs into notebooks/figures/.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -82,15 +83,23 @@ def videos() -> Figure:
 def training() -> Figure:
     """Draw losses of the stages and PSNR of the VAE, from the log of the shipped weights."""
     log = read_json(SHIPPED / "training.json")
-    names = {"vae": "VAE", "base": "base", "causal": "causal", "few_step": "few-step"}
-    first, again = log["vae"], log["vae_resumed"]  # a second run of the VAE, from the first one's weights
-    ends = ("steps", "psnr", "psnr_first_second", "psnr_last_second")  # of more clips than the curve's
-    later = [*again["psnr_curve"][1:], [again[name] for name in ends]]  # it begins at the first one's end
-    psnr = [*first["psnr_curve"], [first[name] for name in ends]]
-    psnr += [[first["steps"] + step, *values] for step, *values in later]
-    runs = {stage: [log[name] for name in (f"{stage}_first", stage) if name in log] for stage in names}
-    losses = {names[stage]: [run["loss_curve"] for run in each] for stage, each in runs.items()}
-    return training_curves(losses, psnr, first["steps"], "wan-mini, the stages of the shipped weights")
+    # 1. PSNR of the VAE: its first run, and a second one from the first one's weights.
+    first_run, second_run = log["vae"], log["vae_resumed"]
+    psnr = _psnr_curve(first_run)
+    for step, *values in _psnr_curve(second_run)[1:]:  # it begins at the first one's end
+        psnr.append([first_run["steps"] + step, *values])
+    # 2. Losses of each stage, of which some were run twice.
+    losses = {}
+    for stage, name in (("vae", "VAE"), ("base", "base"), ("causal", "causal"), ("few_step", "few-step")):
+        runs = [log[key] for key in (f"{stage}_first", stage) if key in log]
+        losses[name] = [run["loss_curve"] for run in runs]
+    return training_curves(losses, psnr, first_run["steps"], "wan-mini, the stages of the shipped weights")
+
+
+def _psnr_curve(run: Mapping[str, Any]) -> list[list[float]]:
+    """Return [step, all, first second, last second] of a run of the VAE; the last point is of more clips."""
+    last = [run[name] for name in ("steps", "psnr", "psnr_first_second", "psnr_last_second")]
+    return [*run["psnr_curve"], last]
 
 
 # --- Arrays -> figures
