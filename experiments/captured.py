@@ -29,7 +29,7 @@ from experiments.caches.activations import (
     chosen_numbers,
     save_activations,
 )
-from experiments.caches.files import CacheError, RunError, require_held
+from experiments.caches.files import CacheError, RunError, require_held, settings_and_text
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
 from experiments.caches.store import layers_of, require_one_model
@@ -460,8 +460,10 @@ class Captured:
         run = self._last()
         if self.folder is None:
             return run.activations
-        wanted = run.common["fingerprint"]
-        stored = [one for one in self.folder.all_runs if one.about["fingerprint"] == wanted]
+        wanted = settings_and_text(run.common["fingerprint"])
+        stored = [
+            other for other in self.folder.all_runs if settings_and_text(other.about["fingerprint"]) == wanted
+        ]
         return stored[-1].tables  # behind an earlier run that it has not replaced yet
 
     def __getitem__(self, site: str) -> Activations:

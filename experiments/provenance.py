@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from experiments.caches.files import ONLY, PARTIAL, require_distinct
+from experiments.caches.files import NO_RESULT, ONLY, PARTIAL, require_distinct, settings_and_text
 from experiments.caches.frames import one_thread
 from wan import backends, checkpoint
 from wan.backends import kernel_name
@@ -114,8 +114,9 @@ def digest_of(values: Any) -> str:
 def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
     """Return 32 hex digits that change with any of the values, such as identity's, and of those in more.
 
-    With a function or class that has no name no other run counts as equal: ONLY leads the digits, 12 of the
-    other values follow, and 12 of the functions' texts ("f" each where Python finds none).
+    With a function or class that has no name no other run counts as equal: ONLY leads the digits, 8 of the
+    other values follow, 8 of the functions' texts ("f" each where Python finds none), and 8 of what came of
+    the run (with_result), 0 before.
     """
     values, texts = {**values, **more}, list[str | None]()
 
@@ -127,8 +128,19 @@ def fingerprint(values: Mapping[str, Any], **more: Any) -> str:
     others = json.loads(json.dumps(values, sort_keys=True, default=str), object_hook=without_text)
     if not texts:
         return digest_of(values)[:32]
-    of_texts = "f" * 12 if None in texts else digest_of(texts)[:12]
-    return ONLY + digest_of(others)[:12] + of_texts
+    of_texts = "f" * 8 if None in texts else digest_of(texts)[:8]
+    return ONLY + digest_of(others)[:8] + of_texts + NO_RESULT
+
+
+def with_result(run: str, latents: Tensor) -> str:
+    """Return a run's fingerprint, with digits of its latents where a function has no name.
+
+    Such a function may draw random numbers, or read what changes: what it made is another run each time.
+    """
+    if not run.startswith(ONLY):
+        return run
+    numbers = latents.float().cpu().contiguous().numpy().tobytes()
+    return settings_and_text(run) + hashlib.sha256(numbers).hexdigest()[: len(NO_RESULT)]
 
 
 def identity(

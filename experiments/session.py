@@ -55,6 +55,7 @@ from experiments.provenance import (
     record_of,
     threads_for,
     weights_hash,
+    with_result,
 )
 from wan import checkpoint
 from wan.blocks import block_frames
@@ -62,7 +63,7 @@ from wan.cache import CachePolicy, PromptSwitch, read_switches
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, SMALL, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
 from wan.errors import ConfigError, require_known, short_repr
-from wan.interventions import config_edits
+from wan.interventions import config_edits, in_turns
 from wan.kernels import start_triton
 from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
@@ -513,7 +514,7 @@ class Session:
         shard = pipeline.model.head_shard
         finished, checked = list[Tensor](), 0
         phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
-        with threads_for(noise, sizes), self.edited(config, len(configs)), watching:
+        with threads_for(noise, sizes), self.edited(config, len(configs)), watching, in_turns(len(configs)):
             edits = active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
             with phase, capturing(requests) as records:
@@ -552,18 +553,20 @@ class Session:
         # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
         runs = []
         for item, own_config in enumerate(configs):
-            calls = records
+            calls, video_latents = records, latents[item : item + 1]
             if len(configs) > 1:
                 calls = [call.of_item(item) for call in records if call.item in (None, item)]
+            common = self.common(own_config, edits, files=files, **depends) | about
+            common["fingerprint"] = with_result(common["fingerprint"], video_latents)
             runs.append(
                 Run(
                     config=own_config,
                     num_layers=sizes.num_layers,
                     records=calls,
-                    latents=latents[item : item + 1],
+                    latents=video_latents,
                     pass_timesteps=pipeline.pass_timesteps,
                     prompt_tokens=tokens[item],
-                    common=self.common(own_config, edits, files=files, **depends) | about,
+                    common=common,
                     stopped=stopped,
                     preview=self.preview,
                 )

@@ -10,9 +10,14 @@ reads gives it another name.
 import functools
 import hashlib
 import inspect
+import random
 import textwrap
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
+import torch
 
 from wan.errors import ConfigError, require_text, short_repr
 
@@ -20,6 +25,7 @@ from wan.errors import ConfigError, require_text, short_repr
 NUMBERS = 1
 
 UNNAMED = "unnamed"  # a key of what identifies a function that has no name
+MOST_VALUES = 10_000  # that state_of looks at
 OURS = ("wan", "experiments")  # packages whose classes NUMBERS identifies
 
 
@@ -96,6 +102,65 @@ def identity_of(function: Any) -> dict[str, Any]:
     code = function if hasattr(function, "__qualname__") else type(function)
     place = f"{code.__module__}.{code.__qualname__}"
     return {"function": place, "text_sha256": text_of(function), UNNAMED: True}
+
+
+# --- What functions keep between calls: videos of a batch take turns at them
+def generators() -> str:
+    """Return where the random generators stand that all code shares: torch's, numpy's and Python's."""
+    states = [torch.get_rng_state().numpy().tobytes(), np.random.get_state(), random.getstate()]
+    if torch.cuda.is_initialized():
+        states += [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+def state_of(function: Any) -> list[Any]:
+    """Return what a function or an object keeps: the variables that it reads, to be compared later."""
+    # 1. The variables: of the function, and of the object that it belongs to
+    while isinstance(function, Named | functools.partial):
+        function = function.func if isinstance(function, functools.partial) else function.function
+    waiting = deque([getattr(function, "__self__", function)])
+    code = getattr(function, "__func__", function)
+    if inspect.isfunction(code):
+        read = inspect.getclosurevars(code)
+        waiting += [*read.nonlocals.values(), *read.globals.values()]
+    # 2. What changes where one is changed in place, breadth first
+    state, visited = list[Any](), set[int]()
+    while waiting and len(state) < MOST_VALUES:
+        value = waiting.popleft()
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            state.append(value)
+        elif id(value) not in visited:
+            visited.add(id(value))
+            state += [id(value), _version(value)]
+            waiting += _parts(value)
+    return state
+
+
+def _version(value: Any) -> Any:
+    """Return what changes with the numbers of an array, or with the place of a generator."""
+    if isinstance(value, torch.Tensor):
+        return value._version
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.ndarray):
+        return hashlib.sha256(value.tobytes()).hexdigest()
+    return None
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the values of a container or of a user's object."""
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [*value]
+    is_code = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
+    if is_code or type(value).__module__.partition(".")[0] in OURS:
+        return []
+    return [*getattr(value, "__dict__", {}).values()]
 
 
 def identity_of_class(kind: type) -> dict[str, Any]:

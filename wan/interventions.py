@@ -39,7 +39,7 @@ from wan.attention import Call
 from wan.config import RunConfig
 from wan.errors import ConfigError, as_tuple, check_fields, from_values, in_context, require_known, short_repr
 from wan.files import MAX_SIZE, read_yaml
-from wan.identity import OURS, identity_of, identity_of_class
+from wan.identity import OURS, generators, identity_of, identity_of_class, state_of
 from wan.keys import (
     MIXED,
     ROPE_THETA,
@@ -69,6 +69,7 @@ from wan.sites import (
     check_sites,
     observed,
     watched,
+    watchers,
 )
 
 MAX_BIAS = 65504.0  # the largest number of float16
@@ -994,6 +995,31 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
     for edit, *counts in zip(active.edits, active.changed, active.reached, strict=True):
         if not any(counts):
             warnings.warn(f"no call was edited by: {edit}", stacklevel=4)
+
+
+@contextmanager
+def in_turns(batch: int) -> Iterator[None]:
+    """Warn where a user's function keeps something between calls, at which videos of a batch take turns.
+
+    A single video has what it keeps for itself: the batch would be other videos.
+    """
+    functions = dict[int, Any]()
+    for watcher in watchers() if batch > 1 else ():
+        custom = [edit for edit in watcher.edits if isinstance(edit, Custom)]
+        functions |= {id(edit.function): edit.function for edit in custom}
+        reduce = getattr(watcher, "reduce", None)
+        if reduce is not None:
+            functions[id(reduce)] = reduce
+    before = {key: state_of(function) for key, function in functions.items()}
+    drawn = generators() if functions else ""
+    yield
+    for key, function in functions.items():
+        if state_of(function) != before[key] or drawn != generators():
+            warnings.warn(
+                f"{identity_of(function)['function']} keeps something between its calls, or draws random "
+                "numbers, and videos of a batch take turns at it: generate them one by one",
+                stacklevel=2,
+            )
 
 
 # --- What edits need of an unedited run: the mean output per frame, and its size

@@ -36,7 +36,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from experiments.caches.files import ONLY, CacheError, replacing, require_held, require_suffix
+from experiments.caches.files import (
+    ONLY,
+    CacheError,
+    replacing,
+    require_held,
+    require_suffix,
+    settings_and_text,
+)
 from wan.errors import (
     as_numbers,
     library_reads,
@@ -55,8 +62,8 @@ CHOSEN = ("layers", "blocks", "steps", "frames", "heads")  # numbers that a capt
 LATENTS, OF_1_0 = "latents.safetensors", "activations.json"
 NEW = ".new"  # ends the folder of a run that replaces an earlier one once it is complete
 RUN_NAME = re.compile(rf"[0-9a-f]{{32}}_seed-?\d+({re.escape(NEW)})?")
-SETTINGS = 20  # digits of a fingerprint with ONLY that are of a run's settings; the others are of a text
-NO_TEXT = "f" * 12
+SETTINGS = 16  # digits of a fingerprint with ONLY that are of a run's settings; 8 of a text follow
+NO_TEXT = "f" * 8
 OF_A_MODEL: tuple[str, ...] = ("model", "weights", "weights_file", "weights_sha256", "quantised", "dtype")
 OF_A_MODEL += ("num_heads", "head_dim", "frame_seq_length")
 IN_ORDER = "rows come in the order of the run"
@@ -571,7 +578,10 @@ class ActivationStore:
                     return run
         else:
             # 2. A run with a function that has none replaces one of the same settings and text
-            has_text = not fingerprint.endswith(NO_TEXT) and reduce.get("text_sha256", "") is not None
+            has_text = (
+                not settings_and_text(fingerprint).endswith(NO_TEXT)
+                and reduce.get("text_sha256", "") is not None
+            )
             for run in self._stored(f"{fingerprint[:SETTINGS]}*_seed{facts['seed']}*"):
                 if not has_text or run.about["fingerprint"] != fingerprint:
                     raise CacheError(

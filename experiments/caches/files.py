@@ -27,6 +27,7 @@ from wan.files import UnreadableError, load_tensors
 PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 REMEDY = "choose another --output_dir"
 ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be equal to
+NO_RESULT = "00000000"  # ends it while the run has not come to its end
 
 
 class CacheError(UserError, ValueError):
@@ -194,6 +195,13 @@ def require_same(path: str | Path, found: object, wanted: str, remedy: str) -> N
             remedy = f"give your function a name, named(...), and {remedy}"
             said = f"{said} (a function without a name, so that no run equals another)"
         raise CacheError(f"{path} belongs to another run or code: it has {said}, not {wanted}; {remedy}")
+
+
+def settings_and_text(fingerprint: str) -> str:
+    """Return the digits of a fingerprint that are known before its run: all, where no function is unnamed."""
+    if fingerprint.startswith(ONLY):
+        return fingerprint[: -len(NO_RESULT)]
+    return fingerprint
 
 
 def peek(path: str | Path) -> dict[str, Any]:

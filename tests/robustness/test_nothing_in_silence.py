@@ -11,7 +11,7 @@ from helpers.refusals import refused
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from experiments import ActivationStore, capture, gradients, load, x0_lens
+from experiments import ActivationStore, at, capture, gradients, intervene, load, x0_lens
 from experiments.caches import activations, load_cache
 from experiments.caches.activations import Activations, Place, save_activations
 from experiments.caches.files import CacheError
@@ -21,6 +21,7 @@ from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
 PROMPT = "a red circle"
+SCALE = torch.full((1,), 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +247,66 @@ def test_a_new_run_that_a_kill_left_beside_the_earlier_one_takes_its_place(sessi
         captured(session, "z", reduce=mean, stream_to=tmp_path)
     assert [folder.name for folder in tmp_path.iterdir()] == [run.path.name]
     assert len(ActivationStore(tmp_path).runs) == 1
+
+
+# --- Own functions: what is kept between calls, and random numbers
+def noisy(z):
+    return z + 0.1 * torch.randn_like(z)
+
+
+class Counts:
+    """Keep a count between calls."""
+
+    def __init__(self):
+        self.count = 0
+
+    def apply(self, z):
+        self.count += 1
+        return z * self.count
+
+
+def counting():
+    calls = []
+    return lambda z: z * (calls.append(1) or len(calls))
+
+
+def drawing():
+    own = torch.Generator().manual_seed(0)
+    return lambda z: z + torch.randn(z.shape, generator=own)
+
+
+def test_an_unnamed_function_that_draws_gives_each_run_an_identity(session):
+    def identities(function):
+        with intervene(at("z"), function):
+            runs = [session.generate(PROMPT, seed=1) for _ in range(2)]
+        return [run.common["fingerprint"] for run in runs], [run.latents for run in runs]
+
+    names, latents = identities(noisy)
+    assert not torch.equal(*latents) and names[0] != names[1]
+    names, latents = identities(lambda z: 2 * z)  # nothing but its own input
+    assert torch.equal(*latents) and names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: noisy, Counts, counting, drawing], ids=["random", "object", "list", "generator"]
+)
+@pytest.mark.parametrize("is_reduce", [False, True], ids=["edit", "reduce"])
+def test_videos_of_a_batch_that_take_turns_at_a_function_are_warned_of(session, make, is_reduce):
+    function = make()
+    if is_reduce:
+        context = capture(session, "z", reduce=getattr(function, "apply", function))
+    else:
+        context = intervene(at("z"), function)
+    with context:
+        with warnings.catch_warnings(action="error"):
+            session.generate(PROMPT, seed=1)
+        with pytest.warns(UserWarning, match="take turns at it: generate them one by one"):
+            session.generate(PROMPT, seeds=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "function", [lambda z: z * SCALE, lambda z: z * torch.ones(1)], ids=["reads", "makes"]
+)
+def test_functions_that_keep_nothing_are_not_warned_of(session, function):
+    with warnings.catch_warnings(action="error"), intervene(at("z"), function):
+        session.generate(PROMPT, seeds=[1, 2])

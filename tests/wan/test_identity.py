@@ -8,7 +8,7 @@ import torch
 
 from experiments import named
 from experiments.caches.files import ONLY, CacheError, require_same
-from experiments.provenance import fingerprint, record_of
+from experiments.provenance import fingerprint, record_of, with_result
 from wan.errors import ConfigError
 from wan.identity import UNNAMED, identity_of, identity_of_class, text_of
 from wan.interventions import Knockout, at
@@ -67,11 +67,15 @@ def test_a_run_of_an_unnamed_function_equals_no_other_and_says_settings_and_text
     assert run.startswith(ONLY) and len(run) == 32 and identity_of(halve)[UNNAMED]
     with pytest.raises(CacheError, match=r"named\(\.\.\.\).*remove it"):
         require_same("a.pt", run, run_of(halve), "remove it")
-    # Digits 8 to 20 are of the settings and of where the function is, the others of its text
+    # Digits 8 to 16 are of the settings and of where the function is, the next of its text
     values = [{"edits": [{"function": "f", "text_sha256": text, UNNAMED: True}]} for text in ("a", "b", None)]
     runs = [fingerprint(value, seed=1) for value in values]
-    assert len({run[:20] for run in runs}) == 1 and len({run[20:] for run in runs}) == 3
-    assert runs[2].endswith("f" * 12) and fingerprint(values[0], seed=2)[:20] != runs[0][:20]
+    assert len({run[:16] for run in runs}) == 1 and len({run[16:24] for run in runs}) == 3
+    assert runs[2][16:24] == "f" * 8 and fingerprint(values[0], seed=2)[:16] != runs[0][:16]
+    # The last ones are of what came of it
+    results = [with_result(runs[0], torch.full((1,), value)) for value in (1.0, 1.0, 2.0)]
+    assert results[0] == results[1] != results[2] and {run[:24] for run in results} == {runs[0][:24]}
+    assert with_result(fingerprint({}), torch.ones(1)) == fingerprint({})
     with pytest.raises(CacheError) as error:
         require_same("a.pt", fingerprint({}), fingerprint({"a": 1}), "remove it")
     assert "name" not in str(error.value)
