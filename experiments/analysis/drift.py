@@ -132,11 +132,15 @@ def per_second(video: np.ndarray) -> dict[str, np.ndarray]:
 def summaries(video: np.ndarray) -> dict[str, float]:
     """Compute every measure of SUMMARIES of a video uint8 [T, H, W, 3]."""
     require_pixels(video)
-    found = {"sharpness_change": sharpness_change(video)}
-    for of_frames in (clipped, flicker):
-        first, last = ends(of_frames(video))
-        found[f"{of_frames.__name__}_change"] = last - first
-    return found | {"largest_drop": largest_drop(distance(video)), "non_repetition": non_repetition(video)}
+    first_clipped, last_clipped = ends(clipped(video))
+    first_flicker, last_flicker = ends(flicker(video))
+    return {
+        "sharpness_change": sharpness_change(video),
+        "clipped_change": last_clipped - first_clipped,
+        "flicker_change": last_flicker - first_flicker,
+        "largest_drop": largest_drop(distance(video)),
+        "non_repetition": non_repetition(video),
+    }
 
 
 def require_pixels(video: np.ndarray) -> None:
@@ -165,12 +169,13 @@ def sharpness_change(video: np.ndarray) -> float:
 
 def sharpness(video: np.ndarray) -> np.ndarray:
     """Variance of the Laplacian of luma -> [T]."""
-    found = []
+    variances = []
     for start in range(0, len(video), FPS):  # a long video would not fit as floats
         grey = luma(video[start : start + FPS])
         around = grey[:, :-2, 1:-1] + grey[:, 2:, 1:-1] + grey[:, 1:-1, :-2] + grey[:, 1:-1, 2:]
-        found.append((around - 4 * grey[:, 1:-1, 1:-1]).var((1, 2)))
-    return np.concatenate(found)
+        laplacian = around - 4 * grey[:, 1:-1, 1:-1]
+        variances.append(laplacian.var((1, 2)))
+    return np.concatenate(variances)
 
 
 def clipped(video: np.ndarray) -> np.ndarray:

@@ -151,13 +151,23 @@ def word_maps(
     if not blocks or typed.words is None:
         return None
     n, p, h = _indices(typed, layer, step, head)
+    # 1. Maps of tokens, [frames, rows, columns, tokens].
+    frames, rows = [], []
+    for block in blocks:
+        assert block.word_map is not None
+        frames += block.query_frames
+        rows.append(block.word_map[n, p, h].float().numpy())
+    grids = np.concatenate(rows)
+    grids = grids.reshape(-1, typed.rows, typed.columns, grids.shape[-1])
+    # 2. The tokens of a word are summed; a word that comes twice has its number.
     words, word_of_token = words_of(typed.words)
-    # A word that comes twice has its number
-    names = [f"{word} ({n})" if words.index(word) < n else word for n, word in enumerate(words)]
-    frames = [frame for block in blocks for frame in block.query_frames]
-    rows = [block.word_map[n, p, h].float().numpy() for block in blocks if block.word_map is not None]
-    grids = np.concatenate(rows).reshape(-1, typed.rows, typed.columns, len(word_of_token))
-    return frames, {name: grids[..., word_of_token == i].sum(-1) for i, name in enumerate(names)}
+    maps = {}
+    for number, word in enumerate(words):
+        name = word
+        if words.index(word) < number:
+            name = f"{word} ({number})"
+        maps[name] = grids[..., word_of_token == number].sum(-1)
+    return frames, maps
 
 
 def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:
@@ -173,16 +183,14 @@ def _indices(
     cache: MapsCache, layer: int, step: int | None, head: int, *more: tuple[str, object, Collection]
 ) -> list[int]:
     """Return where more things, a layer, a pass and a head are; CacheError for one that is absent."""
-    found = []
-    for name, wanted, there in (
-        *more,
-        ("layer", layer, cache.layers),
-        ("pass", cache.pass_steps[0] if step is None else step, cache.pass_steps),
-        ("head", head, cache.heads),
-    ):
-        require_held(name, wanted, there)
-        found.append(list(there).index(wanted))
-    return found
+    if step is None:
+        step = cache.pass_steps[0]
+    axes = [("layer", layer, cache.layers), ("pass", step, cache.pass_steps), ("head", head, cache.heads)]
+    indices = []
+    for name, number, numbers in (*more, *axes):
+        require_held(name, number, numbers)
+        indices.append(list(numbers).index(number))
+    return indices
 
 
 def heads_to_show(
@@ -198,13 +206,20 @@ def heads_to_show(
         return [(int(layer), int(head)) for layer, head in wanted], "heads as asked for"
     if wanted != "effect":
         raise CacheError(f'HEADS must be "effect" or a list of (layer, head), not {short_repr(wanted)}')
-    there = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
+    heads = [(layer, head) for layer in cache["layers"] for head in cache["heads"]]
+    scores = []
     if effects is not None:
-        scores = [float(effects[layer][head]) if layer in effects else -np.inf for layer, head in there]
-        said = "heads with the largest direct effect"
+        why = "heads with the largest direct effect"
+        for layer, head in heads:
+            score = -np.inf
+            if layer in effects:
+                score = float(effects[layer][head])
+            scores.append(score)
     else:
-        said = "no causal atlas is there: heads that read one patch of the past most"
-        maps = [open_map(cache, layer, head, step, query) for layer, head in there]
-        scores = [float(np.nan_to_num(one.values[: one.query_frames[0]]).max(initial=0)) for one in maps]
-    order = sorted(range(len(there)), key=lambda n: -scores[n])
-    return [there[n] for n in order[:count]], said
+        why = "no causal atlas is there: heads that read one patch of the past most"
+        for layer, head in heads:
+            seen = open_map(cache, layer, head, step, query)
+            past = np.nan_to_num(seen.values[: seen.query_frames[0]])
+            scores.append(float(past.max(initial=0)))
+    order = sorted(range(len(heads)), key=lambda n: -scores[n])
+    return [heads[n] for n in order[:count]], why

@@ -282,15 +282,19 @@ def label_places(
 
     Averages (μ), which stand together, have one label.
     """
-    labels = [str(label) for label in labels]
-    places = range(len(labels)) if places is None else places
-    names = {float(place): label for place, label in zip(places, labels, strict=True)}
-    averages = [place for place, label in names.items() if label.startswith("μ")]
+    names = [str(label) for label in labels]
+    if places is None:
+        places = range(len(names))
+    label_of_place, averages = dict[float, str](), []
+    for place, name in zip(places, names, strict=True):
+        if name.startswith("μ"):
+            averages.append(float(place))
+        else:
+            label_of_place[float(place)] = name
     if averages:
-        names = {place: label for place, label in names.items() if place not in averages}
-        names[float(np.mean(averages))] = "μ"
-    axis.set_major_locator(PlacesWithRoom(names, points))
-    axis.set_major_formatter(FuncFormatter(lambda place, _: names.get(float(place), "")))
+        label_of_place[float(np.mean(averages))] = "μ"
+    axis.set_major_locator(PlacesWithRoom(label_of_place, points))
+    axis.set_major_formatter(FuncFormatter(lambda place, _: label_of_place.get(float(place), "")))
     axis.set_tick_params(labelsize=points)
 
 

@@ -49,7 +49,9 @@ class Miniature:
     def __init__(self, config: RunConfig):
         self.config = config
         self.device = choose_device(config.device)
-        self.batch = GPU_BATCH if self.device.type == "cuda" else CPU_BATCH
+        self.batch = CPU_BATCH
+        if self.device.type == "cuda":
+            self.batch = GPU_BATCH
         self.sizes = checkpoint.read_model_config(config.ckpt_dir)
         self.vae = VAE.from_pretrained(config.ckpt_dir, device=self.device)
         self.encoder = TextEncoder.from_pretrained(
@@ -88,9 +90,12 @@ class Miniature:
         """Yield captions with the noise that a script would draw for each."""
         for i in range(0, len(captions), self.batch):
             prompts = captions[i : i + self.batch]
-            seeded = (replace(config, seed=i + n) for n in range(len(prompts)))
-            drawn = (draw_noise(one, self.sizes, torch.float32, self.device) for one in seeded)
-            noise, renoise = zip(*drawn, strict=True)
+            noise, renoise = [], []
+            for seed in range(i, i + len(prompts)):
+                of_seed = replace(config, seed=seed)
+                drawn = draw_noise(of_seed, self.sizes, torch.float32, self.device)
+                noise.append(drawn[0])
+                renoise.append(drawn[1])
             with threads_for(noise[0], self.sizes):
                 yield prompts, torch.cat(noise), torch.cat(renoise, 1)
 
@@ -144,10 +149,17 @@ def evaluate(
 def weight_hashes(config: RunConfig) -> dict[str, str]:
     """Return path below the model's folder, or its whole path elsewhere -> SHA-256 of what is evaluated."""
     folder = Path(config.ckpt_dir)
-    named = [Path(file) for file in (config.checkpoint_path, *(each.path for each in config.loras)) if file]
-    files = {path: path for path in (*sorted(folder.glob("*/*.safetensors")), *named)}
-    inside = {path: path.relative_to(folder) for path in files if path.is_relative_to(folder)}
-    return {name.as_posix(): checkpoint.file_sha256(path).result() for path, name in (files | inside).items()}
+    paths = sorted(folder.glob("*/*.safetensors"))
+    if config.checkpoint_path:
+        paths.append(Path(config.checkpoint_path))
+    paths += [Path(lora.path) for lora in config.loras]
+    hashes = {}
+    for path in dict.fromkeys(paths):
+        name = path
+        if path.is_relative_to(folder):
+            name = path.relative_to(folder)
+        hashes[name.as_posix()] = checkpoint.file_sha256(path).result()
+    return hashes
 
 
 def hashes() -> dict[str, str]:
@@ -156,36 +168,44 @@ def hashes() -> dict[str, str]:
     The tracker's is of its answers to one rendered scene of each set and of a centre for every second, to
     the hundredth of a side: the same on every CPU, whatever the code looks like.
     """
-    found, seen = {}, []
+    of_scenes, answers = {}, []
     for name, kinds in SETS.items():
         scenes = held_out_scenes(kinds, FROZEN_SCENES)
-        listed = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
-        found[f"scenes, {name}"] = sha256(listed.encode()).hexdigest()
+        text = "\n".join(f"{scene.caption}: {scene}" for scene in scenes)
+        of_scenes[f"scenes, {name}"] = sha256(text.encode()).hexdigest()
         [video] = render_videos(scenes[:1], FRAMES)
         centres = track(video, in_sight(scenes[0], SIDE)).centre[::FPS]
-        seen.append([judge(video, scenes[0]), [[round(x, 2) for x in at] for at in centres.tolist()]])
-    return {"tracker": sha256(json.dumps(seen).encode()).hexdigest()} | found
+        rounded = [[round(x, 2) for x in centre] for centre in centres.tolist()]
+        answers.append([judge(video, scenes[0]), rounded])
+    return {"tracker": sha256(json.dumps(answers).encode()).hexdigest()} | of_scenes
 
 
 def shares(answers: Answers) -> dict[str, float]:
     """Return the share of videos that answer yes, of those asked, by question."""
-    asked = {q: [one[q] for one in answers if q in one] for q in dict.fromkeys(chain(*answers))}
-    return {q: round(sum(said) / len(said), 3) for q, said in asked.items()}
+    of_questions = {}
+    for question in dict.fromkeys(chain(*answers)):
+        values = [of_video[question] for of_video in answers if question in of_video]
+        of_questions[question] = round(sum(values) / len(values), 3)
+    return of_questions
 
 
 def intervals(answers: Answers, captions: Sequence[str]) -> dict[str, list[float]]:
     """Return the 95 % interval of each share, by question, from resampling captions with all their videos."""
-    found, number = {}, {caption: n for n, caption in enumerate(dict.fromkeys(captions))}
-    for q in shares(answers):
-        counts = np.zeros((len(number), 2))  # videos of each caption that say yes, and that are asked
-        for caption, one in zip(captions, answers, strict=True):
-            if q in one:
-                counts[number[caption]] += one[q], 1
-        # Captions are resampled with all their videos: videos of one caption are no independent draws.
+    of_questions = {}
+    row_of_caption = {caption: row for row, caption in enumerate(dict.fromkeys(captions))}
+    for question in shares(answers):
+        # 1. For each caption, how many videos say yes, and how many are asked.
+        counts = np.zeros((len(row_of_caption), 2))
+        for caption, of_video in zip(captions, answers, strict=True):
+            if question in of_video:
+                counts[row_of_caption[caption]] += of_video[question], 1
         counts = counts[counts[:, 1] > 0]
-        drawn = counts[np.random.default_rng(0).integers(len(counts), size=(DRAWS, len(counts)))].sum(1)
-        found[q] = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975)).round(3).tolist()
-    return found
+        # 2. Captions are resampled with all their videos: videos of one caption are no independent draws.
+        rows = np.random.default_rng(0).integers(len(counts), size=(DRAWS, len(counts)))
+        drawn = counts[rows].sum(1)
+        quantiles = np.quantile(drawn[:, 0] / drawn[:, 1], (0.025, 0.975))
+        of_questions[question] = quantiles.round(3).tolist()
+    return of_questions
 
 
 def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: EvalPool) -> dict:
@@ -202,8 +222,8 @@ def caption_set(mini: Miniature, name: str, count: int, parts: Parts, pool: Eval
     # Answers of single videos, for the models alone: the other sources have no seed
     return {
         "count": count,
-        "shares": {source: shares(each) for source, each in answers.items()},
-        "intervals": {source: intervals(each, prompts) for source, each in answers.items()},
+        "shares": {source: shares(of_videos) for source, of_videos in answers.items()},
+        "intervals": {source: intervals(of_videos, prompts) for source, of_videos in answers.items()},
         "each": [
             {"caption": prompt, "seed": i} | {model: answers[model][i] for model in ("causal", "base")}
             for i, prompt in enumerate(prompts)
@@ -237,10 +257,14 @@ def receptive_field(config: Mapping) -> int:
 
     Read off the gradient of a decoder of the same layers with as few channels as it can have.
     """
-    layers = ("num_res_blocks", "temperal_downsample", "dim_mult")
-    sizes = {name: config[name] for name in layers if name in config}
+    # 1. A decoder of the same layers, of one channel multiple.
+    names = ("num_res_blocks", "temperal_downsample", "dim_mult")
+    sizes = {name: config[name] for name in names if name in config}
     sizes["dim_mult"] = [1] * len(sizes["dim_mult"])
     small = AutoencoderKLWan(base_dim=4, decoder_base_dim=4, z_dim=2, **sizes).double()
-    z = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(1, 2, 64, 1, 1).requires_grad_()
-    [gradient] = torch.autograd.grad(decode(small, z)[:, :, -1].square().sum(), z)
-    return 1 + 4 * (int((gradient.abs().sum((0, 1, 3, 4)) > 0).sum()) - 1)
+    # 2. Which of 64 latent frames change the last frame of the video.
+    latents = torch.linspace(-1, 1, 128, dtype=torch.float64).sin().view(1, 2, 64, 1, 1).requires_grad_()
+    last_frame = decode(small, latents)[:, :, -1]
+    [gradient] = torch.autograd.grad(last_frame.square().sum(), latents)
+    latent_frames = int((gradient.abs().sum((0, 1, 3, 4)) > 0).sum())
+    return 1 + 4 * (latent_frames - 1)

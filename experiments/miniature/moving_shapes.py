@@ -321,7 +321,8 @@ def scene_table(scenes: list[Scene]) -> Tensor:
     # Scenes with fewer layers get invisible ones: outline 0, a circle, of a negative radius.
     nothing = torch.tensor((0.5, 0.5, 0, 0, -1, 0, 0, 0, 0))
     most = max(map(len, tables))
-    return torch.stack([torch.cat([rows, nothing.expand(most - len(rows), -1)]) for rows in tables])
+    padded = [torch.cat([rows, nothing.expand(most - len(rows), -1)]) for rows in tables]
+    return torch.stack(padded)
 
 
 def render_table(table: Tensor, frames: int, size: int) -> Tensor:
