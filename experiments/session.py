@@ -130,7 +130,8 @@ def load(
     else:
         config = find_config(source, given)
     if size is not None:
-        config = replace(config, **latent_sides(size, config.pixels_per_latent))
+        sides = latent_sides(size, config.pixels_per_latent)
+        config = replace(config, height=sides["height"], width=sides["width"])
     session = Session(config)
     session.preview = session.read_vae("auto", str(preview)) if preview else None
     return session

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.analysis.stats import bootstrap, sign_flip_p
+from experiments.caches.files import Record
 from wan.errors import ConfigError
 
 # --- Optical flow of two frames by polynomial expansion (Farnebäck, SCIA 2003)
@@ -281,7 +282,7 @@ def policy_rows(videos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     prompts = list(dict.fromkeys(video["prompt"] for video in videos))
     first_label, first = "", np.empty(0)
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     for label in dict.fromkeys(video["label"] for video in videos):
         by_prompt: dict[str, list[dict[str, float]]] = {prompt: [] for prompt in prompts}
         for video in videos:
@@ -292,7 +293,7 @@ def policy_rows(videos: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             name: np.array([np.mean([seed[name] for seed in seeds]) for seeds in by_prompt.values()])
             for name in measures
         }
-        row: dict[str, Any] = {"policy": label}
+        row: Record = {"policy": label}
         row |= {name: str(bootstrap(of_prompts)) for name, of_prompts in values.items()}
         primary = values[measures[0]]
         if not rows:

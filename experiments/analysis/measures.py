@@ -24,7 +24,7 @@ from experiments.analysis.first_frame import (
 )
 from experiments.analysis.panels import ALL_QUERIES, HeadMap, HeadPanel, rows_of
 from experiments.analysis.stats import RESOLUTION, mean_without_nan, varying
-from experiments.caches.files import CacheError
+from experiments.caches.files import CacheError, Record
 from experiments.caches.formats import as_cache
 from experiments.caches.view import Profiles, open_profiles
 
@@ -57,7 +57,7 @@ class HeadStatistics(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         """A row per head of statistics [H]; the last column marks those that earlier work called sinks."""
         names = ("first", "middle", "last", "first − middle", "first / middle", "first − last", "max at")
-        columns: dict[str, Any] = {"head": range(len(self.first)), **dict(zip(names, self, strict=False))}
+        columns: Record = {"head": range(len(self.first)), **dict(zip(names, self, strict=False))}
         columns |= {"(max − min) / |mean|": self.spread, "sink": ["×" * int(c) for c in self.called_sinks]}
         return rows_of(columns)
 
@@ -253,7 +253,7 @@ def measure_rows(maps: Sequence[HeadMap]) -> list[dict[str, Any]]:
     """A row per map: mean, median, range, heads that have it and heads above 2; or why it is absent."""
     rows = []
     for m in maps:
-        row: dict[str, Any] = {"measure": m.name, "unit": m.unit}
+        row: Record = {"measure": m.name, "unit": m.unit}
         v = np.empty(0) if m.values is None else m.values[np.isfinite(m.values)]
         if v.size:
             row |= {"mean": v.mean(), "median": np.median(v), "min": v.min(), "max": v.max(), "heads": v.size}
@@ -270,7 +270,7 @@ def finding_rows(view: Profiles, panels: Sequence[HeadPanel]) -> list[dict[str, 
     if view.quantity != LOGIT or not view.context_frames:
         return []
     measures = {m.title: m.values for m in measure_heads(view, None) if m.values is not None}
-    rows: list[dict[str, Any]] = []
+    rows: list[Record] = []
     # 1. The heads that are shown.
     for panel in panels:
         layer = view.layers.index(panel.layer)

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.analysis.first_frame import NO_CONTEXT, NO_LOGITS, NO_MASS, context_sign_rate
 from experiments.analysis.panels import ALL_QUERIES, LabelMap
+from experiments.caches.files import Record
 from experiments.caches.view import Profiles
 from wan.errors import ConfigError, check_fields, from_values, in_context
 from wan.files import Count, Frames, Share, read_yaml
@@ -132,7 +133,7 @@ def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
     for ours, theirs in zip(maps[::2], maps[1::2], strict=True):
         reasons = [reason for reason in (ours.missing_reason, theirs.missing_reason) if reason]
         for label, name in ours.names.items():
-            row: dict[str, Any] = {"label": name, "heads": None}
+            row: Record = {"label": name, "heads": None}
             if ours.labels is not None:
                 heads = ours.labels == label
                 row["heads"] = heads.sum()

@@ -31,7 +31,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from scipy.stats import quantile_test
 from torch import Tensor, nn
 
-from experiments.caches.files import require_writable, save_report
+from experiments.caches.files import Record, require_writable, save_report
 from experiments.configs import policy_settings
 from experiments.extraction import video
 from experiments.provenance import choose_device, choose_dtype, environment
@@ -70,7 +70,7 @@ class Row:
     name: str
     measured: str
     seconds: Callable[[], float]
-    facts: Callable[[], dict[str, Any]] = dict
+    facts: Callable[[], Record] = dict
     optional: bool = False  # of another's package: an error makes it absent
 
 
@@ -355,7 +355,7 @@ def differentiated(
     model: CausalWanModel, block: int, to: str | None = None, recompute: bool = False
 ) -> Iterator[None]:
     """Compute gradients of a block's first pass at z and resid_post of all layers."""
-    chosen: dict[str, Any] = {"blocks": [block], "steps": [0], "to": to}
+    chosen: Record = {"blocks": [block], "steps": [0], "to": to}
     recorder = Gradients(("z", "resid_post"), metric=lambda x0: x0.float().square().mean(), **chosen)
     recomputed = recorder.recomputed(model) if recompute else nullcontext()
     with watched(recorder), recomputed:

@@ -30,6 +30,9 @@ ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be
 NO_RESULT = "00000000"  # ends it while the run has not come to its end
 
 
+Record = dict[str, Any]  # values by name: a cache, a row of a table, a report
+
+
 class CacheError(UserError, ValueError):
     """A cache or an output that cannot be read or written; one line that says what to do."""
 

@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf, base, nodes
 from torch import Tensor
 
+from experiments.caches.files import Record
 from wan.blocks import block_frames, block_sizes
 from wan.keys import later_block
 
@@ -28,7 +29,7 @@ ALLOWED = [
     *[(part, f"numpy._core.multiarray.{name}") for name, part in NUMPY_PARTS.items()],
 ]  # fmt: skip
 
-FIRST_PASS: dict[str, Any] = {"step": 0, "timestep": 1000.0, "is_clean_pass": False}
+FIRST_PASS: Record = {"step": 0, "timestep": 1000.0, "is_clean_pass": False}
 UNKNOWN_PASS = dict.fromkeys(FIRST_PASS)
 UNRECORDED = {"prompt": "", "model": "unknown", "weights": "unknown", "num_frame_per_block": 3}
 UNRECORDED |= dict.fromkeys(("seed", "weights_file", "weights_sha256"))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.caches.files import RunError
+from experiments.caches.files import Record, RunError
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
     assemble,
@@ -260,7 +260,7 @@ def atlas_cache(run: Run) -> dict[str, Any]:
     """Return everything a rollout's frame-level figures need, [layers, passes, H, F, F] and the like."""
     layers, steps, quantities = run.layers, range(len(run.pass_timesteps)), run.quantities
     # 1. What every atlas has.
-    atlas: dict[str, Any] = {
+    atlas: Record = {
         **run.common,
         "format": "atlas",
         "is_logits": True,
@@ -349,7 +349,7 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
     ]
     num_slots = max(len(call["slot_frame"]) for call in every_call)
     of_blocks = {layer: run.captured("frame_logits", layer, steps[0]) for layer in layers}
-    fields: dict[str, Any] = {"schema_version": 2}
+    fields: Record = {"schema_version": 2}
     for name, absent in (("slot_frame", NO_KEY), ("slot_position", NO_KEY), ("slot_tokens", 0)):
         rows = []
         for layer in layers:
@@ -550,7 +550,7 @@ def maps_cache(
     if heads is None:
         heads = range(run.common["num_heads"])
     tags = [run.pass_tag(step) for step in steps]
-    fields: dict[str, Any] = {
+    fields: Record = {
         "format": "maps",
         "is_logits": True,
         "layers": list(layers),
@@ -575,7 +575,7 @@ def _block_maps(
     def call_of(name: str, layer: int, step: int) -> CapturedCall:
         return next(call for call in run.captured(name, layer, step) if call["block"] == block)
 
-    entry: dict[str, Any] = {"block": block}
+    entry: Record = {"block": block}
     # 1. What each query sees of every key token.
     if "map_mass" in run.quantities:
         first = call_of("map_mass", layers[0], steps[0])
@@ -645,7 +645,7 @@ def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, A
         raise RunError(f"none of the steps was reached for {branch}")
     # An atlas has one branch of guidance; a layer cache has both
     of_branch, layers = run.of_branch(branch), list(range(run.num_layers))
-    fields: dict[str, Any] = {
+    fields: Record = {
         "format": "atlas",
         "is_logits": True,
         "branch": branch,

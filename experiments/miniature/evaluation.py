@@ -18,7 +18,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from experiments.caches.files import save_report
+from experiments.caches.files import Record, save_report
 from experiments.miniature.judges import EvalPool, workers_of
 from experiments.miniature.moving_shapes import FPS, FRAMES, SETS, SIDE, held_out_scenes, render_videos
 from experiments.miniature.tracking import in_sight, judge, track
@@ -106,7 +106,7 @@ class Parts:
     def __init__(self, path: Path, settings: dict):
         self.path = path
         self.key = sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        self.done: dict[str, Any] = {}
+        self.done: Record = {}
         with suppress(ConfigError):  # not there, or damaged
             report = read_json(path)
             if report.get("key") == self.key:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import claimed
+from experiments.caches.files import Record, claimed
 from experiments.caches.store import save_cache
 from experiments.edits import MeanRuns, reference_means
 from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
@@ -270,7 +270,7 @@ class Study:
         # 3. Keep an item a run; the norm of z is a covariate of the effects.
         norms = [x for (key, _), x in runs.outputs.norms.items() if key[:2] == ("self", layer)]
         for row, config in enumerate(piece.configs):
-            values: dict[str, Any] = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
+            values: Record = {"prompt": config.prompt, "seed": config.seed, "layer": layer}
             values |= {"floor": floor[row].tolist(), "between_seeds": runs.between_seeds[row].tolist()}
             for kind in dict.fromkeys(kind for kind, _ in effects):
                 values[kind] = [effects[kind, unit][row].tolist() for unit in self.units]  # [U, F]
@@ -285,7 +285,7 @@ class Study:
         edit = self.edit
         of_frames = isinstance(edit, (KeySelection, Move)) and edit.frames not in (("past",), ("own",))
         for unit in self.units:
-            fields: dict[str, Any] = {}
+            fields: Record = {}
             if layer is not None:
                 fields["layers"] = (layer,)
             if self.each == "site":

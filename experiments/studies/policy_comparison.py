@@ -25,7 +25,7 @@ from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
 from experiments.caches.blocks import BlockCapture
-from experiments.caches.files import claimed, require_writable, save_report
+from experiments.caches.files import Record, claimed, require_writable, save_report
 from experiments.caches.mp4 import mp4_tag, require_ffmpeg, write_mp4
 from experiments.configs import policy_settings
 from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
@@ -60,7 +60,7 @@ DIGITS = 5  # that are kept of a number
 PROMPT_BYTES = 180  # of a prompt that names a file
 TABLE = "comparison.json"
 GPU_BATCH, CPU_BATCH = 64, 8
-NO_WINDOW: dict[str, Any] = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
+NO_WINDOW: Record = {"local_attn_size": -1, "sink_size": 0}  # the policy has its own
 
 # --- The list of policies that --policies names: published settings, and the plain window they came from
 FULL = "full"
@@ -85,7 +85,7 @@ def read_policies(words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     Raises ConfigError for what is no policy.
     """
-    policies: dict[str, dict[str, Any]] = {}
+    policies: dict[str, Record] = {}
     for word in words:
         for label in FAMILY if word == "family" else (word,):
             policies[label] = policy_settings(label)
@@ -118,7 +118,7 @@ def measure(
             return None
         return float(f"{value:.{DIGITS}g}")
 
-    measures: dict[str, Any] = {
+    measures: Record = {
         "seconds": {name: [short(x) for x in values] for name, values in drift.per_second(pixels).items()},
         "whole": {name: short(value) for name, value in drift.summaries(pixels).items()},
     }
@@ -136,7 +136,7 @@ class Item:
     """One video: a policy or a control by its label, with its settings, and the run's prompt and seed."""
 
     label: str
-    settings: Mapping[str, Any]
+    settings: Record
     config: RunConfig
     name: str
     mp4s: Mapping[Path, int]  # where the video is written -> the least pixels of its shorter side there
@@ -157,10 +157,10 @@ class PolicyRuns:
     """Policies, runs and the folder of the items; makes them (the Work of extraction/sweep.py)."""
 
     folder: Path
-    policies: Mapping[str, Mapping[str, Any]]  # label -> settings
+    policies: Mapping[str, Record]  # label -> settings
     runs: Sequence[RunConfig]  # of all prompts and seeds
     scenes: Mapping[str, Scene]  # prompt -> scene, for the tracker and the controls; may be empty
-    identity: Mapping[str, Any] = field(default_factory=dict)  # of all items, but for policy, prompt, seed
+    identity: Record = field(default_factory=dict)  # of all items, but for policy, prompt, seed
     batch: int = 1
     vbench: Path | None = None  # where videos are written as VBench-Long reads them
     videos: int = 0  # prompts whose first seed is written as an mp4
@@ -187,7 +187,7 @@ class PolicyRuns:
         items = []
         for label, settings in settings_of.items():
             # What an item's name depends on: settings, and the content of the policy's CSV of head classes.
-            policy: dict[str, Any] = {"policy": dict(settings), "classes": None}
+            policy: Record = {"policy": dict(settings), "classes": None}
             if settings.get("file"):
                 policy["classes"] = describe_files([str(settings["file"])])
             file, seeds = label.replace("/", "_"), Counter[str]()
@@ -316,7 +316,7 @@ class PolicyRuns:
         # 3. The cost: medians of a tenth of the blocks. The first block compiles and warms up.
         few = max(1, len(seconds) // 10)
         early = seconds[1 : 1 + few] or seconds
-        cost: dict[str, Any] = {
+        cost: Record = {
             "seconds": round(sum(seconds), 6),
             "last_block_seconds": round(float(np.median(seconds[-few:])), 6),
             "first_block_seconds": round(float(np.median(early)), 6),
@@ -435,7 +435,7 @@ def merged(comparison: PolicyRuns) -> dict[str, Any]:
     """Return all items of a comparison as one table: policies, prompts, seeds, and a row for each video."""
     results = [comparison.store.read(item.name) for item in comparison.items]
     rows = [row for row in results if row is not None and "seconds" in row]
-    costs: dict[str, Any] = {}
+    costs: Record = {}
     for row in rows:
         cost = row.pop("cost")
         if cost:  # a policy's cost is that of its first batch
