@@ -16,7 +16,7 @@ from wan import backends
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
-from wan.sites import Pass, Site, current_pass, hook_point, is_changed, observer, wanted, watchers
+from wan.sites import FrameCheck, Pass, Site, current_pass, hook_point, is_changed, observer, wanted, watchers
 
 # Of q, k, v [B, H, L, D], under a mask of its own.
 MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,6 +42,7 @@ class Call:
     mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
     around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
     around_q: tuple[int, int] = (0, 0)  # and queries
+    check: FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
     text: int | None = None  # the key of the text's first token; cross-attention has no other keys
 
     def __post_init__(self) -> None:

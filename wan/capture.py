@@ -19,6 +19,8 @@ from wan.attention import Call
 from wan.errors import ConfigError, short_repr
 from wan.keys import KeyLayout, RotaryTable, Slot, as_index, select, send, to_host, wait_for_host
 from wan.sites import (
+    Checked,
+    FrameCheck,
     Pass,
     Site,
     announced_pass,
@@ -55,6 +57,7 @@ class CapturedCall(Mapping[str, Any]):
     k_shape: tuple[int, ...]  # [B, Lk, H, D]
     layout: KeyLayout | None = None  # None for cross-attention
     item: int | None = None  # of a batch whose items keep other keys, and have calls of their own
+    check: FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
 
@@ -68,6 +71,13 @@ class CapturedCall(Mapping[str, Any]):
             values[name] = values[name][item : item + 1].clone()
         q_shape, k_shape = ((1, *shape[1:]) for shape in (self.q_shape, self.k_shape))
         return replace(self, values=values, q_shape=q_shape, k_shape=k_shape)
+
+    @property
+    def frames(self) -> Checked | None:
+        """How sure it is where frames lie: "verified", "told" or "unverified"; None for models of ours."""
+        if self.check is None:
+            return None
+        return self.check.of_call(self.site)
 
     @property
     def is_logits(self) -> bool:
@@ -87,8 +97,9 @@ class CapturedCall(Mapping[str, Any]):
             "q_shape": list(self.q_shape),
             "k_shape": list(self.k_shape),
             "is_logits": self.is_logits,
+            "frames": self.frames,
         }
-        of_pass = ("block", "step", "timestep", "is_clean_pass", "branch", "model")
+        of_pass = ("block", "step", "evaluation", "timestep", "is_clean_pass", "branch", "model")
         facts |= dict.fromkeys((*of_pass, "query_frames")) | {"frame_timesteps": {}}
         if self.at is not None:
             facts |= {name: getattr(self.at, name) for name in of_pass}
@@ -670,7 +681,16 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
             if value.is_cuda and value.numel() > SMALL:
                 values[name] = to_host(value.contiguous())
         self.calls.append(
-            CapturedCall(call.site, call.at, values, tuple(q_shape), tuple(k_shape), layout, item)
+            CapturedCall(
+                site=call.site,
+                at=call.at,
+                values=values,
+                q_shape=tuple(q_shape),
+                k_shape=tuple(k_shape),
+                layout=layout,
+                item=item,
+                check=call.check,
+            )
         )
 
 

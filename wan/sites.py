@@ -103,15 +103,37 @@ class Pass:
     """One forward of the model as the sampler announces it. Frames are global latent frame indices."""
 
     query_frames: tuple[int, ...]
-    block: int = 0
+    block: int = 0  # of frames; a chunk of them, where a pipeline makes a video chunk by chunk
     step: int | None = 0  # index of the pass in its block; None: of none of its own, or not told
+    evaluation: int = 0  # of the same model, block, step and branch: 1 for its second forward, ...
     timestep: float = 0.0
     is_clean_pass: bool = False
     is_recache: bool = False  # clean frames of the past, whose keys are computed again before the block
     branch: str | None = "cond"  # classifier-free guidance runs a second branch, "uncond"; None: not told
-    model: str | None = None  # the transformer of a pipeline that has several
+    model: str | None = None  # the name of the transformer in its pipeline, of two experts that which ran
     parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
     levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
+
+
+Checked = Literal["verified", "told", "unverified"]
+
+
+@dataclass(eq=False)
+class FrameCheck:
+    """How sure it is where the tokens of frames lie in the calls of a forward of somebody's model.
+
+    place is of the whole forward: found by an experiment ("verified"), told by somebody, or assumed.
+    A call is as sure if its queries stand in the order in which the model made them, else unverified.
+    """
+
+    place: Checked = "unverified"
+    in_order: dict[Site, bool] = field(default_factory=dict)  # calls that are not in it: nobody could tell
+
+    def of_call(self, site: Site) -> Checked:
+        """Return how sure it is where the frames of a call lie."""
+        if self.in_order.get(site):
+            return self.place
+        return "unverified"
 
 
 @dataclass(frozen=True)
@@ -126,6 +148,7 @@ class ActivationSite:
 
     block = property(lambda self: self.at.block)
     step = property(lambda self: self.at.step)
+    evaluation = property(lambda self: self.at.evaluation)
     frames = property(lambda self: self.at.query_frames)
     timestep = property(lambda self: self.at.timestep)
     is_clean_pass = property(lambda self: self.at.is_clean_pass)
