@@ -56,7 +56,8 @@ from wan.wings.graphs import apply_cuda_graphs
 
 MIB = 2**20
 FRAME = CaptureRequest(granularity="frame")  # mean logits and mass, of every layer and pass
-OF_ROLLOUTS = ("plain", "logits", "mass", "maps", "edits", "sites", "gradients", "video")
+WORD = CaptureRequest(kinds=("cross",), granularity="words", words=(((3,),),))  # of the prompt's fourth token
+OF_ROLLOUTS = ("plain", "logits", "mass", "words", "maps", "edits", "sites", "gradients", "video")
 
 Active = Callable[[], AbstractContextManager[Any]]  # enters what is on during a rollout: a capture, an edit
 Group = Callable[[argparse.Namespace, RunConfig], Iterator["list[Row]"]]
@@ -324,6 +325,7 @@ def rollout_rows(rollout: Rollout, what: Iterable[str]) -> list[Row]:
         "plain": ("noise to latents", nullcontext),
         "logits": ("mean logits of all calls", logits),
         "mass": ("mean logits and mass of all calls", mass),
+        "words": ("the map of one word, in all layers and passes", partial(capture, WORD)),
         "maps": ("of the last block", maps),
         "edits: knockout of frame 0, one head": ("every layer and pass", partial(intervene, one_head)),
         "edits: frame 0 moved by 1, all heads": ("every layer and pass", partial(intervene, moved)),
@@ -441,6 +443,7 @@ def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]
             sampler.row(f"{title}, plain", "2 steps", sampler.sample),
             sampler.row(f"{title}, layer 1", measured, one),
             sampler.row(f"{title}, all layers", measured, every),
+            sampler.row(f"{title}, one word", "2 steps, one word, all layers", partial(sampler.sample, WORD)),
             sampler.row(f"{title}, all layers, second attention call", measured, by_second_call),
         ]
 
