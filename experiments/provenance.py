@@ -29,7 +29,7 @@ from torch import Tensor
 
 from experiments.caches.files import NO_RESULT, ONLY, PARTIAL, require_distinct, settings_and_text
 from experiments.caches.frames import one_thread
-from wan import backends, checkpoint
+from wan import backends, checkpoint, lora
 from wan.backends import kernel_name
 from wan.checkpoint import VAE_FILE, encoder_files
 from wan.config import DType, ModelConfig, RunConfig
@@ -243,7 +243,9 @@ def files_of(
 def model_files(config: RunConfig, weights_file: Path) -> list[dict[str, Any]]:
     """Describe what is read once, with the model: weights, umT5 or its embeddings, LoRA, head classes."""
     classes = (config.cache_policy or {}).get("file")
-    named = [file for file in (*(each.path for each in config.loras), classes) if file]
+    named: list[str | Path] = [file for item in config.loras for file in lora.lora_files(item.path)]
+    if classes:
+        named.append(classes)
     named += [config.prompt_embeds] if config.prompt_embeds else encoder_files(config.ckpt_dir)
     return checkpoint.describe_files([weights_file, *named])
 

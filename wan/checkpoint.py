@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -21,14 +21,22 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, from_values, in_context, library_reads, one_line
-from wan.files import load_tensors, read_json
+from wan.errors import CheckpointError as CheckpointError
+from wan.errors import from_values, in_context, one_line
+from wan.files import DOWNLOAD_HINT, read_json, shards
+from wan.files import read_weights_file as read_weights_file
+from wan.files import require_file as require_file
+from wan.lora import LoRA as LoRA
+from wan.lora import lora_of as lora_of
+from wan.lora import merge_lora as merge_lora
+from wan.lora import read_lora as read_lora
+from wan.names import UMT5_TO_TRANSFORMERS, WRAPPERS, renamed
+from wan.names import to_diffusers_names as to_diffusers_names
+from wan.names import to_native_names as to_native_names
 
 if TYPE_CHECKING:
     from wan.model import WanModel
@@ -36,81 +44,11 @@ if TYPE_CHECKING:
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound="WanModel")
 
-DOWNLOAD_HINT = "bash experiments/download_weights.sh"
-MINIATURE = "configs/wan_mini.yaml"
 VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"  # of the original release
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 HASHED_AT_ONCE = 1 << 28  # bytes, which bound what is resident
 MOVES_AT_ONCE = 8  # weights on their way to a GPU
 TOKENIZER_DIR = "google/umt5-xxl"  # in a directory of the original release
-
-
-class CheckpointError(ConfigError):
-    """Weights that are missing or do not fit."""
-
-
-# --- Names of weights: native, and those of diffusers and transformers
-
-# native prefix -> diffusers prefix
-TOP_NAMES = {
-    "patch_embedding.": "patch_embedding.",
-    "text_embedding.0.": "condition_embedder.text_embedder.linear_1.",
-    "text_embedding.2.": "condition_embedder.text_embedder.linear_2.",
-    "time_embedding.0.": "condition_embedder.time_embedder.linear_1.",
-    "time_embedding.2.": "condition_embedder.time_embedder.linear_2.",
-    "time_projection.1.": "condition_embedder.time_proj.",
-    "head.modulation": "scale_shift_table",
-    "head.head.": "proj_out.",
-}
-PROJECTIONS = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
-BLOCK_NAMES = {
-    "modulation": "scale_shift_table",
-    "norm3.": "norm2.",
-    "ffn.0.": "ffn.net.0.proj.",
-    "ffn.2.": "ffn.net.2.",
-    **{f"self_attn.{ours}.": f"attn1.{theirs}." for ours, theirs in PROJECTIONS.items()},
-    **{f"cross_attn.{ours}.": f"attn2.{theirs}." for ours, theirs in PROJECTIONS.items()},
-}
-
-
-NATIVE_TO_DIFFUSERS = TOP_NAMES | {f"blocks.N.{a}": f"blocks.N.{b}" for a, b in BLOCK_NAMES.items()}
-DIFFUSERS_TO_NATIVE = {theirs: ours for ours, theirs in NATIVE_TO_DIFFUSERS.items()}
-UMT5_TO_TRANSFORMERS = {
-    "token_embedding.": "shared.",
-    "norm.": "encoder.final_layer_norm.",
-    "blocks.N.norm1.": "encoder.block.N.layer.0.layer_norm.",
-    "blocks.N.norm2.": "encoder.block.N.layer.1.layer_norm.",
-    **{f"blocks.N.attn.{n}.": f"encoder.block.N.layer.0.SelfAttention.{n}." for n in "qkvo"},
-    "blocks.N.pos_embedding.embedding.": "encoder.block.N.layer.0.SelfAttention.relative_attention_bias.",
-    "blocks.N.ffn.gate.0.": "encoder.block.N.layer.1.DenseReluDense.wi_0.",
-    "blocks.N.ffn.fc1.": "encoder.block.N.layer.1.DenseReluDense.wi_1.",
-    "blocks.N.ffn.fc2.": "encoder.block.N.layer.1.DenseReluDense.wo.",
-}
-
-
-def renamed(state: StateDict, table: Mapping[str, str]) -> StateDict:
-    """Replace prefixes of names by a table, in which N stands for a block's number; keep other names."""
-    new_state: StateDict = {}
-    for name, tensor in state.items():
-        general, number = name, "N"
-        in_block = re.match(r"((?:encoder\.)?blocks?)\.(\d+)\.", name)
-        if in_block:
-            general, number = f"{in_block[1]}.N.{name[in_block.end() :]}", in_block[2]
-        old = next((old for old in table if general.startswith(old)), None)
-        if old is not None:
-            name = (table[old] + general[len(old) :]).replace(".N.", f".{number}.")
-        new_state[name] = tensor
-    return new_state
-
-
-def to_diffusers_names(state: StateDict) -> StateDict:
-    """Rename a native state dict to the names of diffusers' WanTransformer3DModel."""
-    return renamed(state, NATIVE_TO_DIFFUSERS)
-
-
-def to_native_names(state: StateDict) -> StateDict:
-    """Rename a state dict of diffusers' WanTransformer3DModel to native names."""
-    return renamed(state, DIFFUSERS_TO_NATIVE)
 
 
 # --- A model directory
@@ -123,19 +61,6 @@ PARTS = {
     "text_encoder": (UMT5_FILE, "text_encoder/model.safetensors"),
     "vae": (VAE_FILE, "vae/diffusion_pytorch_model.safetensors"),
 }
-
-
-def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = False) -> Path:
-    """Return the path of a file, or of a model directory. Raise CheckpointError where there is none."""
-    path, name = Path(path), str(path)
-    exists = path.is_file()
-    if is_folder:
-        exists, name = path.is_dir(), f"model directory {path}"
-    if not exists:
-        if hint.startswith(DOWNLOAD_HINT):
-            hint += f"; or --config_path {MINIATURE}, whose weights are here"
-        raise CheckpointError(f"{name} not found; run: {hint}")
-    return path
 
 
 def is_native(ckpt_dir: str | Path) -> bool:
@@ -226,21 +151,26 @@ def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Pa
 def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
     """Read the weights of a part under the names of the class that runs.
 
-    Those are native for the transformer, transformers' for umT5 and diffusers' for the VAE.
+    Those are native for the transformer, transformers' for umT5 and diffusers' for the VAE, as diffusers'
+    layout holds umT5 and the VAE. FP8 is dequantised, but for the transformer, whose reader reports it.
     """
-    # diffusers' layout holds umT5 and the VAE under the names of the classes that run.
-    native, state = is_native(ckpt_dir), read_weights_file(part_file(ckpt_dir, part))
-    if part == "transformer" and not native:
+    native, path = is_native(ckpt_dir), part_file(ckpt_dir, part)
+    state = state_dict_of(path, read_weights_file(path))[0]
+    if part == "transformer":
+        if native:
+            return state
         return to_native_names(state)
+    state = dequantise(state, path)
     if part == "text_encoder":
-        state = dequantise(state)  # ComfyUI's umT5 comes in scaled FP8
+        state.pop("spiece_model", None)  # the tokenizer, which ComfyUI's files hold too
         if native:
             return renamed(state, UMT5_TO_TRANSFORMERS)
-    if part != "vae" or not native:
         return state
-    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+    if native:
+        from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
-    return convert_wan_vae_to_diffusers(state)
+        return convert_wan_vae_to_diffusers(state)
+    return state
 
 
 def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
@@ -248,42 +178,7 @@ def read_transformer_state(ckpt_dir: str | Path) -> StateDict:
     return read_part(ckpt_dir, "transformer")
 
 
-# --- Files of tensors
-
-
-def shards(path: Path) -> list[Path]:
-    """Return the files of weights: those that a shard index names, those in a folder, or the one itself."""
-    if path.is_dir():
-        return sorted(filter(Path.is_file, path.iterdir()))
-    if not path.name.endswith(".index.json"):
-        return [path]
-    with library_reads(f"the shard index {path}", CheckpointError, "get it again"):
-        names = read_json(require_file(path), CheckpointError)["weight_map"].values()
-        return [path.with_name(name) for name in sorted({Path(name).name for name in names})]
-
-
-# Step counts and losses beside the weights, as training scripts save them: numbers of numpy, and no more
-SCALAR = np.float64(0).__reduce__()[0]
-NUMPY_NUMBERS: list[Any] = [np.dtype, *{type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}]
-NUMPY_NUMBERS += [(SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
-
-
-def read_weights_file(path: str | Path) -> dict[Any, Any]:
-    """Read a dict of tensors from a .pt or .pth, a .safetensors, or an index of .safetensors shards.
-
-    Tensors are memory-mapped where possible, and nothing is executed. Raise CheckpointError for other files.
-    """
-    if str(path).endswith(".gguf"):
-        raise CheckpointError(f"{path} is a GGUF; take the model's .safetensors, such as fp8_e4m3fn_scaled")
-    state: dict[Any, Any] = {}
-    for file in shards(Path(path)):
-        numpys = torch.serialization.safe_globals(NUMPY_NUMBERS)
-        with library_reads(require_file(file), CheckpointError, "get it again"), numpys:
-            if file.suffix == ".safetensors":
-                state |= load_file(file)
-            else:
-                state |= load_tensors(file)
-    return state
+# --- Hashes of files
 
 
 def file_sha256(path: str | Path, memory: Path | None = None) -> Future[str]:
@@ -366,7 +261,6 @@ def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 # What training scripts put a state dict into, one within another perhaps: {"ema": {"shadow": {...}}}
 EMA, CONTAINERS = ("generator_ema", "ema"), ("generator", "model", "state_dict", "shadow")
-WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")  # anywhere
 LEAD = re.compile(
     r"(?:(?:module|model|generator|diffusion_model|transformer|dit|ema|shadow)\.)*"
 )  # at its beginning
@@ -398,18 +292,15 @@ class LoadReport:
         return one_line("; ".join(parts))
 
 
-def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, LoadReport]:
-    """Read the generator of a checkpoint under native names, and report what was found.
+def state_dict_of(
+    path: str | Path, content: Mapping[Any, Any], order: Sequence[str] = CONTAINERS
+) -> tuple[StateDict, list[str], list[str]]:
+    """Return the tensors by name that a file holds, the entries that lead to them, and those left aside.
 
-    The file holds a state dict, or one of CONTAINERS with one (a warning says so where it is not the one
-    that use_ema asks for). Raise CheckpointError for any other file.
+    The state dict is the file itself, or one of its entries, the first of order, which may hold one in turn.
+    Counters of training, numpy's too, are left aside. Raise CheckpointError for any other content.
     """
-    # 1. The state dict, in the file itself or in one of its entries, which may hold one in turn.
-    report, state = LoadReport(Path(path).name), read_weights_file(path)
-    where, ignored = list[str](), list[str]()
-    order, wanted = (*CONTAINERS, *EMA), "generator"
-    if use_ema:
-        order, wanted = (*EMA, *CONTAINERS), EMA[0]
+    state, where, ignored = dict(content), list[str](), list[str]()
     while any(isinstance(state.get(name), dict) for name in order):
         chosen = next(name for name in order if isinstance(state.get(name), dict))
         for name, value in state.items():
@@ -417,13 +308,8 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
                 ignored.append(f"{name} ({len(value)})")
             elif name != chosen:
                 ignored.append(str(name))
-        state = state[chosen]
+        state = dict(state[chosen])
         where.append(chosen)
-    if where:
-        report.container = ".".join(where)
-        if where[0] in {*EMA, "generator"} and (where[0] in EMA) != use_ema:
-            warnings.warn(f"{path} holds no {wanted}; its {where[0]} is used", stacklevel=3)
-    # Counters of training beside the weights, numpy's too, are left aside
     numbers = [name for name, value in state.items() if isinstance(value, Number | str | None)]
     strange = [name for name, value in state.items() if name not in numbers and not isinstance(value, Tensor)]
     if strange or len(numbers) == len(state):
@@ -432,16 +318,38 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
             f"{path} holds no state dict of tensors, but: {names}; expected weights by name, perhaps within "
             f"{', '.join((*EMA, *CONTAINERS))}"
         )
-    report.ignored = ", ".join([*ignored, *map(str, numbers)])
-    state = {name: value for name, value in state.items() if name not in numbers}
+    for name in numbers:
+        del state[name]
+    return {str(name): tensor for name, tensor in state.items()}, where, [*ignored, *map(str, numbers)]
+
+
+def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, LoadReport]:
+    """Read the generator of a checkpoint under native names, and report what was found.
+
+    The file holds a state dict, or one of CONTAINERS with one (a warning says so where it is not the one
+    that use_ema asks for). Raise CheckpointError for any other file.
+    """
+    # 1. The state dict, in the file itself or in one of its entries.
+    order, wanted = (*CONTAINERS, *EMA), "generator"
+    if use_ema:
+        order, wanted = (*EMA, *CONTAINERS), EMA[0]
+    state, where, ignored = state_dict_of(path, read_weights_file(path), order)
+    report = LoadReport(Path(path).name, ignored=", ".join(ignored))
+    if where:
+        report.container = ".".join(where)
+        if where[0] in {*EMA, "generator"} and (where[0] in EMA) != use_ema:
+            warnings.warn(f"{path} holds no {wanted}; its {where[0]} is used", stacklevel=3)
+    lora = [name for name in state if ".lora_" in name]
+    if lora:
+        raise CheckpointError(f"{path} holds a LoRA ({lora[0]}); give it as lora_path, or by --lora")
 
     # 2. Names without what training wrappers put before or into them.
     weights: StateDict = {}
     for name, tensor in state.items():
-        if str(name).endswith("scaled_fp8"):  # marks ComfyUI's files
+        if name.endswith("scaled_fp8"):  # marks ComfyUI's files
             continue
-        inner = WRAPPERS.sub("", str(name))
-        report.prefixes.update(list(dict.fromkeys(WRAPPERS.findall(str(name)))))
+        inner = WRAPPERS.sub("", name)
+        report.prefixes.update(list(dict.fromkeys(WRAPPERS.findall(name))))
         lead = LEAD.match(inner)[0]  # type: ignore[index]  # which matches nothing, too
         if lead:
             report.prefixes[lead] += 1
@@ -452,30 +360,45 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     # 3. Native names, and weights of floating point.
     if any(name.startswith(("condition_embedder.", "proj_out.")) for name in weights):
         report.names, weights = "diffusers'", to_native_names(weights)
-    weights = dequantise(weights, report)
+    weights = dequantise(weights, path, report)
     report.loaded = len(weights)
     return weights, report
 
 
 # --- FP8 as ComfyUI stores it: W = q · scale, one scale a weight, or none where values were only rounded
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 SCALES = (".scale_weight", ".weight_scale")  # of layer.weight
-NOT_WEIGHTS = (
-    ".scale_input",
-    ".input_scale",
-    ".comfy_quant",
-    "scaled_fp8",
-)  # of products in FP8, which are not made here
+# Of products in FP8, which are not made here
+NOT_WEIGHTS = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 
 
-def dequantise(state: StateDict, report: LoadReport | None = None) -> StateDict:
+def dequantise(state: StateDict, source: str | Path, report: LoadReport | None = None) -> StateDict:
     """Return a state dict with its FP8 weights in bfloat16 times their scales; a report says so.
 
-    One weight after the other is read.
+    One weight after the other is read. Raise CheckpointError for a scale that is not one number, nor one a
+    row, or of no weight.
     """
     if not any(tensor.dtype in FP8 for tensor in state.values()):
         return state
+    # 1. The scale of each weight
+    scales: StateDict = {}
+    problems = list[str]()
+    for name, tensor in state.items():
+        if name.endswith(SCALES):
+            weight = f"{name.rpartition('.')[0]}.weight"
+            if weight in scales or weight not in state:
+                problems.append(f"{name} is of no weight, or of one with two scales")
+            scales[weight] = tensor.float()
+    for name, scale in scales.items():
+        rows = state.get(name, scale).shape[:1]
+        is_of_rows = scale.shape[:1] == rows and scale.numel() == rows.numel()
+        if not (scale.numel() == 1 or is_of_rows) or not scale.isfinite().all():
+            problems.append(f"the scale of {name} is {list(scale.shape)}, or not finite")
+    if problems:
+        remedy = "take FP8 with one scale a weight or a row, such as fp8_e4m3fn_scaled, or bfloat16"
+        raise CheckpointError(f"{source}: {problems[0]}; {remedy}")
+    # 2. The weights
     weights: StateDict = {}
     stored: Counter[str] = Counter()
     for name, tensor in state.items():
@@ -483,10 +406,10 @@ def dequantise(state: StateDict, report: LoadReport | None = None) -> StateDict:
             continue
         if tensor.dtype in FP8:
             stored[str(tensor.dtype).removeprefix("torch.")] += 1
-            names = [name.removesuffix(".weight") + end for end in SCALES]
-            scales = [state[key].float() for key in names if key in state] or [torch.ones(())]
-            scale = scales[0].reshape(-1, *[1] * (tensor.ndim - 1))  # one of all, or one a row
-            tensor = (tensor.float() * scale).to(torch.bfloat16)
+        if tensor.dtype in FP8 or name in scales:
+            scale = scales.get(name, torch.ones(()))
+            per_row = scale.reshape(-1, *[1] * (tensor.ndim - 1))  # one of all, or one a row
+            tensor = (tensor.float() * per_row).to(torch.bfloat16)
         weights[name] = tensor
     parts = ", ".join(f"{count} tensors of {dtype}" for dtype, count in stored.items())
     if report is not None:
@@ -497,162 +420,6 @@ def dequantise(state: StateDict, report: LoadReport | None = None) -> StateDict:
 def read_self_forcing_state(path: str | Path, use_ema: bool = True) -> StateDict:
     """Read the generator of a checkpoint under native names: read_checkpoint() without its report."""
     return read_checkpoint(path, use_ema)[0]
-
-
-# --- LoRA (arXiv 2106.09685), merged into weights on loading: W + strength · alpha / rank · B A, in float32
-
-LORA_CONTAINERS = ("generator_lora", "lora")
-PEFT = re.compile(r"^(?:base_model\.model\.|(?:module|model|generator|diffusion_model|transformer)\.)*")
-KOHYA = re.compile(r"lora_unet_(?:(blocks)_(\d+)_)?([^.]+)\.(.+)")  # kohya's scripts: _ in place of .
-KOHYA_LAYERS = {
-    name.rstrip(".").replace(".", "_"): name.rstrip(".")
-    for table in (TOP_NAMES, BLOCK_NAMES)
-    for names in table.items()
-    for name in names
-}
-LORA_KEY = re.compile(r"(.+)\.(lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight")
-# Whole changes beside low-rank ones, as LightX2V's distilled LoRAs have them -> the parameter of the layer
-DIFFS = {".diff": ".weight", ".diff_b": ".bias", ".diff_m": ".modulation"}
-OTHER_KINDS = {  # parts of names -> adapters that are no LoRA
-    "DoRA": (".dora_scale", "lora_magnitude_vector"),
-    "LoKr": (".lokr_w", ".lokr_t"),
-    "LoHa": (".hada_w", ".hada_t"),
-}
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Changes of some layers: A [rank, in] and B [out, rank] with an alpha each, and whole changes."""
-
-    file: str
-    pairs: Mapping[str, tuple[Tensor, Tensor]]  # layer -> A, B
-    alphas: Mapping[str, float]  # layer -> alpha
-    diffs: Mapping[str, Tensor] = field(default_factory=dict)  # parameter -> its change
-    strength: float = 1.0
-
-    def changes(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of each parameter that changes, and its change in float32."""
-        for layer, (down, up) in self.pairs.items():
-            scale = self.strength * self.alphas[layer] / len(down)
-            yield f"{layer}.weight", scale * (up.float() @ down.float())  # [out, in]
-        for name, change in self.diffs.items():
-            yield name, self.strength * change.float()
-
-    def __str__(self) -> str:
-        ranks = sorted({len(down) for down, _ in self.pairs.values()})
-        alphas = sorted({*self.alphas.values()})
-        parts = []
-        for name, numbers in (("rank", ranks), ("alpha", alphas)):
-            if numbers:
-                ends = dict.fromkeys((numbers[0], numbers[-1]))
-                parts.append(f"{name} {' to '.join(f'{number:g}' for number in ends)}")
-        if self.diffs:
-            parts.append(f"{len(self.diffs)} whole changes")
-        if self.strength != 1:
-            parts.append(f"strength {self.strength:g}")
-        return f"{self.file} merged into {len(self.pairs)} layers ({', '.join(parts)})"
-
-
-def read_lora(
-    path: str | Path, rank: int | None = None, alpha: float | None = None, strength: float = 1.0
-) -> LoRA:
-    """Read a LoRA. rank, where given, must be the file's; alpha too, where the file has one.
-
-    Raise CheckpointError for keys that are not of a LoRA, a half without the other, another rank, and an
-    alpha that nobody gives. Files in ComfyUI's and kohya's names without an alpha mean that of their rank.
-    """
-    content = read_weights_file(path)
-    inner = next((content[name] for name in LORA_CONTAINERS if isinstance(content.get(name), dict)), content)
-    return lora_of(path, inner, rank, alpha, strength)
-
-
-def lora_of(
-    path: str | Path, state: Mapping[str, Any], rank: int | None, alpha: float | None, strength: float = 1.0
-) -> LoRA:
-    """Make a LoRA from a state dict."""
-    # 1. Sort the keys: A and B by layer, alphas, and whole changes.
-    halves: tuple[StateDict, StateDict] = {}, {}
-    alphas, diffs, strange, in_comfy = dict[str, float](), dict[str, Tensor](), list[str](), False
-    for name, value in state.items():
-        for kind, parts in OTHER_KINDS.items():
-            if any(part in str(name) for part in parts):
-                remedy = "merge it into the weights first"
-                raise CheckpointError(f"{path} holds a {kind} ({name}), not a LoRA; {remedy}")
-        bare = PEFT.sub("", WRAPPERS.sub("", str(name)), count=1)
-        of_kohya = KOHYA.fullmatch(bare)
-        if of_kohya:
-            layer = KOHYA_LAYERS.get(of_kohya[3], of_kohya[3])
-            bare = ".".join(filter(None, (of_kohya[1], of_kohya[2], layer, of_kohya[4])))
-        stem, dot, end = bare.rpartition(".")
-        half = LORA_KEY.fullmatch(bare)
-        if half:
-            halves[half[2] in ("lora_B", "lora_up")][native_layer(half[1])] = value
-            in_comfy |= half[2] in ("lora_down", "lora_up")
-        elif end == "alpha":
-            alphas[native_layer(stem)] = float(value)
-        elif dot + end in DIFFS:
-            diffs[f"{native_layer(stem)}{DIFFS[dot + end]}"] = value
-        else:
-            strange.append(str(name))
-    if strange:
-        raise CheckpointError(
-            f"{path}: {', '.join(strange[:3])} is no half of a LoRA; expected LAYER.lora_A.weight, "
-            f"lora_down, alpha or {', '.join(DIFFS)}; give a LoRA of a Wan transformer"
-        )
-    # 2. Every layer has both halves, and one alpha: its own, the config's, or by convention its rank.
-    down, up = halves
-    pairs = {layer: (down[layer], up[layer]) for layer in sorted(down.keys() & up.keys())}
-    if not (pairs or diffs) or len(pairs) < len(down.keys() | up.keys()):
-        raise CheckpointError(
-            f"{path} holds no whole LoRA: {len(down)} layers with lora_A, {len(up)} with lora_B; get it again"
-        )
-    ranks = {len(a) for a, _ in pairs.values()}
-    if rank is not None and ranks != {rank}:
-        raise CheckpointError(f"{path} has rank {ranks}, and lora_rank is {rank}; leave lora_rank out")
-    others = {value for value in alphas.values() if alpha not in (None, value)}
-    lacking = [layer for layer in pairs if layer not in alphas]
-    if others or (lacking and alpha is None and not in_comfy):
-        if alpha:
-            others.add(alpha)
-        values = " and ".join(f"{value:g}" for value in sorted(others)) or "none"
-        raise CheckpointError(f"{path} and lora_alpha say alpha {values}; give one lora_alpha in the config")
-    for layer in lacking:
-        alphas[layer] = float(len(pairs[layer][0]))
-        if alpha is not None:
-            alphas[layer] = float(alpha)
-    return LoRA(Path(path).name, pairs, {layer: alphas[layer] for layer in pairs}, diffs, strength)
-
-
-def native_layer(name: str) -> str:
-    """Return the native name of a layer, or of a block, that may have diffusers'."""
-    return next(iter(to_native_names({f"{name}.": torch.empty(0)}))).removesuffix(".")
-
-
-def merge_lora(state: StateDict, lora: LoRA, source: str | Path) -> StateDict:
-    """Return a state dict with a LoRA merged into its weights, float32 where they are changed.
-
-    Raise CheckpointError for a parameter that the state dict does not have, or of another shape, and where it
-    holds the LoRA already: W·D / D·D over all weights W and changes D estimates how many times D is in W. Its
-    standard error is √(Σ mean(W²) D·D) / D·D; where that is large, nothing can be said.
-    """
-    # along = W·D, size = D·D, noise = Σ mean(W²) D·D, over all layers.
-    merged, along, size, noise = dict(state), 0.0, 0.0, 0.0
-    for name, change in lora.changes():
-        layer = name.removesuffix(".weight")
-        shape = "nothing"
-        if name in state:
-            shape = str(list(state[name].shape))
-        if shape != str(list(change.shape)):
-            problem = f"{lora.file} changes {layer} by {list(change.shape)}, {source} has {shape} there"
-            raise CheckpointError(f"{problem}; give a LoRA of this model")
-        weight, square = state[name].float(), float(change.square().sum())
-        merged[name] = weight + change
-        along, size = along + float((weight * change).sum()), size + square
-        noise += float(weight.square().mean()) * square
-    # A LoRA that is in W already makes W·D / D·D about 1; one that is not, about 0.
-    if size > 0 and along / size > 0.5 and noise**0.5 / size < 0.1:
-        raise CheckpointError(f"{source} holds {lora.file} already; leave it out")
-    return merged
 
 
 # --- The weights that a run uses, from all of its files, and the model with them
@@ -669,7 +436,7 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
     else:
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(part_file(source, "transformer").name, loaded=len(state))
-        state = dequantise(state, report)
+        state = dequantise(state, source, report)
     for settings in config.loras:
         lora = read_lora(settings.path, settings.rank, settings.alpha, settings.strength)
         state = merge_lora(state, lora, Path(source).name)

@@ -28,6 +28,10 @@ class ConfigError(UserError, ValueError):
     """A setting that cannot be run."""
 
 
+class CheckpointError(ConfigError):
+    """Weights that are missing or do not fit."""
+
+
 # --- Messages
 def one_line(message: object, limit: int = 1000) -> str:
     """Return a message in printable characters; cut a long one in the middle, as the remedy is at the end."""

@@ -1,6 +1,11 @@
-"""Text, YAML, JSON and tensors from files that may be damaged or hostile: read, or refused in one line."""
+"""Text, YAML, JSON and tensors from files that may be damaged or hostile: read, or refused in one line.
+
+Whatever holds tensors is read by read_tensors(): weights, LoRAs, latents, states of prompts. It tells a file
+by its first bytes, not by its name.
+"""
 
 import copy
+import functools
 import io
 import json
 import os
@@ -9,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -18,7 +22,15 @@ from zipfile import ZIP_STORED, ZipFile, is_zipfile
 import yaml
 from pydantic import Field
 
-from wan.errors import ConfigError, UserError, did_you_mean, library_reads, reason_of
+from wan.errors import (
+    CheckpointError,
+    ConfigError,
+    UserError,
+    did_you_mean,
+    library_reads,
+    reason_of,
+    short_repr,
+)
 
 MAX_LAYERS = 256  # of a transformer or an encoder; Wan2.1 14B has 40
 MAX_SIZE = 1 << 18  # width, heads, vocabulary: any other number in a model's config
@@ -37,8 +49,16 @@ END_BYTES = 22  # of the record that ends an archive (APPNOTE.TXT of PKWARE, 4.3
 MAPPED_BYTES = 1 << 26  # a smaller file is copied: it may be overwritten while it is in use
 
 
+DOWNLOAD_HINT = "bash experiments/download_weights.sh"
+MINIATURE = "configs/wan_mini.yaml"
+
+
 class UnreadableError(ValueError):
     """Why a file was not read, without its name."""
+
+
+class OtherKindError(CheckpointError, UnreadableError):
+    """A file, what it is in place of plain tensors, and what to take."""
 
 
 def read_text(
@@ -93,6 +113,168 @@ def read_yaml(
     return content
 
 
+# --- Files of tensors, told by their first bytes
+HEAD_BYTES = 512
+PLAIN = "take the weights in bfloat16, or in FP8 with a scale a weight, such as fp8_e4m3fn_scaled"
+DOWNLOAD_AGAIN = "download the file itself"
+PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error", b"<!--")
+PACKED = {  # first bytes -> the program that unpacks them
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!": "rar",
+}
+OTHER_DATA = {
+    b"\x93NUMPY": "an array of numpy",
+    b"\x89HDF": "an HDF5",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+}
+QUANTISERS = {  # parts of the names of weights -> who wrote them
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".quant_state.": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".weight_scale_inv": "blocks of FP8, as DeepSeek's",
+    ".weight_scale_2": "NVFP4",
+    ".weight_packed": "compressed-tensors",
+    ".qweight": "GPTQ, AWQ or SVDQuant",
+    ".qzeros": "GPTQ or AWQ",
+    ".wscales": "SVDQuant",
+    "._weight_qdata": "torchao",
+    ".weight_qdata": "torchao",
+    ".weight._data": "quanto",
+    ".weight._scale": "quanto",
+}
+
+
+def read_tensors(path: str | Path) -> Any:
+    """Read what torch.save or safetensors wrote, whatever the file's name. Nothing is executed.
+
+    Tensors are memory-mapped where possible. Raise OtherKindError for a file of another kind and for
+    quantised weights, UnreadableError for a damaged one.
+    """
+    from safetensors.torch import load_file  # here: a --help needs no torch
+
+    path = Path(path)
+    if is_safetensors(path):
+        content = load_file(path)
+    else:
+        content = load_tensors(path)
+    _refuse_quantised(path, content)
+    return content
+
+
+def is_safetensors(path: Path) -> bool:
+    """Return True for a file that begins as a .safetensors does, or is called so and is not torch.save's.
+
+    The first eight bytes are the length of its header, which is JSON. Raise OtherKindError for other kinds.
+    """
+    _refuse_other_kinds(path)
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+        return True
+    of_torch = head.startswith((b"PK", b"\x80"))  # an archive, or a pickle
+    return path.suffix == ".safetensors" and not of_torch
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise OtherKindError for a folder, and for a file whose first bytes are of no tensors."""
+    kind = ""
+    if path.is_dir():
+        kind = folder_kind(path)
+    elif path.suffix == ".distcp" or path.name == ".metadata":
+        kind = folder_kind(path.parent)
+    elif path.is_file():
+        with path.open("rb") as file:
+            kind = first_bytes_kind(file.read(HEAD_BYTES))
+    if kind:
+        raise OtherKindError(f"{path} is {kind}")
+
+
+def folder_kind(path: Path) -> str:
+    """Return what a folder is that was given in place of a file of tensors, and what to do."""
+    names = sorted(file.name for file in path.iterdir())
+    # torch.distributed.checkpoint.save() writes .metadata, a pickle, and __0_0.distcp, __1_0.distcp ...
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        command = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        return f"a torch.distributed checkpoint; make one file of it: {command} {path} FILE.pt"
+    below = sorted(file.parent for file in path.glob("*/.metadata"))
+    if below:
+        return f"a folder; {below[0].name} in it is {folder_kind(below[0])}"
+    if "adapter_config.json" in names:
+        return "the folder of a LoRA of PEFT; give it as lora_path"
+    files = [name for name in names if name.endswith((".index.json", ".safetensors", ".pt", ".pth", ".bin"))]
+    files.sort(key=lambda name: not name.endswith(".index.json"))
+    if not files:
+        return "a folder without weights; give a file of weights"
+    return f"a folder; give a file in it: {', '.join(files[:3])}"
+
+
+def first_bytes_kind(head: bytes) -> str:
+    """Return what a file is that begins with no tensors, and what to do; "" for all others."""
+    if not head:
+        return f"empty; {DOWNLOAD_AGAIN}"
+    if not any(head):
+        return f"a file of zeros, whose download has not ended; {DOWNLOAD_AGAIN}"
+    if head.startswith(b"GGUF"):
+        return "a GGUF; take the model's .safetensors, such as fp8_e4m3fn_scaled"
+    if head.startswith(b"version https://git-lfs"):
+        return f"a git-lfs pointer in place of the file; run: git lfs pull, or {DOWNLOAD_AGAIN}"
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.lower().startswith(PAGES):
+        return f"a web page; log in or look for another address, and {DOWNLOAD_AGAIN}"
+    for start, name in OTHER_DATA.items():
+        if head.startswith(start):
+            return f"{name}; give a .pt or a .safetensors"
+    packers = [name for start, name in PACKED.items() if head.startswith(start)]
+    if head[257:262] == b"ustar":
+        packers.append("tar")
+    if packers:
+        return f"packed by {packers[0]}; unpack it first"
+    if all(32 <= byte < 127 or byte in b"\r\n\t" for byte in head):
+        return f"text, which begins {short_repr(text[:60].decode('ascii'))}; {DOWNLOAD_AGAIN}"
+    return ""
+
+
+def _refuse_quantised(path: Path, content: Any) -> None:
+    """Raise OtherKindError for a state dict, or one within another, of quantised weights.
+
+    FP8 with a scale a weight, or none, is what wan/checkpoint.py dequantises.
+    """
+    import torch
+
+    if not isinstance(content, Mapping):
+        return
+    packed = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+    for name, value in content.items():
+        _refuse_quantised(path, value)
+        marks = [writer for part, writer in QUANTISERS.items() if part in f".{name}"]
+        is_weight = isinstance(value, torch.Tensor) and value.ndim > 1 and f".{name}".endswith(".weight")
+        if is_weight and (value.dtype in packed or not value.is_floating_point()):
+            marks.append(str(value.dtype))
+        if marks:
+            raise OtherKindError(f"{path} is quantised ({marks[0]}: {name}); {PLAIN}")
+
+
+def _refuse_subclass(path: Path, tensor: Any) -> None:
+    """Raise OtherKindError for a tensor of torchao, of torch.distributed, or of another library."""
+    import torch
+
+    kind = type(tensor)
+    if kind.__module__.startswith("torch.distributed"):
+        parts = f"a {kind.__name__}, a part of a tensor of several processes"
+        raise OtherKindError(f"{path} holds {parts}; save its full_tensor()")
+    if tensor.is_quantized or kind not in (torch.Tensor, torch.nn.Parameter):
+        writer = f"{kind.__module__}.{kind.__name__} of {tensor.dtype}"
+        raise OtherKindError(f"{path} is quantised ({writer}); {PLAIN}")
+
+
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     """Read tensors in plain containers from what torch.save wrote. Nothing is executed.
 
@@ -107,6 +289,7 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
             # 1. An archive: every record has the checksum that it says. A pipe or a device may never end.
             before = path.stat()
+            _refuse_other_kinds(path)
             if not path.is_file():
                 raise UnreadableError("it is no plain file")
             zipped, size = is_archive(path), before.st_size
@@ -120,7 +303,11 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                         raise UnreadableError("its records are not as torch.save writes them")
                     threads = os.cpu_count() or 1  # zlib computes without Python's lock
                     with ThreadPoolExecutor(threads) as pool:
-                        list(pool.map(partial(_compare_checksums, path, step=threads), range(threads)))
+                        list(
+                            pool.map(
+                                functools.partial(_compare_checksums, path, step=threads), range(threads)
+                            )
+                        )
                     if packed:  # write it again as torch.save writes it
                         with ZipFile(Path(folder) / path.name, "w") as stored:
                             for record in records:
@@ -134,16 +321,16 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                     raise UnreadableError(f"it unfolds to more values than its {size} bytes")
                 if not isinstance(value, torch.Tensor):
                     continue
-                plain = (
-                    value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"
-                )
+                _refuse_subclass(path, value)
+                plain = value.layout == torch.strided and value.device.type == "cpu"
                 if not plain or value.numel() * value.element_size() > size:
                     held = f"{list(value.shape)} of {value.dtype}, {value.layout}, on {value.device}"
                     raise UnreadableError(f"it declares a tensor {held} in its {size} bytes")
                 value.requires_grad_(False)
             # 4. A small file is copied, so that it may be written again while its tensors are in use.
             stays = not zipped or (mmap and size > MAPPED_BYTES)
-            found = content if stays else copy.deepcopy(content)
+            if not stays:
+                content = copy.deepcopy(content)
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -156,8 +343,14 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
         if same[0] != same[1]:
             return load_tensors(path, mmap)
     if problem:
-        raise problem if isinstance(problem, UnreadableError) else UnreadableError(reason_of(problem))
-    return found
+        reason = reason_of(problem)
+        quantiser = re.search(r"it holds a ((?:torchao|bitsandbytes|optimum\.quanto|gptqmodel)\S*),", reason)
+        if quantiser:  # a class of a library that is not imported
+            raise OtherKindError(f"{path} is quantised ({quantiser[1]}); {PLAIN}")
+        if isinstance(problem, UnreadableError):
+            raise problem
+        raise UnreadableError(reason)
+    return content
 
 
 def is_archive(path: Path) -> bool:
@@ -194,3 +387,66 @@ def _values(content: Any) -> Iterator[Any]:
     elif isinstance(content, (list, tuple, set, frozenset)):
         for value in content:
             yield from _values(value)
+
+
+# --- Files of weights
+@functools.cache
+def numpy_numbers() -> list[Any]:
+    """Return what a pickle names for numbers of numpy: step counts and losses beside the weights."""
+    import numpy as np  # here: a --help needs no numpy
+
+    scalar = np.float64(0).__reduce__()[0]
+    kinds = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
+    names = [(scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")]
+    return [np.dtype, *kinds, *names]
+
+
+def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = False) -> Path:
+    """Return the path of a file, or of a model directory. Raise CheckpointError where there is none."""
+    path, name = Path(path), str(path)
+    exists = path.is_file()
+    if is_folder:
+        exists, name = path.is_dir(), f"model directory {path}"
+    elif path.is_dir():
+        raise OtherKindError(f"{path} is {folder_kind(path)}")
+    if not exists:
+        if hint.startswith(DOWNLOAD_HINT):
+            hint += f"; or --config_path {MINIATURE}, whose weights are here"
+        raise CheckpointError(f"{name} not found; run: {hint}")
+    return path
+
+
+def shards(path: Path) -> list[Path]:
+    """Return the files of weights: those that a shard index names, those in a folder, or the one itself."""
+    if path.is_dir():
+        return sorted(filter(Path.is_file, path.iterdir()))
+    if not path.name.endswith(".index.json"):
+        return [path]
+    with library_reads(f"the shard index {path}", CheckpointError, "get it again"):
+        names = read_json(require_file(path), CheckpointError)["weight_map"].values()
+        return [path.with_name(name) for name in sorted({Path(name).name for name in names})]
+
+
+def read_weights_file(path: str | Path) -> dict[Any, Any]:
+    """Read a dict of tensors from a .pt or .pth, a .safetensors, or an index of .safetensors shards.
+
+    Tensors are memory-mapped where possible, and nothing is executed. Raise CheckpointError for other files.
+    """
+    import torch
+
+    path = Path(path)
+    files = [path]
+    if not path.is_dir():  # which read_tensors names
+        files = shards(path)
+    content: dict[Any, Any] = {}
+    for file in files:
+        numpys = torch.serialization.safe_globals(numpy_numbers())
+        with library_reads(file, CheckpointError, "get it again"), numpys:
+            tensors = read_tensors(require_file(file))
+            if not isinstance(tensors, dict):
+                raise ValueError(f"it holds a {type(tensors).__name__}, and no tensors by name")
+            twice = sorted(content.keys() & tensors.keys())
+            if twice:
+                raise ValueError(f"another shard holds {twice[0]}, too")
+        content |= tensors
+    return content

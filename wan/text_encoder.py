@@ -10,8 +10,8 @@ import ftfy
 import torch
 from torch import Tensor, nn
 
-from wan.checkpoint import CheckpointError, assign, encoder_config, encoder_files, read_part
-from wan.errors import library_reads, short_repr
+from wan import checkpoint
+from wan.errors import CheckpointError, library_reads, short_repr
 
 if TYPE_CHECKING:  # takes a second to import: only where a prompt is encoded
     from transformers import UMT5EncoderModel
@@ -36,20 +36,20 @@ class TextEncoder(nn.Module):
         from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
         # 1. The tokenizer.
-        weights, folder = encoder_files(ckpt_dir)
+        weights, folder = checkpoint.encoder_files(ckpt_dir)
         with library_reads(f"the tokenizer {folder}", CheckpointError, "get it again"):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         with library_reads(f"the text encoder of {ckpt_dir}", CheckpointError, "get it again"):
             # 2. The encoder without weights.
             with torch.device("meta"):
-                encoder = UMT5EncoderModel(UMT5Config.from_dict(encoder_config(ckpt_dir)))
+                encoder = UMT5EncoderModel(UMT5Config.from_dict(checkpoint.encoder_config(ckpt_dir)))
             # 3. Its weights. One tensor has two names, of which a file may have one.
-            state = read_part(ckpt_dir, "text_encoder")
+            state = checkpoint.read_part(ckpt_dir, "text_encoder")
             names = ("shared.weight", "encoder.embed_tokens.weight")
             tokens = [state[name] for name in names if name in state]
             if tokens:
                 state |= dict.fromkeys(names, tokens[0])
-            assign(encoder, state, weights, dtype, device)
+            checkpoint.assign(encoder, state, weights, dtype, device)
             encoder.tie_weights()
         return cls(encoder, tokenizer, text_len)
 

@@ -22,17 +22,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from wan.checkpoint import (
-    CheckpointError,
-    assign,
-    is_native,
-    part_file,
-    read_part,
-    read_weights_file,
-    sampled_sha256,
-)
-from wan.errors import library_reads
-from wan.files import read_json
+from wan import checkpoint
+from wan.errors import CheckpointError, library_reads
+from wan.files import read_json, read_weights_file
 from wan.kernels import vae_kernels
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
@@ -71,15 +63,15 @@ class VAE(nn.Module):
         """
         AutoencoderKLWan = diffusers_vae().AutoencoderKLWan
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
-            path = part_file(ckpt_dir, "vae")
+            path = checkpoint.part_file(ckpt_dir, "vae")
             with torch.device("meta"):
-                if is_native(ckpt_dir):
+                if checkpoint.is_native(ckpt_dir):
                     vae = AutoencoderKLWan(**sizes)
                 else:
                     vae = AutoencoderKLWan.from_config(
                         read_json(path.with_name("config.json"), CheckpointError)
                     )
-            assign(vae, read_part(ckpt_dir, "vae"), path, dtype, device)
+            checkpoint.assign(vae, checkpoint.read_part(ckpt_dir, "vae"), path, dtype, device)
             if torch.device(device).type == "cpu":
                 channels_last(vae)
             return cls(vae).to(device)
@@ -515,11 +507,12 @@ class Preview(nn.Module):
     @classmethod
     def from_file(cls, path: str | Path, dtype: torch.dtype, device: torch.device) -> "Preview":
         """Read a .pth or .safetensors of TAEHV. Raise CheckpointError for any other file."""
-        state = {name: x for name, x in read_weights_file(path).items() if str(name).startswith("decoder.")}
+        weights = checkpoint.state_dict_of(path, read_weights_file(path))[0]
+        state = {name: tensor for name, tensor in weights.items() if name.startswith("decoder.")}
         with torch.device("meta"):
             model = cls(Path(path).name)
-        assign(model, state, path, dtype, device)
-        model.identity = f"{model.made_by} {sampled_sha256(path)} {dtype}"
+        checkpoint.assign(model, state, path, dtype, device)
+        model.identity = f"{model.made_by} {checkpoint.sampled_sha256(path)} {dtype}"
         return model
 
     @property

@@ -22,10 +22,9 @@ from experiments.provenance import (
     vae_files,
     video_tag,
 )
-from wan.checkpoint import read_weights_file
 from wan.config import RunConfig
 from wan.errors import ConfigError, library_reads, short_repr
-from wan.files import load_tensors
+from wan.files import read_tensors
 from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, diffusers_vae
 
 ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
@@ -327,8 +326,7 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
 def read_latents(path: Path, name: str, remedy: str) -> Any:
     """Read the tensor of a .pt or .safetensors, of several the one that is called latents; None without."""
     with library_reads(name, remedy=remedy):
-        read = read_weights_file if path.suffix == ".safetensors" else load_tensors
-        content = read(path)
+        content = read_tensors(path)
     if not isinstance(content, dict):
         return content
     if "latents" not in content and len(content) == 1:

@@ -244,12 +244,12 @@ def test_a_stage_writes_a_lora_that_loads(name, tiny, tmp_path, monkeypatch):
     train_mini.run(["--stage", name, "--output_dir", str(tmp_path), *small])
     change = STAGES[name]
     lora = read_lora(tmp_path / change.file, change.rank, alpha=change.rank)
-    moved = [layer for layer, (_, up) in lora.pairs.items() if up.abs().max() > 0]
-    assert len(lora.pairs) == 10 * MODEL.num_layers and len(moved) == len(lora.pairs)
+    assert len(lora.terms) == 10 * MODEL.num_layers
+    assert all(pair.up.abs().max() > 0 for pair in lora.terms)
     merge_lora(read_self_forcing_state(MINI / "self_forcing_mini.pt"), lora, "self_forcing_mini.pt")
     log = json.loads((tmp_path / "training.json").read_text())[name]
     assert log["steps"] == 1 and log["rank"] == change.rank
-    assert log["parameters"] == sum(down.numel() + up.numel() for down, up in lora.pairs.values())
+    assert log["parameters"] == sum(pair.down.numel() + pair.up.numel() for pair in lora.terms)
 
 
 def test_layers_compile_into_one_graph():

@@ -10,7 +10,8 @@ from conftest import ROOT
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wan import checkpoint
-from wan.checkpoint import UMT5_FILE, UMT5_TO_TRANSFORMERS, CheckpointError, renamed
+from wan.checkpoint import UMT5_FILE, CheckpointError
+from wan.names import UMT5_TO_TRANSFORMERS, renamed
 from wan.text_encoder import TextEncoder
 
 MINI = ROOT / "checkpoints/wan-mini"
