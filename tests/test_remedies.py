@@ -99,7 +99,7 @@ KNOWN = {
     "experiments/caches/mp4.py": 1,  # pip
     "experiments/extraction/sweep.py": 1,  # pip
     "wan/backends.py": 1,  # pip
-    "wan/checkpoint.py": 1,  # downloads
+    "wan/files.py": 1,  # downloads
 }
 
 

@@ -225,7 +225,7 @@ def first_bytes_kind(head: bytes) -> str:
     if head.startswith(b"GGUF"):
         return "a GGUF; take the model's .safetensors, such as fp8_e4m3fn_scaled"
     if head.startswith(b"version https://git-lfs"):
-        return f"a git-lfs pointer in place of the file; run: git lfs pull, or {DOWNLOAD_AGAIN}"
+        return f"a git-lfs pointer in place of the file; fetch it by git lfs pull, or {DOWNLOAD_AGAIN}"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.lower().startswith(PAGES):
         return f"a web page; log in or look for another address, and {DOWNLOAD_AGAIN}"
