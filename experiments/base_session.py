@@ -1,7 +1,6 @@
 """The base model as a session: all frames of a video at once, in many steps, with guidance; its caches."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, replace
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches.files import StoppedError
-from experiments.caches.formats import FORMATS
-from experiments.configs import CONFIGS, config_for
+from experiments.caches.files import StoppedError, located
+from experiments.configs import CONFIGS, HOME, config_for, with_paths
 from experiments.extraction.cache_builders import base_atlas_cache, base_layer_cache
 from experiments.memory import out_of_memory
 from experiments.progress import Progress
@@ -158,10 +156,16 @@ def choose_steps(config: RunConfig, names: Sequence[str]) -> list[int]:
 def extract(args: argparse.Namespace) -> None:
     """Sample a video, and write a layer's cache or an atlas of each branch of guidance."""
     # 1. Settings: those of the model's sizes, unless a config is named; flags override them
-    path = args.config_path or (config_for(args.ckpt_dir) if args.ckpt_dir else CONFIGS[0])
+    if args.config_path:
+        path = args.config_path
+    elif args.ckpt_dir:
+        path = located(config_for(located(args.ckpt_dir), HOME))
+    else:
+        path = located(CONFIGS[0])
     if args.gpu_id is not None:
         args.device = f"cuda:{args.gpu_id}"
     config = load_config(path, {name: getattr(args, name) for name in RUN_FLAGS})
+    config = with_paths(config, located)
     if config.loras:
         raise ConfigError(
             f"{path} names a LoRA, {config.loras[0].path}, and runs of the base model have none; give a "
@@ -175,7 +179,7 @@ def extract(args: argparse.Namespace) -> None:
     # 2. One cache of a layer, or an atlas for each branch of guidance
     steps, builds = choose_steps(config, args.step), dict[str, BuildCache]()
     if args.all_layers:
-        layers, kind = None, "atlas"
+        layers = None
         for branch, name in (("cond", "atlas_base.pt"), ("uncond", "atlas_base_uncond.pt")):
             builds[name] = partial(base_atlas_cache, steps=steps, branch=branch)
     else:
@@ -183,13 +187,8 @@ def extract(args: argparse.Namespace) -> None:
             raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
         last = checkpoint.read_model_config(config.ckpt_dir).num_layers - 1
         layer = min(config.base.layer_index, last) if args.layer_index is None else args.layer_index
-        layers, kind = [layer], "layer"
+        layers = [layer]
         builds[f"layer{layer}.pt"] = partial(base_layer_cache, layer=layer, step=steps[0])
     request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
     outputs = {str(Path(args.output_dir) / name): build for name, build in builds.items()}
     make_caches(args, config, [request], outputs, BaseSession)
-    # 3. What to do with them
-    if not args.quiet:
-        path = next(iter(outputs))
-        from_notebooks = path if Path(path).is_absolute() else os.path.relpath(path, "notebooks")
-        print(f'next: open notebooks/{FORMATS[kind].notebook} and set CACHE_PATH = "{from_notebooks}"')

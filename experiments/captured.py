@@ -32,7 +32,7 @@ from experiments.caches.activations import (
 from experiments.caches.files import CacheError, RunError, require_held, settings_and_text
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
-from experiments.caches.store import layers_of, require_one_model
+from experiments.caches.store import layer_from_atlas, layers_of, require_one_model
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction.cache_builders import (
     atlas_cache,
@@ -510,7 +510,19 @@ def drawing() -> Any:
     return figures
 
 
-# --- Atlases
+# --- Atlases, and layers taken out of them
+class AtlasLayer(dict[str, Any]):
+    """One layer of a rollout in one pass: the fields of a layer cache.
+
+    >>> Atlas.open("cache/atlas.pt").layer(20).save("cache/layer20.pt")
+    """
+
+    def save(self, path: str | Path) -> Path:
+        """Write the cache that extract_all_attention.ipynb opens. CacheError where it cannot be written."""
+        save_cache(path, self)
+        return Path(path)
+
+
 class Atlas(dict[str, Any]):
     """Attention of one rollout at frame level, by quantity.
 
@@ -555,6 +567,10 @@ class Atlas(dict[str, Any]):
     def view(self, step: int | None = None, quantity: str | None = None) -> Profiles:
         """Return one pass (None: the first) in mean_logit, mass or mean_prob, as the notebooks see it."""
         return open_profiles(self, step, quantity)
+
+    def layer(self, layer: int, step: int | None = None) -> AtlasLayer:
+        """Return a layer in one pass (None: the first). CacheError for one that is absent."""
+        return AtlasLayer(layer_from_atlas(self, layer, step))
 
     def plot(
         self,

@@ -9,7 +9,7 @@ cache/published. The verdict is "agrees", "differs like another prompt" or "wron
 atlases, such as your own of before. docs/real_model.md says how reliable the verdict is.
 """
 
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import config_from, located, main, run_parser
 
 OF_REFERENCES = ("prompt", "seed", "num_frames", "step", "save_video", "cache_policy", "prompt_schedule")
 
@@ -18,7 +18,13 @@ def run(argv=None):
     parser = run_parser(__doc__, "outputs/check_model.svg", without=OF_REFERENCES)
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
-    flag("--reference", nargs="+", metavar="FILE", help="atlases to compare with; the published ones")
+    flag(
+        "--reference",
+        type=located,
+        nargs="+",
+        metavar="FILE",
+        help="atlases to compare with; the published ones",
+    )
     args = parser.parse_args(argv)
     config = config_from(args)
 

@@ -1,20 +1,21 @@
 """Configs, policies and weights of the project, found by name from any folder."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os.path import isfile
 from pathlib import Path
 from typing import Any
 
+from experiments.caches.files import ROOT, remembered_at
 from wan.config import MODELS, RunConfig, load_config
 from wan.errors import ConfigError, did_you_mean, short_repr
 from wan.files import read_yaml
 
 # Flags are read with this module, so that it imports no torch: a --help would wait for it.
 
-HOME = Path(__file__).resolve().parents[1]
-PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "embeds_dir", "first_frames")
+HOME = ROOT.resolve()
+PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "first_frames")
 POLICY_FOLDER = Path("configs/policies")  # the published settings of every policy
 CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
 
@@ -51,13 +52,18 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     else:
         hint = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
         raise ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
-    # A config names its files relative to the project: a notebook or a script elsewhere finds them too
-    config = load_config(path, given)
-    found = {name: getattr(config, name) for name in PATHS}
-    below: dict[str, Any] = {k: str(_below_home(Path(v))) for k, v in found.items() if v is not None}
+    return with_paths(load_config(path, given), lambda name: str(_below_home(Path(name))))
+
+
+def with_paths(config: RunConfig, find: Callable[[str], str]) -> RunConfig:
+    """Return a config whose files are where find() says: it names them relative to the project."""
+    paths = {name: getattr(config, name) for name in PATHS}
+    changes: dict[str, Any] = {name: find(path) for name, path in paths.items() if path is not None}
+    if config.embeds_dir is not None:
+        changes["embeds_dir"] = find(remembered_at(config.embeds_dir))
     if config.lora:
-        below["lora"] = [replace(each, path=str(_below_home(Path(each.path)))) for each in config.lora]
-    return replace(config, **below)
+        changes["lora"] = [replace(lora, path=find(lora.path)) for lora in config.lora]
+    return replace(config, **changes)
 
 
 def missing_files(config: RunConfig) -> list[str]:

@@ -9,14 +9,14 @@ What is done is kept in OUTPUT_PATH.partial: the same command goes on where it w
 from pathlib import Path
 
 from experiments.caches.files import require_writable, save_report
-from experiments.running.cli import Parser, count, main, whole_number
+from experiments.running.cli import Parser, config_file, count, main, whole_number
 from wan.config import load_config
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
-    flag("--config_path", default="configs/wan_mini.yaml")
+    flag("--config_path", type=config_file, default="configs/wan_mini.yaml")
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=96, help="held-out captions of each set")
     flag("--clips", type=count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")

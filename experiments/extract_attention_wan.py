@@ -3,14 +3,18 @@
 python experiments/extract_attention_wan.py --ckpt_dir checkpoints/wan-mini --layer_index 7
 """
 
-from experiments.running.cli import Parser, add_config_flags, add_run_flags, main
+from experiments.running.cli import Parser, add_config_flags, add_run_flags, config_file, main
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     add_config_flags(parser, "ckpt_dir", "prompt", "seed", "device")
-    flag("--config_path", help="YAML with the settings; where not given the model's sizes choose them")
+    flag(
+        "--config_path",
+        type=config_file,
+        help="YAML with the settings; where not given the model's sizes choose them",
+    )
     flag("--layer_index", type=int, help="layer, counted from 0; 20, or the last one where there are fewer")
     flag("--all_layers", action="store_true", help="every layer at once, as an atlas per branch of guidance")
     parser.exclude("layer_index", "all_layers")

@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 
 from experiments.caches.files import require_distinct
-from experiments.running.cli import Parser, main, number
+from experiments.running.cli import Parser, input_path, located, main, number
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
-    flag("cache", help="a cache of any format, or a folder of layerN.pt")
+    flag("cache", type=located, help="a cache of any format, or a folder of layerN.pt")
     flag("--output_path", type=Path, help="the page; beside the cache where not given")
     flag("--max_mb", type=number(float, 1e-9, 1e9), help="size; passes are left out for it; 16")
-    flag("--video", type=Path, help="an mp4 of the rollout; the one beside the cache if any")
-    flag("--maps", type=Path, help="a maps cache of the rollout, to click on patches")
-    flag("--compare", type=Path, help="a second cache of the same sizes: heads side by side")
+    flag("--video", type=input_path, help="an mp4 of the rollout; the one beside the cache if any")
+    flag("--maps", type=input_path, help="a maps cache of the rollout, to click on patches")
+    flag("--compare", type=input_path, help="a second cache of the same sizes: heads side by side")
     args = parser.parse_args(argv)
 
     from experiments.figures.html_page import MAX_MB, save_page  # after the flags: a --help needs no torch

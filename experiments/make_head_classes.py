@@ -12,7 +12,7 @@ in a causal atlas, 0 the others (policy per_head). triattention rolls the config
 past and writes its mean queries as an .npz (policy triattention).
 """
 
-from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.cli import config_from, count, located, main, run_parser
 from wan.errors import ConfigError
 
 RULES = ("forcing_kv", "dummy", "pyramid", "mass", "effect", "triattention")
@@ -21,7 +21,12 @@ RULES = ("forcing_kv", "dummy", "pyramid", "mass", "effect", "triattention")
 def run(argv=None):
     parser = run_parser(__doc__, None)
     flag = parser.add_argument
-    flag("atlas", nargs="?", help="an atlas with masses, a causal atlas for effect; none for triattention")
+    flag(
+        "atlas",
+        type=located,
+        nargs="?",
+        help="an atlas with masses, a causal atlas for effect; none for triattention",
+    )
     flag("--rule", choices=RULES, required=True)
     flag("--num", type=count, help="heads of class dummy, of most mass, or of the largest effect; else half")
     flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")

@@ -27,7 +27,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from experiments.caches.files import NO_RESULT, ONLY, PARTIAL, require_distinct, settings_and_text
+from experiments.caches.files import (
+    NO_RESULT,
+    ONLY,
+    PARTIAL,
+    remembered_at,
+    require_distinct,
+    settings_and_text,
+)
 from experiments.caches.frames import one_thread
 from wan import backends, checkpoint, lora
 from wan.backends import kernel_name
@@ -39,7 +46,7 @@ from wan.identity import NUMBERS, UNNAMED, identity_of_class
 from wan.interventions import config_edits
 from wan.policies import policy_classes
 
-HASHES = Path("cache/weights_sha256.json")  # of files of weights that were hashed
+HASHES = "cache/weights_sha256.json"  # of files of weights that were hashed
 PACKAGES = ("torch", "transformers", "diffusers", "safetensors", "wan-attention")
 SMALL_LATENT = 1024  # positions of a frame of latents: one of 480 x 832 pixels has 6240
 
@@ -188,7 +195,7 @@ def number_settings(config: RunConfig) -> dict[str, Any]:
 
 def weights_hash(path: Path) -> Future[str]:
     """Return a future of the SHA-256 of a file of weights, remembered by path, size and time of change."""
-    return checkpoint.file_sha256(path, HASHES)
+    return checkpoint.file_sha256(path, Path(remembered_at(HASHES)))
 
 
 def record_of(edits: Sequence[Any]) -> dict[str, Any]:

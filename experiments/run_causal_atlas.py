@@ -25,7 +25,7 @@ def run(argv=None):
         default="head",
         help="what is edited in turn; site: attn_out, cross_out, mlp_out",
     )
-    flag("--edit", metavar="FILE", help="a YAML of one edit, without the layer and head")
+    flag("--edit", type=cli.located, metavar="FILE", help="a YAML of one edit, without the layer and head")
     flag("--batch", type=count, default=8, help="runs that are made together")
     cli.add_sweep_flags(parser)
     cli.add_worker_flags(parser)

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from experiments.running.cli import Parser, count, count_or_none, main
+from experiments.running.cli import Parser, count, count_or_none, input_path, main
 
 NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_figure4", "layer_atlas")]
 
@@ -44,7 +44,7 @@ def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     flag = parser.add_argument
     flag("notebook", type=lambda text: Path(text).name, choices=NOTEBOOKS, help="of notebooks/")
-    flag("cache", type=Path, help="a cache of many layers, or a folder of layerN.pt")
+    flag("cache", type=input_path, help="a cache of many layers, or a folder of layerN.pt")
     flag("layers", type=layers, nargs="+", help="numbers from 0, ranges such as 0-29, or all")
     flag("--output_dir", type=Path, help="where everything goes; outputs/NOTEBOOK/CACHE where not given")
     flag("--parameter", type=parameter, nargs="+", metavar="NAME=VALUE", help="others, such as STEP=4")

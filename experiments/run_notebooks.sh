@@ -9,4 +9,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/running/usage.sh" 3 any "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/running/env.sh"
-exec python experiments/run_notebooks.py "$@"
+run_script run_notebooks.py "${words[@]}" ${flags[@]+"${flags[@]}"}

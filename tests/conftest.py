@@ -163,7 +163,11 @@ sys.addaudithook(audit)
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Path:
     """A clone of what is committed, whose environment is this one, with six frames of the miniature."""
-    folder = tmp_path_factory.mktemp("clone") / "clone"
+    return make_clone(tmp_path_factory.mktemp("clone") / "clone")
+
+
+def make_clone(folder: Path) -> Path:
+    """Clone what is committed into a folder, with this environment and six frames of the miniature."""
     subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
     # 1. An environment of its own, as env.sh asks for, with the packages and commands of this one
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from wan.errors import UserError, library_writes, short_repr
 from wan.files import UnreadableError, load_tensors
 
+ROOT = Path(__file__).parents[2]  # of the repository
 PARTIAL = ".partial.pt"  # of a stopped run's cache that must not replace a whole one
 REMEDY = "choose another --output_dir"
 ONLY = "00000000"  # leads the fingerprint of a run that no other is known to be equal to
@@ -71,6 +72,20 @@ def save_report(report: Mapping[str, Any], path: str | Path) -> None:
     text = re.sub(lists, lambda match: "[" + re.sub(r"\n\s+", " ", match[1]) + "]", text)
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def located(path: str) -> str:
+    """Return an input's path: as it is given, or below the repository's root where it is only there."""
+    below_root = os.path.join(ROOT, path)  # of an absolute path, that path
+    if not os.path.exists(path) and os.path.exists(below_root):
+        return below_root
+    return path
+
+
+def remembered_at(path: str) -> str:
+    """Return where runs keep what later ones read: at the root unless the working folder has its folder."""
+    folder, name = os.path.split(path)
+    return os.path.join(located(folder), name)
 
 
 def target_of(path: str | Path) -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experiments.caches import legacy
 from experiments.caches.activations import load_activations, model_of
-from experiments.caches.files import CacheError, in_words, replacing, require_held
+from experiments.caches.files import ROOT, CacheError, in_words, replacing, require_held
 from experiments.caches.formats import (
     FORMATS,
     AtlasCache,
@@ -36,8 +36,6 @@ from experiments.caches.view import open_profiles
 from wan.config import changed_settings
 from wan.errors import UserError, library_writes, short_repr
 from wan.files import load_tensors
-
-ROOT = Path(__file__).parents[2]
 
 
 def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:

@@ -20,10 +20,11 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from experiments.caches.files import (
     RunError,
     StoppedError,
+    located,
     require_distinct,
     require_suffix,
 )
-from experiments.configs import policy_settings
+from experiments.configs import policy_settings, with_paths
 from experiments.progress import SIGNALS, stop_when_asked
 from wan.config import DType, LoRAFile, RunConfig, load_config
 from wan.errors import (
@@ -264,7 +265,12 @@ def run_parser(
         parser.exclude("step", "steps")
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also an mp4, beside the cache or at PATH")
-    flag("--preview", metavar="FILE", help="decode the video by TAEHV's small decoder, for a first look")
+    flag(
+        "--preview",
+        type=located,
+        metavar="FILE",
+        help="decode the video by TAEHV's small decoder, for a first look",
+    )
     flag(
         "--vae_dtype",
         choices=get_args(DType),
@@ -273,10 +279,13 @@ def run_parser(
     )
     flag("--cache_policy", metavar="FILE_OR_NAME", help="what a block may look at (configs/policies)")
     flag(
-        "--prompt_schedule", metavar="FILE", help="a YAML of the prompts that follow, and their first frames"
+        "--prompt_schedule",
+        type=located,
+        metavar="FILE",
+        help="a YAML of the prompts that follow, and their first frames",
     )
     flag("--lora", nargs="+", metavar="FILE[:STRENGTH]", help="LoRAs to merge, beside the config's lora_path")
-    flag("--interventions", metavar="FILE", help="a YAML of edits, in place of the config's")
+    flag("--interventions", type=located, metavar="FILE", help="a YAML of edits, in place of the config's")
     add_run_flags(parser)
     return parser
 
@@ -284,12 +293,18 @@ def run_parser(
 def add_sweep_flags(parser: Parser, checkpoints: bool = False) -> None:
     """Add the flags of a sweep over prompts and seeds, and over checkpoints."""
     flag = parser.add_argument
-    flag("--prompts", metavar="FILE", help="a sweep over the prompts in a file, one per line; # comments")
+    flag(
+        "--prompts",
+        type=located,
+        metavar="FILE",
+        help="a sweep over the prompts in a file, one per line; # comments",
+    )
     flag("--seeds", type=int, nargs="+", help="a sweep over several seeds, in place of one --seed")
     flag("--output_dir", help="folder of a sweep: PROMPT_sSEED.pt each")
     if checkpoints:
         flag(
             "--checkpoints",
+            type=located,
             nargs="+",
             metavar="FILE",
             help=f"a sweep over weights, each in a folder of its name; {BASE}: those of --ckpt_dir",
@@ -310,7 +325,10 @@ def add_worker_flags(parser: Parser) -> None:
     flag("--workers", type=count, metavar="N", help="N processes of this machine, one for each GPU, by Dask")
     flag("--scheduler", metavar="ADDRESS", help="the workers of a Dask cluster, such as tcp://host:8786")
     flag(
-        "--slurm", metavar="FILE", help="workers that SLURM starts: a YAML as experiments/running/slurm.yaml"
+        "--slurm",
+        type=located,
+        metavar="FILE",
+        help="workers that SLURM starts: a YAML as experiments/running/slurm.yaml",
     )
 
 
@@ -338,7 +356,7 @@ def config_from(args: argparse.Namespace) -> RunConfig:
         given["prompt_schedule"] = schedule_settings(args.prompt_schedule)
     if args.lora:
         given["lora"] = [lora_file(text) for text in args.lora]
-    config = load_config(args.config_path, given)
+    config = with_paths(load_config(args.config_path, given), located)
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
@@ -359,10 +377,10 @@ def config_from(args: argparse.Namespace) -> RunConfig:
 def lora_file(text: str) -> LoRAFile:
     """Parse a LoRA flag, FILE or FILE:STRENGTH; the name itself may contain colons and end in a number."""
     path, colon, strength = text.rpartition(":")
-    try:
-        return LoRAFile(path, float(strength)) if colon and path and not isfile(text) else LoRAFile(text)
-    except ValueError:
-        return LoRAFile(text)
+    if colon and path and not isfile(located(text)):
+        with suppress(ValueError):  # of a name with a colon
+            return LoRAFile(path, float(strength))
+    return LoRAFile(text)
 
 
 def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
@@ -378,13 +396,20 @@ def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
 
 
 # --- --config_path and --prompt_schedule: names and files -> settings of a config
+def input_path(text: str) -> Path:
+    """Return the path of a file or folder that a script reads, below the root where it is only there."""
+    return Path(located(text))
+
+
 def config_file(name: str) -> str:
     """Return the path of a config: itself, or of configs/ by its stem, such as wan_mini."""
-    named = Path("configs", f"{name}.yaml")
-    if isfile(name) or isfile(named):
-        return name if isfile(name) else str(named)
+    path, named = located(name), located(f"configs/{name}.yaml")
+    if isfile(path):
+        return path
+    if isfile(named):
+        return named
     if Path(name).name == name and not Path(name).suffix:
-        known = did_you_mean(name, [path.stem for path in Path("configs").glob("*.yaml")])
+        known = did_you_mean(name, [path.stem for path in Path(located("configs")).glob("*.yaml")])
         raise argparse.ArgumentTypeError(f"{short_repr(name)} is no file, and none of configs/{known}")
     return name
 

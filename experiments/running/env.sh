@@ -41,3 +41,10 @@ if ! is_installed installed; then
     mkdir -p .venv/etc/ipython && echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
     mark_installed installed
 fi
+run_script() {  # NAME WORDS...: a script of experiments/, in the folder where the command was typed
+    local root=$PWD script="$1"
+    shift
+    cd "$here"
+    if [ "$here" != "$root" ]; then script="$root/experiments/$script"; else script="experiments/$script"; fi
+    exec python "$script" "$@"
+}

@@ -2,14 +2,16 @@
 
 import argparse
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import PARTIAL, CacheError, RunError, StoppedError, claimed, peek
-from experiments.caches.store import save_cache
+from experiments.caches.files import PARTIAL, ROOT, CacheError, RunError, StoppedError, claimed, peek
+from experiments.caches.formats import FORMATS
+from experiments.caches.store import from_root, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
 from experiments.extraction.video import LiveVideo
 from experiments.memory import estimate_bytes
@@ -75,6 +77,20 @@ def make_caches(
         torchrun.end_at_once()
 
 
+def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the command that draws a run's caches: their notebook, with its parameter."""
+    path, cache = next(iter(caches.items()))
+    notebook, root = FORMATS[cache["format"]].notebook, ""
+    if not Path.cwd().samefile(ROOT):
+        root = f"{ROOT}/"
+    if cache["format"] == "layer" and len(caches) > 1:
+        folder = str(Path(path).parent)
+        return shlex.join(["bash", f"{root}experiments/run_notebooks.sh", notebook, folder, "all"])
+    from_notebooks = os.path.join("..", from_root(path))  # an absolute path stays
+    words = ["papermill", "--cwd", f"{root}notebooks", f"{root}notebooks/{notebook}", f"outputs/{notebook}"]
+    return f"mkdir -p outputs && {shlex.join([*words, '-p', 'CACHE_PATH', from_notebooks])}"
+
+
 @contextmanager
 def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
     """Encode blocks to an mp4 while the run generates them."""
@@ -121,6 +137,7 @@ def save(
         raise RunError(str(error)) from error
     watch.log("saved", paths=list(caches), partial="partial" in result.common)
     if not result.stopped:
+        lines.append(f"next: {notebook_command(caches)}")
         if not args.quiet:
             print("\n".join(lines))
         return

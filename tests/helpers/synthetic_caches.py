@@ -2,6 +2,7 @@
 older scripts wrote them; equality of what was read.
 """
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 
@@ -15,6 +16,13 @@ PROMPT = "a red circle moving right over a dark blue background"
 def token_matrix_to_frames(tokens, S):
     """Mean over the token pairs of each frame pair: [H, Lq, Lk] -> [H, Fq, Fk]."""
     return curves_to_frames(query_frame_curves(tokens, S), S)
+
+
+def reference_means(tokens, S):
+    """[H, Fq, Fk] in float64, by an einsum with frame indicators instead of a reshape."""
+    x = tokens.double().numpy()
+    query, key = (np.repeat(np.eye(n // S), S, axis=0) / S for n in x.shape[1:])  # [L, F]
+    return np.einsum("hij,ia,jb->hab", x, query, key)
 
 
 def common(kind, F=21, H=12, S=16, blocks=None, **more):

@@ -186,7 +186,8 @@ def test_what_nobody_foresaw_is_one_line_and_a_traceback_in_the_log(tmp_path, mo
 # -- shell scripts: exit code 2 and one line, or 0 and --help
 SHELL = {  # too few or too many words
     "download_weights": [["a", "b", "c"]],
-    "extract_attention": [[]],
+    "extract_attention": [[], ["a", "1", "b", "c"]],
+    "extract_all_layers": [["a"], ["a", "b", "c"]],
     "quickstart": [["1"]],
     "run_notebooks": [[], ["a", "b"]],
 }

@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -405,6 +406,20 @@ def test_a_batch_is_a_list_of_runs_for_every_request_policy_and_site(tiny, polic
             assert one.activations[site].places == other.activations[site].places
             for value, expected in zip(one.activations[site], other.activations[site], strict=True):
                 nearly(value, expected, site)
+
+
+def test_a_layer_of_an_atlas_is_saved_in_one_line_for_older_notebooks(elsewhere):
+    path = ROOT / "cache/published/self_forcing_dmd_eagle_21f.pt"
+    Atlas.open(path).layer(20).save("cache/layer20.pt")
+    older = torch.load("cache/layer20.pt")  # as they read it
+    matrix, last = older["full_frame_attention"].numpy(), older["last_block_query_frames"]
+    assert (older["layer_index"], older["num_heads"], older["num_frames"]) == (20, 12, 21)
+    atlas = load_cache(path)
+    assert np.array_equal(matrix, atlas["frame_logits"][20, 0].float().numpy(), equal_nan=True)
+    profile = older["last_block_frame_attention"].float().numpy()
+    assert last == [18, 19, 20] and np.allclose(profile, atlas["last_block_frame_logits"][20, 0], atol=1e-3)
+    with pytest.raises(CacheError, match="layer 30 is not in"):
+        Atlas.open(path).layer(30)
 
 
 def test_an_atlas_is_read_only_and_its_copies_are_whole(pipe, tmp_path):

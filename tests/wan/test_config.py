@@ -4,27 +4,11 @@ import pytest
 import torch
 from conftest import ROOT
 from helpers.rollouts import TINY, drawn, tiny_pipeline
-from hypothesis import given
-from hypothesis import strategies as st
 
 from experiments.session import pipeline_of
-from wan.blocks import block_ranges, block_sizes
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
 from wan.config import MODELS, BaseSampling, RunConfig, load_config
 from wan.errors import ConfigError
-
-
-@given(frames=st.integers(-5, 200), per_block=st.integers(1, 8), independent=st.booleans())
-def test_block_sizes_add_up_or_say_what_would(frames, per_block, independent):
-    try:
-        sizes = block_sizes(frames, per_block, independent)
-    except ConfigError as error:
-        suggestions = [int(word) for word in str(error).split("try ")[1].split(" or ")]
-        assert all(sum(block_sizes(n, per_block, independent)) == n for n in suggestions)
-    else:
-        assert sum(sizes) == frames
-        assert [f for block in block_ranges(sizes) for f in block] == list(range(frames))
-
 
 REFUSED = {
     "num_frames 0 should be greater than or equal to 1": {"num_frames": 0},
