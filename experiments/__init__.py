@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from experiments.attribution import Scores, SiteGradients, attribute, gradients
     from experiments.caches.activations import ActivationStore
     from experiments.captured import Atlas, Captured, capture, compare, intervene, x0_lens
-    from experiments.session import Run, Session, load
+    from experiments.runs import Run
+    from experiments.session import Session, load
     from wan.identity import named
     from wan.interventions import Source, Steer, at
 
@@ -24,7 +25,8 @@ __all__ += ["ActivationStore", "SiteGradients", "gradients", "x0_lens"]
 __all__ += ["Scores", "Source", "attribute", "named"]
 HOMES = {
     "experiments.caches.activations": ("ActivationStore",),
-    "experiments.session": ("Run", "Session", "load"),
+    "experiments.runs": ("Run",),
+    "experiments.session": ("Session", "load"),
     "experiments.captured": ("Atlas", "Captured", "capture", "compare", "intervene", "x0_lens"),
     "experiments.attribution": ("Scores", "SiteGradients", "attribute", "gradients"),
     "wan.identity": ("named",),

@@ -27,7 +27,8 @@ from experiments.captured import check_capture, drawing, resolved_steps, tables
 from experiments.edits import source_of
 from experiments.progress import observed as observing
 from experiments.provenance import check_outputs
-from experiments.session import Run, Session, load
+from experiments.runs import Run
+from experiments.session import Session, load
 from wan.activations import SiteCapture
 from wan.config import RunConfig
 from wan.errors import ConfigError, as_numbers, did_you_mean, require_ascending, require_known, short_repr

@@ -18,7 +18,8 @@ from experiments.memory import out_of_memory
 from experiments.progress import Progress
 from experiments.provenance import threads_for
 from experiments.running.run import BuildCache, make_caches
-from experiments.session import Run, Session, build_model, capturing, check_numbers
+from experiments.runs import Run, capturing
+from experiments.session import Session, build_model, check_numbers
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu

@@ -49,7 +49,8 @@ from experiments.extraction.diffusers_runs import (
     streamed_runs,
 )
 from experiments.extraction.video import decode
-from experiments.session import CAPTURES, Run, Session, load
+from experiments.runs import CAPTURES, Run
+from experiments.session import Session, load
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest

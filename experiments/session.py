@@ -9,36 +9,24 @@ its Run into a cache. captured.py looks inside: capture, compare, x0_lens.
 """
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from experiments.caches.files import RunError, require_suffix
-from experiments.caches.formats import MASS_TOLERANCE, READ_BY, PassTag
-from experiments.caches.frames import (
-    assemble,
-    by_key_frame,
-    curves_to_frames,
-    query_frame_curves,
-    rows_of,
-    stack,
-)
-from experiments.caches.mp4 import write_mp4
+from experiments.caches.files import RunError
+from experiments.caches.formats import MASS_TOLERANCE, READ_BY
 from experiments.configs import find_config, policy_settings
-from experiments.extraction.video import decode, first_latents, load_vae, save_video
+from experiments.extraction.video import first_latents, load_vae
 from experiments.memory import check_requests, free_memory, needs_of_run, out_of_memory, require_memory
 from experiments.progress import Progress
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
@@ -57,10 +45,10 @@ from experiments.provenance import (
     weights_hash,
     with_result,
 )
+from experiments.runs import CAPTURES, ROLLING, Run, capturing, require_no_run
 from wan import checkpoint
-from wan.blocks import block_frames
 from wan.cache import CachePolicy, PromptSwitch, read_switches
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, SMALL, CapturedCall, CaptureRequest, move_to_cpu
+from wan.capture import SMALL, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
 from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import config_edits, in_turns
@@ -73,27 +61,12 @@ from wan.sites import PIPELINES, active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
-    from experiments.caches.activations import Activations
+    pass
 
 FORWARDS = 35  # that one GPU makes before it records graphs, those of 21 frames: a short video records none
 OF_CACHES = ("prompt", "seed", "num_frames", "num_frame_per_block", "block_sizes")  # fields of every cache
 PROMPTS_AT_ONCE = 8  # they are rolled out in more time than it takes to load umT5 again
 REMEDY = "try --device cpu or another dtype in the config"
-
-ROLLING: ContextVar[bool] = ContextVar("rolling", default=False)  # a video is being made in this context
-
-# Who captures the videos of a session (captured.py), behind the session's id. It has `requests` for
-# attention, and roll_out(session, configs, make, ...), whose make(watching) gives the runs, made under watch.
-CAPTURES: ContextVar[tuple[tuple[int, Any], ...]] = ContextVar("captures", default=())
-
-
-def require_no_run() -> None:
-    """Raise ConfigError inside a function that a run calls: another run would mix up captures and edits."""
-    if ROLLING.get():
-        raise ConfigError(
-            "another video was asked for by a function that a running one calls (reduce, an edit, a hook): "
-            "keep what it needs, and generate when the first has ended"
-        )
 
 
 def load(
@@ -135,132 +108,6 @@ def load(
     session = Session(config)
     session.preview = session.read_vae("auto", str(preview)) if preview else None
     return session
-
-
-@dataclass(frozen=True, repr=False)
-class Run:
-    """One rollout, finished or stopped: what was generated and captured, and the fields that caches share.
-
-    >>> run = load("wan_mini", num_frames=6).generate("a red circle moving right", seed=42)
-    >>> run.latents.shape, run.video.shape
-    ([1, 6, 16, 8, 8], [21, 64, 64, 3])
-    >>> run.save("circle.mp4")
-    """
-
-    config: RunConfig
-    num_layers: int
-    records: list[CapturedCall]
-    latents: Tensor  # [1, F, C, h, w]; fewer frames where the run was stopped
-    pass_timesteps: list[float]  # of a block's passes, the clean pass last
-    prompt_tokens: list[str]  # text of each prompt token, without padding
-    common: dict[str, Any]
-    stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
-    preview: Any = None  # a small decoder, for show()
-    activations: dict[str, "Activations"] = field(default_factory=dict)  # by site
-
-    # --- The video
-    @cached_property
-    def video(self) -> Tensor:
-        """uint8 [frames, height, width, 3], decoded when it is first asked for."""
-        return self.decoded()
-
-    def decoded(self, vae: Any = None) -> Tensor:
-        """Decode the latents, by the VAE in float32 where no decoder is given -> as video."""
-        return decode(self.latents, vae or load_vae(self.config))
-
-    @property
-    def edits(self) -> str:
-        """The edits that were made, in words; "" for none."""
-        return self.common.get("interventions", {}).get("words", "")
-
-    def save(self, path: str | Path) -> None:
-        """Write an mp4 of 16 frames a second. CacheError for a name that does not end in .mp4."""
-        require_suffix(path, ".mp4")
-        vae = load_vae(self.config, "auto")
-        save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
-
-    save_video = save
-
-    def show(self) -> Any:
-        """Return the video for a notebook; the session's preview decodes it where there is one."""
-        from IPython.display import Video
-
-        pixels = self.decoded(self.preview) if self.preview else self.video
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / "video.mp4"
-            write_mp4(pixels.numpy(), path)
-            return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
-
-    def __repr__(self) -> str:
-        about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)
-        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls"
-
-    # --- What was captured
-    @property
-    def last_block(self) -> list[int]:
-        """Frames of the last finished block."""
-        sizes = self.config.block_sizes
-        return block_frames(sizes, self.common.get("blocks_done", len(sizes)) - 1)
-
-    def pass_tag(self, step: int) -> PassTag:
-        """A pass of the causal rollout, whose last one is the clean pass."""
-        return PassTag(step, self.pass_timesteps[step], step == len(self.pass_timesteps) - 1)
-
-    @cached_property
-    def _calls(self) -> dict[tuple[str, int, int], list[CapturedCall]]:
-        """The calls of every quantity, layer and step, in block order."""
-        calls = defaultdict(list)
-        # Records come in the order of the rollout, so that calls of a pass are in block order.
-        for call in self.records:
-            for name in call.values:
-                calls[name, call.site.layer, call["step"]].append(call)
-        return dict(calls)
-
-    @property
-    def layers(self) -> list[int]:
-        """Layers of which anything was captured."""
-        return sorted({layer for _, layer, _ in self._calls})
-
-    @property
-    def quantities(self) -> set[str]:
-        """Names of what was captured: frame_logits, key_curve, token_logits and so on."""
-        return {name for name, _, _ in self._calls}
-
-    def captured(self, name: str, layer: int, step: int) -> list[CapturedCall]:
-        """Return the calls of one layer and pass that hold a quantity. RunError where there is none."""
-        if (name, layer, step) not in self._calls:
-            raise RunError(f"layer {layer}, step {step}: no {name} was captured")
-        return self._calls[name, layer, step]
-
-    def frame_matrix(self, name: str, layer: int, step: int) -> Tensor:
-        """Assemble frame_logits, also from token logits, or frame_mass of all blocks [H, F, F]."""
-        S, num_frames, pieces = self.common["frame_seq_length"], self.config.num_frames, []
-        from_tokens = name == "frame_logits" and "token_logits" in self.quantities
-        for call in self.captured("token_logits" if from_tokens else name, layer, step):
-            piece = call.values["token_logits" if from_tokens else name][0]
-            # [H, Lq, Lk] of tokens -> [H, Fq, Fk] of frames
-            if from_tokens:
-                piece = query_frame_curves(piece, S)
-                if "key_frame" in call.values:
-                    keys = call.values["key_frame"][0]
-                    piece = by_key_frame(piece, keys, num_frames, mean=True)[..., call["key_frames"]]
-                else:
-                    piece = curves_to_frames(piece, S)
-            pieces.append((call["query_frames"], call["key_frames"], piece))
-        return assemble(pieces, num_frames)
-
-    def of_branch(self, branch: str) -> "Run":
-        """Return the run as if only one branch of guidance had been captured."""
-        return replace(self, records=[call for call in self.records if call["branch"] == branch])
-
-    def query_rows(self, name: str, layer: int, step: int) -> Tensor:
-        """Put a quantity per query frame of all blocks together [H, F, ...], NaN for unreached frames."""
-        calls = self.captured(name, layer, step)
-        return rows_of(((c["query_frames"], c.values[name][0]) for c in calls), self.config.num_frames)
-
-    def frame_matrices(self, name: str, layers: Sequence[int], steps: Sequence[int]) -> Tensor:
-        """Stack frame_matrix of some layers and steps -> [layers, steps, H, F, F]."""
-        return stack(lambda layer, step: self.frame_matrix(name, layer, step), layers, steps)
 
 
 class Session:
@@ -762,11 +609,6 @@ class PromptTexts:
 
 
 # --- Numbers are checked before they are kept, once a block or step
-def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
-    """Capture what is requested; nothing where there is no request."""
-    return ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
-
-
 def check_numbers(model: WanModel, latents: Tensor, place: str, calls: Sequence[CapturedCall] = ()) -> None:
     """Raise RunError for latents that are not finite, naming the weights that are to blame.
 

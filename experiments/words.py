@@ -26,7 +26,7 @@ from wan.errors import ConfigError, short_repr
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from experiments.session import Run
+    from experiments.runs import Run
 
 TO_TEXT, FROM_TEXT = "word_share", "text_share"  # names of captured values, by direction
 DIRECTIONS = {"video_to_text": TO_TEXT, "text_to_video": FROM_TEXT}

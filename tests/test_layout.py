@@ -16,7 +16,8 @@ from helpers.forked import forked
 from helpers.walk import walk
 
 # An import goes to the same room or to an earlier one. "" has the scripts.
-ROOMS = ["caches", "analysis configs memory progress provenance", "edits extraction.video prompts", "session"]
+ROOMS = ["caches", "analysis configs memory progress provenance", "edits extraction.video prompts"]
+ROOMS += ["runs", "pipeline_session", "session"]
 ROOMS += ["extraction", "figures", "words", "captured", "attribution", "running", "base_session"]
 ROOMS += ["miniature", "studies", "", "benchmarks findings"]
 LEVELS = {
@@ -114,6 +115,7 @@ def test_imports_follow_the_table_of_levels():
 def is_export(module: str, imported: str) -> bool:
     """Return whether a package only hands on what is asked of it: `from experiments import load`."""
     return module == "experiments" and imported in (
+        "experiments.runs",
         "experiments.session",
         "experiments.captured",
         "experiments.attribution",

@@ -20,7 +20,7 @@ from experiments.caches.frames import (
     spread_keys,
     stack,
 )
-from experiments.session import Run
+from experiments.runs import Run
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config

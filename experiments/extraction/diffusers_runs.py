@@ -23,7 +23,7 @@ from experiments.caches.files import RunError, require_held
 from experiments.caches.formats import READ_BY
 from experiments.caches.frames import stack
 from experiments.provenance import device_name, record_of, versions
-from experiments.session import Run
+from experiments.runs import Run
 from wan.activations import Activation, SiteCapture
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig

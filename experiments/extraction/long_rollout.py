@@ -37,7 +37,8 @@ from experiments.provenance import (
     fingerprint,
     threads_for,
 )
-from experiments.session import Session, capturing, check_numbers, load
+from experiments.runs import capturing
+from experiments.session import Session, check_numbers, load
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig

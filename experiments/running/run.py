@@ -18,7 +18,8 @@ from experiments.memory import estimate_bytes
 from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs
 from experiments.running.cli import videos_of
-from experiments.session import Run, Session
+from experiments.runs import Run
+from experiments.session import Session
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 

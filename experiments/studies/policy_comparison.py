@@ -45,7 +45,8 @@ from experiments.provenance import (
     vae_files,
 )
 from experiments.running.cli import plan, unique_slugs
-from experiments.session import Session, capturing, load, pipeline_of
+from experiments.runs import capturing
+from experiments.session import Session, load, pipeline_of
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CapturedCall
 from wan.checkpoint import describe_files

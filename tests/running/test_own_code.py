@@ -31,7 +31,7 @@ from experiments.caches import load_cache
 from experiments.caches.activations import Activations
 from experiments.caches.files import CacheError
 from experiments.running import cli
-from experiments.session import CAPTURES
+from experiments.runs import CAPTURES
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
 from wan.errors import ConfigError
 from wan.files import read_yaml
