@@ -171,6 +171,27 @@ def head_correlation(
     return percentiles(float(rho(prompts, layers)[0]), resampled((prompts, layers), rho, draws))
 
 
+def contrast_of_trainings(differences: np.ndarray) -> dict[str, Any]:
+    """Return the mean of differences [trainings, captions] with its intervals, and p; NaN was not measured.
+
+    t, its interval of 95 % and p are of the trainings' means; bootstrap resamples trainings crossed with
+    captions. Every training counts alike, however many of its captions were measured.
+    """
+    differences = floats(differences)
+    means = mean_without_nan(differences)
+    groups, columns = differences.shape
+    generator = np.random.default_rng(0)
+    chosen = generator.integers(groups, size=(DRAWS, groups, 1))
+    drawn = differences[chosen, generator.integers(columns, size=(DRAWS, 1, columns))]
+    test = scipy.stats.ttest_1samp(means, 0)
+    return {
+        "t": rounded([means.mean(), *test.confidence_interval()]),
+        "bootstrap": rounded(percentiles(float(means.mean()), mean_without_nan(drawn).mean(1))),
+        "p": float(f"{test.pvalue:.2g}"),
+        "each": rounded(means),
+    }
+
+
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
     """Return the two-sided p of paired differences [prompts, ...] having mean 0, by flipping their signs.
 

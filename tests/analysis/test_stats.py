@@ -118,6 +118,16 @@ def test_the_largest_drop_is_that_of_all_pairs_within_a_second(distances):
     assert drift.largest_drop(np.array(distances)) == max(pairs)
 
 
+def test_contrasts_of_trainings_are_t_of_their_means_and_know_what_was_not_measured():
+    # Means of the trainings 0.1, 0.2, 0.6: mean 0.3, standard error 0.1528, t(2) = 4.303
+    differences = np.array([[0.0, 0.2, np.nan], [0.2, 0.2, 0.2], [0.6, np.nan, 0.6]])
+    found = stats.contrast_of_trainings(differences)
+    assert found["t"] == pytest.approx([0.3, 0.3 - 0.657, 0.3 + 0.657], abs=1e-3)
+    assert found["each"] == [0.1, 0.2, 0.6] and found["p"] == 0.19
+    estimate, low, high = found["bootstrap"]
+    assert estimate == 0.3 and 0 <= low < 0.3 < high <= 0.6
+
+
 def test_intervals_over_heads_resample_prompts_and_whole_layers():
     predictor = draw(8, 12)
     related = predictor + draw(8, 12, seed=5) + 0.2 * draw(20, 8, 12, seed=1)
