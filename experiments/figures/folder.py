@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures.style import drawn, use_size
+from experiments.figures.style import drawn, plain, use_size
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
 CHECKSUM = re.compile(rb"urn:sha256:([0-9a-f]{64})")
@@ -39,8 +39,8 @@ def require_unchanged(path: Path, remedy: str) -> None:
     field = CHECKSUM.search(content)
     if field is None:
         raise CacheError(f"{path} was not written by this program; {remedy}")
-    plain = content[: field.start()] + NO_CHECKSUM.encode() + content[field.end() :]
-    checksums = (NO_CHECKSUM.encode(), b"urn:sha256:" + hashlib.sha256(plain).hexdigest().encode())
+    as_made = content[: field.start()] + NO_CHECKSUM.encode() + content[field.end() :]
+    checksums = (NO_CHECKSUM.encode(), b"urn:sha256:" + hashlib.sha256(as_made).hexdigest().encode())
     if field[0] not in checksums:
         raise CacheError(f"{path} was changed since this program wrote it; {remedy}")
 
@@ -55,7 +55,7 @@ def about(view: Any, cache_path: str | Path, notebook="", **parameters: Any) -> 
         mark = f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
     metadata = {
         "Title": f"{view.model}, {view.pass_label}",
-        "Description": view.source,
+        "Description": plain(view.source),
         "Source": f"{path.name}, {mark}, format {view.kind} of experiments/{FORMATS[view.kind].script}",
     }
     if notebook:

@@ -526,7 +526,8 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     image = st.heat_map(left, mass, **st.color_scale(mass, "mass", st.PERCENTILE))
     # A word takes 0.13 inches; the left panel has 0.45 of the width
     step = max(1, round(n * 0.13 / (0.45 * figure.get_figwidth())))
-    left.set_xticks(np.arange(n)[::step], words[::step], fontsize=st.TINY, rotation=90)
+    shown = [st.plain(word) for word in words[::step]]
+    left.set_xticks(np.arange(n)[::step], shown, fontsize=st.TINY, rotation=90)
     left.set(xlabel="Word of the prompt", ylabel="Head")
     st.label_places(left.yaxis, range(H))
     st.color_bar(figure, image, [left, right], st.LABELS["mass"], mass)

@@ -8,8 +8,11 @@ written around its panels, and matplotlib's constrained layout places everything
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial, wraps
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -50,6 +54,7 @@ OURS: dict[str, object] = {  # on top of seaborn's theme
     "figure.dpi": 150,
     "savefig.dpi": 300,
     "savefig.bbox": None,  # a figure is as wide as was asked
+    "text.parse_math": False,  # prompts and names of users are text: "a $5 bill" is no formula
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "wan-attention",  # ids inside the file do not depend on the run
     "pdf.fonttype": 42,  # TrueType: journals refuse type 3
@@ -66,6 +71,14 @@ NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mea
 # seaborn's palette "colorblind", in its order; written out, since seaborn is imported at the first figure
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"
 BROWN, PINK, SILVER, YELLOW, SKY = "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"
+# Fonts of other scripts than Latin, Greek and Cyrillic, which are asked behind seaborn's where installed
+FALLBACKS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC")
+FALLBACKS += ("Hiragino Sans GB", "Microsoft YaHei", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "SimHei")
+FALLBACKS += ("Droid Sans Fallback", "Malgun Gothic", "Apple SD Gothic Neo", "Arial Unicode MS")
+FALLBACKS += ("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai")
+FALLBACKS += ("Noto Emoji", "Segoe UI Symbol", "Symbola", "Unifont")
+MISSING_GLYPHS = r"(Glyph \d+ .*missing|Matplotlib currently does not support)"  # warned of once a letter
+NO_DATE = {"svg": "Date", "pdf": "CreationDate"}  # of a file's metadata, which would differ from run to run
 PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, SILVER, YELLOW, SKY)
 DARK, GREY = "#1F3552", "0.85"  # neutral
 Style = dict[str, Any]  # how an artist of matplotlib looks: its keyword arguments
@@ -103,7 +116,35 @@ def theme() -> Any:
     """Return seaborn's theme with our letters, as rcParams."""
     library = seaborn()
     colors = {"axes.prop_cycle": cycler(color=library.color_palette("colorblind"))}
-    return library.axes_style("whitegrid") | library.plotting_context("paper") | colors | OURS
+    installed = font_manager.get_font_names()
+    fonts = {"font.family": ["sans-serif", *(name for name in FALLBACKS if name in installed)]}
+    return library.axes_style("whitegrid") | library.plotting_context("paper") | colors | fonts | OURS
+
+
+@contextmanager
+def in_style() -> Iterator[None]:
+    """Draw in the theme; a letter that no installed font has is a box, and no warning each."""
+    with matplotlib.rc_context(theme()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", MISSING_GLYPHS)
+        yield
+
+
+class StyledFigure(Figure):
+    """A figure that is drawn in this module's style wherever it is saved or shown."""
+
+    def savefig(self, fname: Any, **options: Any) -> None:
+        """Write the figure as matplotlib does; the same figure gives the same bytes."""
+        kind = options.get("format") or Path(str(fname)).suffix[1:] or matplotlib.rcParams["savefig.format"]
+        if kind in NO_DATE:
+            options["metadata"] = {NO_DATE[kind]: None, **(options.get("metadata") or {})}
+        with in_style():
+            super().savefig(fname, **options)
+
+    def _ipython_display_(self) -> None:
+        """Show the figure in a notebook as it is saved; Jupyter's own PNG cuts off the title."""
+        from IPython.display import SVG, display
+
+        display(SVG(drawn(self, "svg", {}).decode()))
 
 
 def use_size(width: str | float | None = None, height: float | None = None) -> None:
@@ -121,10 +162,9 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 
     @wraps(draw)
     def wrapper(*args, **kwargs) -> Figure:
-        with matplotlib.rc_context(theme()):
+        with in_style():
             figure = draw(*args, **kwargs)
             lay_out(figure)
-        figure._ipython_display_ = partial(_show, figure)  # type: ignore[attr-defined]
         return figure
 
     return wrapper
@@ -142,17 +182,10 @@ def lay_out(figure: Figure) -> None:
         label.set_y(np.mean([axis.get_position().intervaly for axis in panels_of(figure)]))
 
 
-def _show(figure: Figure) -> None:
-    """Show a figure in a notebook as it is saved; Jupyter's own PNG cuts off the title."""
-    from IPython.display import SVG, display
-
-    display(SVG(drawn(figure, "svg", {"Date": None}).decode()))
-
-
 def save_svg(figure: Figure, path: str | Path, metadata: Mapping[str, str | None] | None = None) -> Path:
     """Write a figure as SVG, whole or not at all; the same figure gives the same bytes."""
     with replacing(path) as file:
-        file.write(drawn(figure, "svg", {**(metadata or {}), "Date": None}))
+        file.write(drawn(figure, "svg", metadata or {}))
     return Path(path)
 
 
@@ -163,8 +196,7 @@ DECIMALS = re.compile(rb"(\d\.\d\d)\d+")  # of points: a hundredth is enough
 def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
     """Return the bytes of a figure as "svg" or "pdf"."""
     content = BytesIO()
-    with matplotlib.rc_context(theme()):
-        figure.savefig(content, format=kind, metadata=metadata)
+    figure.savefig(content, format=kind, metadata=dict(metadata))
     if kind != "svg":
         return content.getvalue()
     return PLACES.sub(lambda place: DECIMALS.sub(rb"\1", place[0]), content.getvalue())
@@ -193,7 +225,7 @@ def panels(
     rows = math.ceil(max(n, 1) / columns)
     height = rows * size[1] * float(np.clip(width / columns / size[0], 0.7, 1))
     height = max(height, rows * LOWEST + LINE)  # with an x label below
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = StyledFigure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
     for axis in axes[max(n, 1) :]:
         axis.remove()
@@ -235,8 +267,18 @@ def columns_with_room(n: int, inches: float, beside: float = 0.6) -> list[int]:
 # --- Labels
 
 
+def plain(text: str) -> str:
+    """Return text without what no XML, and so no SVG, may hold: control characters but line breaks."""
+    spaces = dict[int, str]()
+    for character in {*text} - {"\n"}:
+        if unicodedata.category(character) in ("Cc", "Cs") or character in "\ufffe\uffff":
+            spaces[ord(character)] = " "
+    return text.translate(spaces)
+
+
 def wrapped(text: str, points: float, inches: float) -> str:
     """Break lines so that they are about so wide at most; "t = 1000" and "of 1)" stay on one line."""
+    text = plain(text)
     # A letter of Arial is about 0.59 of its height wide; 72 points are an inch
     letters = max(8, int(inches * 72 / (0.59 * points)))
     lines = text.replace(" = ", "\u00a0=\u00a0").replace("of 1)", "of\u00a01)").split("\n")
@@ -282,7 +324,7 @@ def label_places(
 
     Averages (μ), which stand together, have one label.
     """
-    names = [str(label) for label in labels]
+    names = [plain(str(label)) for label in labels]
     if places is None:
         places = range(len(names))
     label_of_place, averages = dict[float, str](), []

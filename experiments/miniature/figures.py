@@ -129,6 +129,7 @@ def training_curves(
             else:
                 left.plot(share[half:-half], smooth, "--", color=color)
     left.set(yscale="log", xlabel="Share of the run's time", ylabel="Loss", title="Loss of each stage")
+    left.yaxis.set_major_formatter("{x:g}")  # not by powers of ten: text of figures is no formula
     steps, *curves = np.array(psnr).T
     names = ("81 frames", "first second", "last second")
     for values, color, name, marker in zip(curves, (DARK, BLUE, ORANGE), names, "os^", strict=True):

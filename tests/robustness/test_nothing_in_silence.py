@@ -4,18 +4,26 @@ import json
 import shutil
 import warnings
 from contextlib import suppress
+from io import BytesIO
+from unittest.mock import patch
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from helpers.refusals import refused
+from matplotlib import font_manager
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from experiments import ActivationStore, at, capture, gradients, intervene, load, x0_lens
+from experiments import ActivationStore, Atlas, at, capture, gradients, intervene, load, x0_lens
 from experiments.caches import activations, load_cache
 from experiments.caches.activations import Activations, Place, save_activations
 from experiments.caches.files import CacheError
 from experiments.extraction import cache_builders
+from experiments.figures import prompt_words, style
 from experiments.progress import Progress
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
@@ -310,3 +318,81 @@ def test_videos_of_a_batch_that_take_turns_at_a_function_are_warned_of(session, 
 def test_functions_that_keep_nothing_are_not_warned_of(session, function):
     with warnings.catch_warnings(action="error"), intervene(at("z"), function):
         session.generate(PROMPT, seeds=[1, 2])
+
+
+# --- Text in figures: prompts are text, of any script, and no markup
+PROMPTS = {
+    "dollars": "a $5 bill and a $10 bill",
+    "a formula": r"cost $\frac{a} b$",
+    "escaped dollars": r"a \$5 bill",
+    "markup": "<script>alert(1)</script> </svg> & --> ]]>",
+    "Chinese": "一个红色的圆圈",
+    "Arabic": "دائرة حمراء",
+    "an emoji": "a circle 🔴",
+    "control characters": "a \x07\x1b[31m red \ufffe circle",
+    "lines": "a red\ncircle\tmoving",
+    "braces": "{0} {x:g} %s",
+}
+
+
+@pytest.fixture(scope="module")
+def atlas(session):
+    return captured(session, layers=[1], cross=True).atlas()
+
+
+@pytest.mark.parametrize("prompt", [*PROMPTS.values()], ids=[*PROMPTS])
+def test_a_prompt_is_drawn_as_its_letters(atlas, tmp_path, prompt):
+    with warnings.catch_warnings(action="error"):
+        figure = Atlas(atlas | {"prompt": prompt}).plot(layer=1)
+        figure.savefig(tmp_path / "a.svg")
+        words = prompt_words(np.ones((2, 3)) / 3, [prompt, "a $", "$ b"], layer=1, subtitle=prompt)
+        words.savefig(tmp_path / "b.svg")
+    for name in ("a.svg", "b.svg"):
+        text = " ".join(ElementTree.parse(tmp_path / name).getroot().itertext())
+        letters = [word for word in prompt.split() if word.isprintable()]
+        assert all(word in text for word in letters), letters
+
+
+@pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
+def test_a_figure_is_saved_with_the_same_bytes(atlas, tmp_path, kind):
+    files = [tmp_path / f"{n}.{kind}" for n in range(2)]
+    for file in files:
+        with patch("time.time", return_value=1e9 + file.stem.count("1")):
+            atlas.plot(layer=1).savefig(file)
+    assert files[0].read_bytes() == files[1].read_bytes()
+    atlas.plot(layer=1).savefig(stream := BytesIO(), format=kind)
+    assert stream.getvalue() == files[0].read_bytes()
+
+
+def test_letters_of_another_script_come_from_a_font_that_is_installed(atlas, tmp_path, monkeypatch):
+    builder = FontBuilder(1000, isTTF=True)
+    builder.setupGlyphOrder([".notdef", "one"])
+    builder.setupCharacterMap({ord("一"): "one"})
+    pen = TTGlyphPen(None)
+    pen.moveTo((0, 300))
+    pen.lineTo((900, 300))
+    pen.lineTo((900, 400))
+    pen.closePath()
+    builder.setupGlyf({".notdef": pen.glyph(), "one": pen.glyph()})
+    builder.setupHorizontalMetrics({".notdef": (1000, 0), "one": (1000, 0)})
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": style.FALLBACKS[0], "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    builder.save(tmp_path / "own.ttf")
+    monkeypatch.setattr(style, "MISSING_GLYPHS", "nothing")  # what is missing is told here
+
+    def draw():
+        Atlas(atlas | {"prompt": "一"}).plot(layer=1).savefig(tmp_path / "a.png")
+
+    before = list(font_manager.fontManager.ttflist)
+    with pytest.warns(UserWarning, match="missing"):
+        draw()
+    try:
+        font_manager.fontManager.addfont(tmp_path / "own.ttf")
+        style.theme.cache_clear()
+        with warnings.catch_warnings(action="error"):
+            draw()
+    finally:
+        font_manager.fontManager.ttflist[:] = before
+        style.theme.cache_clear()
