@@ -40,7 +40,7 @@ from wan.sites import OF_FORWARD, ActivationSite, check_site, observed, watched
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-STAY = ("full", "window")  # policies whose keys stand where they were made
+STAY = ("multi_shot", "full", "window")  # policies whose keys stand where they were made
 
 
 @reusable

@@ -267,7 +267,7 @@ def attention_requests(
     """
     if queries is not None:
         grid = token_grid(config)
-        places = patches_of_mask(queries, config.num_frames, grid)
+        places = patches_of_mask(queries, config)
         return map_requests(config, grid, places, layers, heads, blocks, steps, words=cross)
     if heads is not None:
         raise ConfigError("heads go with a site, or with queries=; attention has all heads")
@@ -743,6 +743,10 @@ class Comparison:
         if shapes[0] != shapes[1]:
             raise ConfigError(f"compare takes runs of one size, not latents {shapes[0]} and {shapes[1]}")
 
+    @property
+    def fps(self) -> int:
+        return self.runs[0].config.fps
+
     @cached_property
     def psnr(self) -> Tensor:
         """Peak signal-to-noise ratio of every frame in dB, float32 [frames]; infinite for equal ones."""
@@ -757,7 +761,7 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write the three side by side as an mp4."""
-        write_mp4(self.video.numpy(), path)
+        write_mp4(self.video.numpy(), path, fps=self.fps)
 
     def __repr__(self) -> str:
         names = [f"{run.edits or 'no edit'}, seed {run.config.seed}" for run in self.runs]

@@ -17,7 +17,8 @@ from wan.files import read_yaml
 HOME = ROOT.resolve()
 PATHS = ("ckpt_dir", "checkpoint_path", "lora_path", "prompt_embeds", "first_frames")
 POLICY_FOLDER = Path("configs/policies")  # the published settings of every policy
-CONFIGS = ("configs/self_forcing_dmd.yaml", "configs/wan_14b.yaml", "configs/wan_mini.yaml")
+NAMES = ("self_forcing_dmd", "wan_14b", "longlive2", "wan_mini")  # a config for each size of model
+CONFIGS = tuple(f"configs/{name}.yaml" for name in NAMES)
 
 
 def config_for(ckpt_dir: str | Path, home: Path = Path()) -> str:

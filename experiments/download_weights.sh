@@ -33,6 +33,7 @@ plan=$(python - "$configs" "$name" <<'PY'
 import sys
 from pathlib import Path
 
+from wan.checkpoint import VAE_FILE, WIDE_VAE_FILE
 from wan.config import load_config
 
 configs, name = Path(sys.argv[1]), sys.argv[2]
@@ -47,7 +48,9 @@ print("ask", "yes" if config.release["ask"] else "no")
 for file in config.release["files"]:
     print("file", file)
 print("base", base)
-print("base_files", "no transformer" if base == "Wan2.1-T2V-14B" else "everything")  # its own weights are not run
+unused = base in ("Wan2.1-T2V-14B", "Wan2.2-TI2V-5B")  # whose own weights are not run
+print("base_files", "no transformer" if unused else "everything")
+print("vae", WIDE_VAE_FILE if base.startswith("Wan2.2") else VAE_FILE)
 PY
 ) || exit 2
 said() { sed -n "s/^$1 //p" <<< "$plan"; }
@@ -89,7 +92,7 @@ fi
 if [ -z "$yes" ]; then agree "Download?" "nothing was downloaded; --yes does not ask"; fi
 transformer=(diffusion_pytorch_model.safetensors)
 if [ ${#without[@]} -gt 0 ]; then transformer=(); fi
-for file in ${transformer[@]+"${transformer[@]}"} models_t5_umt5-xxl-enc-bf16.pth Wan2.1_VAE.pth; do
+for file in ${transformer[@]+"${transformer[@]}"} models_t5_umt5-xxl-enc-bf16.pth "$(said vae)"; do
     resume "Wan-AI/$base" "$file" "$model"
 done
 for file in "${files[@]}"; do

@@ -19,7 +19,7 @@ from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.cache import read_switches
 from wan.capture import ALL, CaptureRequest, queries_of
-from wan.checkpoint import VAE_FILE, CheckpointError, encoder_config
+from wan.checkpoint import CheckpointError, encoder_config
 from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError, in_context
 from wan.files import read_json
@@ -28,6 +28,7 @@ from wan.model import CausalWanModel
 from wan.policies import policy_of
 from wan.reductions import CHUNK_ELEMENTS
 from wan.sites import OF_FORWARD, SITES, check_indices
+from wan.vae import WIDE_SIZES
 
 if TYPE_CHECKING:
     from wan.activations import SiteCapture
@@ -88,12 +89,14 @@ def decoder(config: RunConfig, dtype: torch.dtype) -> dict[str, int]:
     """
     folder = Path(config.ckpt_dir)
     if checkpoint.is_native(folder):
-        files, sizes = [folder / VAE_FILE], {}
+        files, sizes = [checkpoint.part_file(folder, "vae")], {}
+        if checkpoint.has_wide_vae(folder):
+            sizes = WIDE_SIZES
     else:
         files = [*(folder / "vae").iterdir()]
         sizes = read_json(folder / "vae/config.json", CheckpointError)
     width = sizes.get("decoder_base_dim") or sizes.get("base_dim") or 96
-    pixels = config.height * config.width * 8**2
+    pixels = config.height * config.width * config.pixels_per_latent**2
     frame = dtype.itemsize * width * pixels // (sizes.get("patch_size") or 1) ** 2
     calls = max(1, POSITIONS_AT_ONCE // (config.height * config.width))
     video = FLOAT * 3 * pixels * (1 + VIDEO_FRAMES_PER_LATENT * (config.num_frames - 1))

@@ -38,7 +38,7 @@ from experiments.caches.files import (
 from experiments.caches.frames import one_thread
 from wan import backends, checkpoint, lora
 from wan.backends import kernel_name
-from wan.checkpoint import VAE_FILE, encoder_files
+from wan.checkpoint import encoder_files
 from wan.config import DType, ModelConfig, RunConfig
 from wan.config import device_name as device_setting
 from wan.errors import ConfigError, short_repr
@@ -283,8 +283,9 @@ def check_outputs(args: argparse.Namespace, config: RunConfig, outputs: Iterable
 def vae_files(config: RunConfig) -> list[dict[str, Any]]:
     """Describe what a video's pixels depend on beside its latents."""
     folder = Path(config.ckpt_dir)
-    in_parts = ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"]
-    names = [VAE_FILE] if checkpoint.is_native(folder) else in_parts
+    names = ["vae/config.json", "vae/diffusion_pytorch_model.safetensors"]
+    if checkpoint.is_native(folder):
+        names = [checkpoint.part_file(folder, "vae").name]
     return checkpoint.describe_files(folder / name for name in names)
 
 

@@ -92,12 +92,16 @@ class Run:
         return decode(self.latents, vae or load_vae(self.config))
 
     @property
+    def fps(self) -> int:
+        return self.config.fps
+
+    @property
     def edits(self) -> str:
         """The edits that were made, in words; "" for none."""
         return self.common.get("interventions", {}).get("words", "")
 
     def save(self, path: str | Path) -> None:
-        """Write an mp4 of 16 frames a second. CacheError for a name that does not end in .mp4."""
+        """Write an mp4. CacheError for a name that does not end in .mp4."""
         require_suffix(path, ".mp4")
         vae = load_vae(self.config, "auto")
         save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
@@ -111,7 +115,7 @@ class Run:
         pixels = self.decoded(self.preview) if self.preview else self.video
         with TemporaryDirectory() as folder:
             path = Path(folder) / "video.mp4"
-            write_mp4(pixels.numpy(), path)
+            write_mp4(pixels.numpy(), path, fps=self.fps)
             return Video(path.read_bytes(), embed=True, mimetype="video/mp4")
 
     def __repr__(self) -> str:

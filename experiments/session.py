@@ -47,6 +47,7 @@ from experiments.provenance import (
 )
 from experiments.runs import CAPTURES, ROLLING, Run, capturing, require_no_run
 from wan import checkpoint
+from wan.blocks import block_ranges
 from wan.cache import CachePolicy, PromptSwitch, read_switches
 from wan.capture import SMALL, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
@@ -57,6 +58,7 @@ from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
+from wan.policies.frames import MultiShot, begins_shot
 from wan.sites import PIPELINES, active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
@@ -245,7 +247,7 @@ class Session:
     # --- Videos
     def generate(
         self,
-        prompt: str | Sequence[str] | None = None,
+        prompt: str | Sequence[str | Sequence[str]] | None = None,
         seed: int | None = None,
         quiet: bool = True,
         *,
@@ -259,13 +261,14 @@ class Session:
         """Generate one video; prompt and seed are the config's where not given.
 
         A list of prompts or seeds makes a batch and returns a list of runs: seeds has one per prompt, seed is
-        for all. product=True combines every prompt with every seed, all seeds of the first prompt first. On a
-        CPU each video has the bits of its single run. On a GPU products of other sizes round differently, and
-        a rollout feeds that back to itself; equal batches have equal bits. config replaces the session's and
-        may differ from it in RolloutSettings only. requests are what scripts capture. observer is told of
-        every block and may stop the rollout, which then returns fewer frames. first_frames are the beginning
-        of the video, whole blocks: latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames
-        includes them. ConfigError: the model does not fit in memory; RunError: a number cannot be right.
+        for all. A video's prompt may be a list itself, of a prompt for each block. product=True combines
+        every prompt with every seed, all seeds of the first prompt first. On a CPU each video has the bits of
+        its single run. On a GPU products of other sizes round differently, and a rollout feeds that back to
+        itself; equal batches have equal bits. config replaces the session's and may differ from it in
+        RolloutSettings only. requests are what scripts capture. observer is told of every block and may stop
+        the rollout, which then returns fewer frames. first_frames are the beginning of the video, whole
+        blocks: latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames includes them.
+        ConfigError: the model does not fit in memory; RunError: a number cannot be right.
         """
         # 1. A config for each video.
         require_no_run()
@@ -296,8 +299,10 @@ class Session:
             # A file of states names its prompt, which umT5 is not asked for
             if base.prompt_embeds:
                 text = with_given_prompt(base, text)
-            given: dict[str, Any] = {"prompt": text, "seed": own}
+            given: dict[str, Any] = {"seed": own} | prompt_settings(text, base)
             configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
+            if configs[-1].prompt_schedule != base.prompt_schedule:
+                policy_of(configs[-1])
         # 2. Load the model, and roll out under the eyes of who captures this session.
         captures, observer = dict(CAPTURES.get()).get(id(self)), observer or Progress(quiet)
         if captures and requests:
@@ -345,7 +350,7 @@ class Session:
         # 3. Given frames [B, G, C, h, w] take the place of the first ones; noise is drawn for all, so that
         #    the others' stays.
         beginning = config.first_frames if first_frames is None else first_frames
-        options: dict[str, Any] = {"prompt_schedule": self.switches(config, len(configs))}
+        options: dict[str, Any] = {"prompt_schedule": self.switches(*configs)}
         first, start = None, 0
         if beginning is not None:
             first = first_latents(beginning, config, sizes.in_dim, lambda: self.vae)
@@ -400,11 +405,15 @@ class Session:
             stopped = f"{done} of {len(config.block_sizes)} blocks"
         # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
         runs = []
+        cuts = [frames_of_cuts(config) for config in configs]
         for item, own_config in enumerate(configs):
+            of_first = {}
+            if cuts[item] != cuts[0]:  # the shots of a batch are the first video's
+                of_first = {"cuts": cuts[0]}
             calls, video_latents = records, latents[item : item + 1]
             if len(configs) > 1:
                 calls = [call.of_item(item) for call in records if call.item in (None, item)]
-            common = self.common(own_config, edits, files=files, **depends) | about
+            common = self.common(own_config, edits, files=files, **depends, **of_first) | about
             common["fingerprint"] = with_result(common["fingerprint"], video_latents)
             runs.append(
                 Run(
@@ -443,13 +452,28 @@ class Session:
         with threads_for(noise, self.model_config):
             return self.pipeline.inference(noise, prompt_embeds=self.texts[config.prompt][0], **inputs)[1]
 
-    def switches(self, config: RunConfig, batch: int = 1) -> list[PromptSwitch]:
-        """Return the later prompts of a schedule, with embeddings [batch, text_len, text_dim]."""
-        texts = {
-            str(s.prompt): self.texts[str(s.prompt)][0].expand(batch, -1, -1)
-            for s in read_switches(config.prompt_schedule)
-        }
-        return [replace(s, prompt_embeds=texts[str(s.prompt)]) for s in read_switches(config.prompt_schedule)]
+    def switches(self, *configs: RunConfig) -> list[PromptSwitch]:
+        """Return the later prompts of a batch of videos, with their states [B, text_len, text_dim].
+
+        The prompt of a switch is the first video's. ConfigError where videos go on in different ways.
+        """
+        schedules = [{s.frame: s for s in read_switches(config.prompt_schedule)} for config in configs]
+        texts, switches = [config.prompt for config in configs], list[PromptSwitch]()
+        for frame in sorted({frame for schedule in schedules for frame in schedule}):
+            changes = [schedule.get(frame) for schedule in schedules]
+            hows = {change.how for change in changes if change is not None}
+            if len(hows) > 1:
+                words = " and ".join(sorted(hows))
+                raise ConfigError(f"prompts of a batch go on from frame {frame} by {words}; give one of them")
+            for item, change in enumerate(changes):
+                if change is not None:
+                    texts[item] = str(change.prompt)
+            first = None
+            if changes[0] is not None:
+                first = changes[0].prompt
+            states = torch.cat([self.texts[text][0] for text in texts])
+            switches.append(PromptSwitch(frame=frame, prompt=first, how=hows.pop(), prompt_embeds=states))
+        return switches
 
     # --- What its numbers depend on
     def require_loaded(self, config: RunConfig) -> None:
@@ -606,6 +630,24 @@ class PromptTexts:
                 if moves:
                     session.pipeline.model.to(device)
         return self.encoded[prompt]
+
+
+def frames_of_cuts(config: RunConfig) -> list[int]:
+    """Return the frames at which the prompts of a video begin shots, where its policy knows shots."""
+    if policy_of(config).name != MultiShot.name:
+        return []
+    return [s.frame for s in read_switches(config.prompt_schedule) if begins_shot(s.prompt)]
+
+
+def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a video's prompt, or of one for each of its blocks."""
+    if prompts is None or isinstance(prompts, str):
+        return {"prompt": prompts}
+    starts = [frames.start for frames in block_ranges(config.block_sizes)]
+    if len(prompts) != len(starts):
+        raise ConfigError(f"{len(prompts)} prompts for {len(starts)} blocks; give a prompt for each block")
+    schedule = [{"frame": start, "prompt": text} for start, text in zip(starts, prompts, strict=True)]
+    return {"prompt": prompts[0], "prompt_schedule": schedule[1:]}
 
 
 # --- Numbers are checked before they are kept, once a block or step

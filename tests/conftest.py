@@ -19,7 +19,7 @@ from helpers.pretended_gpu import pretended_gpu
 
 from wan.model import CausalWanModel, WanModel
 
-pytest_plugins = ["helpers.tiny_model"]
+pytest_plugins = ["helpers.tiny_model", "helpers.tiny_longlive2"]
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

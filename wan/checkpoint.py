@@ -34,7 +34,7 @@ from wan.lora import LoRA as LoRA
 from wan.lora import lora_of as lora_of
 from wan.lora import merge_lora as merge_lora
 from wan.lora import read_lora as read_lora
-from wan.names import UMT5_TO_TRANSFORMERS, WRAPPERS, renamed
+from wan.names import UMT5_TO_TRANSFORMERS, WRAPPERS, renamed, wide_vae_names
 from wan.names import to_diffusers_names as to_diffusers_names
 from wan.names import to_native_names as to_native_names
 
@@ -45,6 +45,7 @@ StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound="WanModel")
 
 VAE_FILE, UMT5_FILE = "Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"  # of the original release
+WIDE_VAE_FILE, WIDE_CHANNELS = "Wan2.2_VAE.pth", 48  # of a model of so many channels
 EDGE, SAMPLES, SAMPLE = 1 << 20, 64, 1 << 16  # bytes and places that sampled_sha256 reads
 HASHED_AT_ONCE = 1 << 28  # bytes, which bound what is resident
 MOVES_AT_ONCE = 8  # weights on their way to a GPU
@@ -97,10 +98,17 @@ def part_file(ckpt_dir: str | Path, part: str) -> Path:
     path = Path(ckpt_dir) / of_diffusers
     if is_native(ckpt_dir):
         path = Path(ckpt_dir) / native
+        if part == "vae" and has_wide_vae(ckpt_dir):
+            path = path.with_name(WIDE_VAE_FILE)
     index = path.with_name(f"{path.name}.index.json")
     if index.is_file():
         return index
     return require_file(path)
+
+
+def has_wide_vae(ckpt_dir: str | Path) -> bool:
+    """Return whether a directory of the original release is of a model of Wan2.2's VAE."""
+    return read_json(Path(ckpt_dir) / "config.json", CheckpointError).get("in_dim") == WIDE_CHANNELS
 
 
 def encoder_files(ckpt_dir: str | Path) -> tuple[Path, Path]:
@@ -166,6 +174,8 @@ def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
         if native:
             return renamed(state, UMT5_TO_TRANSFORMERS)
         return state
+    if native and has_wide_vae(ckpt_dir):
+        return wide_vae_names(state)
     if native:
         from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 

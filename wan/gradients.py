@@ -112,6 +112,7 @@ class Gradients(Watcher):
         self._open: Graph | None = None
         self._finished: list[Tensor] = []  # x0 of the rollout's blocks so far
         self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, frame) -> keys, values
+        self._positions: dict[int, int] = {}  # frame -> where its keys stand
 
     # --- As a watcher
     def records(self, at: Pass | None) -> bool:
@@ -143,6 +144,7 @@ class Gradients(Watcher):
         check_indices("step", self.steps, num_passes)
         # A new rollout begins.
         self._sizes, self._open, self._finished, self._past = sizes, None, [], {}
+        self._positions = {}
         self._first = min(self.blocks or [0])
         self._last = sizes.num_blocks - 1
         self.found, self.values, self.graphs = [], [], []
@@ -198,9 +200,12 @@ class Gradients(Watcher):
         if where.site != "self":
             return None
         layout, layer, S = call.layout, call.site.layer, call.layout.tokens_per_slot
-        if not layout.is_in_place or call.of_heads is not None:
+        stays = layout.is_plain and call.of_heads is None
+        for slot in layout.slots:
+            stays = stays and self._positions.setdefault(slot.frame, slot.position) == slot.position
+        if not stays:
             raise ConfigError(
-                "through='rollout' takes keys that stay where they are: cache_policy full or window"
+                "through='rollout' takes keys that stay in place: cache_policy multi_shot, full or window"
             )
         keys, values = [], []
         for n, slot in enumerate(layout.slots):

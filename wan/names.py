@@ -73,3 +73,35 @@ def to_native_names(state: Mapping[str, Value]) -> dict[str, Value]:
 def native_layer(name: str) -> str:
     """Return the native name of a layer, or of a block, that may have diffusers'."""
     return renamed_one(f"{name}.", DIFFUSERS_TO_NATIVE).removesuffix(".")
+
+
+# Parts of names of Wan2.2's VAE (https://github.com/Wan-Video/Wan2.2 wan/modules/vae2_2.py) -> diffusers'
+WIDE_VAE_NAMES = {
+    r"^conv1\.": "quant_conv.",
+    r"^conv2\.": "post_quant_conv.",
+    r"^(encoder|decoder)\.conv1\.": r"\1.conv_in.",
+    r"\.head\.0\.": ".norm_out.",
+    r"\.head\.2\.": ".conv_out.",
+    r"\.middle\.0\.": ".mid_block.resnets.0.",
+    r"\.middle\.1\.": ".mid_block.attentions.0.",
+    r"\.middle\.2\.": ".mid_block.resnets.1.",
+    r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.": r".down_blocks.\1.downsampler.\2.",
+    r"\.downsamples\.(\d+)\.downsamples\.": r".down_blocks.\1.resnets.",
+    r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.": r".up_blocks.\1.upsampler.\2.",
+    r"\.upsamples\.(\d+)\.upsamples\.": r".up_blocks.\1.resnets.",
+    r"\.residual\.0\.": ".norm1.",
+    r"\.residual\.2\.": ".conv1.",
+    r"\.residual\.3\.": ".norm2.",
+    r"\.residual\.6\.": ".conv2.",
+    r"\.shortcut\.": ".conv_shortcut.",
+}
+
+
+def wide_vae_names(state: Mapping[str, Value]) -> dict[str, Value]:
+    """Rename a state dict of Wan2.2's VAE to the names of diffusers' AutoencoderKLWan; keep those."""
+    new_state: dict[str, Value] = {}
+    for name, tensor in state.items():
+        for pattern, replacement in WIDE_VAE_NAMES.items():
+            name = re.sub(pattern, replacement, name)
+        new_state[name] = tensor
+    return new_state

@@ -82,7 +82,7 @@ class FreshNoise:
 class UniPC:
     """Extrapolate from two predictions, and correct each level by the next one; no noise is drawn.
 
-    UniPC (arXiv 2302.04867) of order 2 with B2, by diffusers, in float32.
+    UniPC (arXiv 2302.04867) of order 2 with B2, by diffusers, in float32 or wider.
     """
 
     def __init__(self, sigmas: Sequence[float], draw: Draw):
@@ -106,8 +106,8 @@ class UniPC:
 
     def step(self, number: int, x: Tensor, x0: Tensor) -> Tensor:
         """Return latents at the level after step number, from x at its own level and its prediction x0."""
-        t = self.solver.timesteps[number]
-        return self.solver.step(x0.float(), t, x.float(), return_dict=False)[0].to(x0.dtype)
+        t, wide = self.solver.timesteps[number], torch.promote_types(x0.dtype, torch.float32)
+        return self.solver.step(x0.to(wide), t, x.to(wide), return_dict=False)[0].to(x0.dtype)
 
 
 SOLVERS: dict[str, type[FreshNoise] | type[UniPC]] = {"fresh_noise": FreshNoise, "unipc": UniPC}

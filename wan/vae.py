@@ -35,6 +35,28 @@ POSITIONS_AT_ONCE = 1024  # of latents, encoded in one call: 16 latent frames of
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+# Sizes of Wan2.2's VAE as diffusers names them, and mean and std of its channels. The original release has no
+# config: https://github.com/Wan-Video/Wan2.2 wan/modules/vae2_2.py.
+# fmt: off
+WIDE_SIZES: dict[str, Any] = {
+    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "patch_size": 2,
+    "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16,
+    "latents_mean": [
+        -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
+        0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+        -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230, -0.0313, -0.1649, 0.0117, 0.0723,
+        -0.2839, -0.2083, -0.0520, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+    ],
+    "latents_std": [
+        0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901,
+        0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+        0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
+        0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
+    ],
+}
+# fmt: on
+
+
 class VAE(nn.Module):
     """The model's latents are (z − mean) / std per channel, with mean and std from the VAE's config."""
 
@@ -58,15 +80,17 @@ class VAE(nn.Module):
     ) -> "VAE":
         """Load a model directory of either layout. Raise CheckpointError for one that holds no such VAE.
 
-        The original release has no config of its VAE: sizes are diffusers' defaults, the real model's, but
-        for those that are given.
+        The original release has no config of its VAE: sizes are the real model's, but for those that are
+        given.
         """
         AutoencoderKLWan = diffusers_vae().AutoencoderKLWan
         with library_reads(f"the VAE of {ckpt_dir}", CheckpointError, "get it again"):
             path = checkpoint.part_file(ckpt_dir, "vae")
             with torch.device("meta"):
                 if checkpoint.is_native(ckpt_dir):
-                    vae = AutoencoderKLWan(**sizes)
+                    if checkpoint.has_wide_vae(ckpt_dir):
+                        sizes = WIDE_SIZES | sizes
+                    vae = AutoencoderKLWan(**sizes)  # whose defaults are Wan2.1's
                 else:
                     vae = AutoencoderKLWan.from_config(
                         read_json(path.with_name("config.json"), CheckpointError)
@@ -84,6 +108,12 @@ class VAE(nn.Module):
         return Decoder(self.vae)
 
     @property
+    def pixels_per_latent(self) -> int:
+        """Pixels of the video along a side of a latent."""
+        config = self.vae.config
+        return (config.patch_size or 1) * 2 ** len(config.temperal_downsample)
+
+    @property
     def made_by(self) -> str:
         """What an mp4 says of its decoder."""
         return f"VAE in {str(self.vae.dtype).removeprefix('torch.')}"
@@ -92,7 +122,7 @@ class VAE(nn.Module):
         return StreamedDecoder(self)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Normalised latents [B, F, C, h, w] -> video [B, 1 + 4 (F − 1), 3, 8h, 8w] in 0..1."""
+        """Normalised latents [B, F, C, h, w] -> video [B, 1 + 4 (F − 1), 3, H, W] in 0..1."""
         return self.stream()(latents)
 
     @torch.no_grad()
@@ -131,7 +161,7 @@ class StreamedDecoder:
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        """The next latents [B, F, C, h, w] -> their video [B, frames, 3, 8h, 8w] in 0..1.
+        """The next latents [B, F, C, h, w] -> their video [B, frames, 3, H, W] in 0..1.
 
         A latent frame is four video frames, the first of a video one.
         """
@@ -428,7 +458,7 @@ class Decoder:
         self.stages[-1].append(Conv(decoder.conv_out, decoder.norm_out, row))
 
     def decode(self, z: Tensor, past: Past, is_first: bool) -> Iterator[Tensor]:
-        """Yield pixels [B, frames, 3, 8h, 8w], about -1..1, of the next latents [B, F, C, h, w].
+        """Yield pixels [B, frames, 3, H, W], about -1..1, of the next latents [B, F, C, h, w].
 
         The first frame of a video comes alone. past belongs to this video, and is empty at first.
         """
@@ -533,7 +563,7 @@ class PreviewStream:
 
     @torch.no_grad()
     def __call__(self, latents: Tensor) -> Tensor:
-        """The next latents [B, F, C, h, w] -> their video [B, frames, 3, 8h, 8w]; the first frame is one."""
+        """The next latents [B, F, C, h, w] -> their video [B, frames, 3, H, W]; the first frame is one."""
         # TAEHV has no first frame of its own: of the four that it makes of the first latents, the last stays.
         batch, is_first = latents.shape[0], not self.before
         x = latents.to(next(self.model.parameters()).dtype)

@@ -17,7 +17,7 @@ import numpy as np
 from experiments.caches.files import CacheError, RunError, part_of, replacing, target_of
 from wan.errors import one_line
 
-FPS = 16  # of Wan's videos
+FPS = 16  # of Wan2.1's videos
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged where people look at them
 # Fragments of half a second reach the disk at once, and the encoder looks 8 frames ahead instead of 40: what
 # plays is about two seconds behind.
@@ -56,6 +56,7 @@ class VideoWriter:
         about: str = "",
         shortest: int = 1,
         multiple: int = 8,
+        fps: int = FPS,
     ):
         """Give the sizes: sides grow to a multiple, the shorter one to shortest pixels.
 
@@ -68,7 +69,7 @@ class VideoWriter:
         else:
             self.growing = target_of(growing)
         self.comment, self.about = comment, about
-        self.shortest, self.multiple = shortest, multiple
+        self.shortest, self.multiple, self.fps = shortest, multiple, fps
         self.frames = 0
         self.pipe: Generator[None, np.ndarray, None] | None = None
 
@@ -111,7 +112,7 @@ class VideoWriter:
         pipe: Generator[None, np.ndarray, None] = import_module("imageio_ffmpeg").write_frames(
             str(self.growing),
             (width, height),
-            fps=FPS,
+            fps=self.fps,
             codec="libx264",
             macro_block_size=1,
             ffmpeg_log_level="quiet",
@@ -149,12 +150,13 @@ def write_mp4(
     about: str = "",
     shortest: int = SHORTEST_SIDE,
     multiple: int = 8,
+    fps: int = FPS,
 ) -> None:
     """Write uint8 pixels [frames, height, width, 3] as an mp4, whole or not at all.
 
     tag says what the video is of, and mp4_tag reads it; about describes it; sizes are VideoWriter's.
     """
-    with VideoWriter(path, about=about, shortest=shortest, multiple=multiple) as video:
+    with VideoWriter(path, about=about, shortest=shortest, multiple=multiple, fps=fps) as video:
         video.append(pixels)
         video.finish(tag)
 

@@ -33,7 +33,6 @@ from wan.sites import check_indices
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
-PIXELS_OF_A_TOKEN = 16  # of its side: 8 of a latent, 2 latents of a token
 
 
 def padded(values: Tensor, length: int, filler: float) -> Tensor:
@@ -401,9 +400,14 @@ def slot_fields(run: Run, layers: Sequence[int], steps: Sequence[int]) -> dict[s
 
 # --- maps: what some places see of every key token
 def token_grid(config: RunConfig) -> tuple[int, int]:
-    """Rows and columns of the tokens of a frame: a token is 2 x 2 latents, or 16 x 16 pixels."""
+    """Rows and columns of the tokens of a frame."""
     _, high, wide = read_model_config(config.ckpt_dir).patch_size
     return config.height // high, config.width // wide
+
+
+def pixel_grid(config: RunConfig) -> tuple[int, int]:
+    """Rows and columns of the pixels of a video frame."""
+    return config.height * config.pixels_per_latent, config.width * config.pixels_per_latent
 
 
 def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) -> list[Place]:
@@ -417,16 +421,17 @@ def patches_of_grid(frame: int, rows: int, columns: int, grid: tuple[int, int]) 
     return [(frame, row, column) for row in places[0] for column in places[1]]
 
 
-def patches_of_mask(mask: Any, num_frames: int, grid: tuple[int, int]) -> list[Place]:
+def patches_of_mask(mask: Any, config: RunConfig) -> list[Place]:
     """Return the patches that a mask covers at least by half, frame by frame, row by row.
 
-    mask: boolean [F, H, W], in latent or video frames, of tokens (grid) or pixels. ConfigError for others,
-    and for a mask that covers none.
+    mask: boolean [F, H, W], in latent or video frames, of tokens or pixels. ConfigError for others, and for
+    a mask that covers none.
     """
+    num_frames, grid = config.num_frames, token_grid(config)
     with library_reads("a mask of queries", remedy="give a boolean array or tensor"):
         drawn, (rows, columns) = torch.as_tensor(mask), grid
     video_frames = 1 + VIDEO_FRAMES_PER_LATENT * (num_frames - 1)
-    high, wide = rows * PIXELS_OF_A_TOKEN, columns * PIXELS_OF_A_TOKEN
+    high, wide = pixel_grid(config)
     fits = drawn.ndim == 3 and len(drawn) in (num_frames, video_frames)
     if not fits or drawn.dtype != torch.bool or tuple(drawn.shape[1:]) not in (grid, (high, wide)):
         raise ConfigError(
@@ -446,14 +451,13 @@ def patches_of_mask(mask: Any, num_frames: int, grid: tuple[int, int]) -> list[P
 
 def patches_of_image(image: Any, frame: int | None, config: RunConfig) -> list[Place]:
     """Return the patches of a latent frame (None: the last) that are white in a grey image of any size."""
-    grid = token_grid(config)
     if frame is None:
         frame = config.num_frames - 1
     check_indices("query_mask: frame", [frame], config.num_frames)
-    mask = torch.zeros(config.num_frames, *(n * PIXELS_OF_A_TOKEN for n in grid), dtype=torch.bool)
+    mask = torch.zeros(config.num_frames, *pixel_grid(config), dtype=torch.bool)
     small = image.resize((mask.shape[2], mask.shape[1]))
     mask[frame] = torch.tensor(list(small.tobytes())).view(mask.shape[1:]) > 127
-    return patches_of_mask(mask, config.num_frames, grid)
+    return patches_of_mask(mask, config)
 
 
 def map_requests(

@@ -22,22 +22,38 @@ from experiments.provenance import (
     vae_files,
     video_tag,
 )
+from wan.checkpoint import CheckpointError, read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError, library_reads, short_repr
 from wan.files import read_tensors
-from wan.vae import POSITIONS_AT_ONCE, VAE, Preview, diffusers_vae
+from wan.vae import LATENT_CHANNELS, POSITIONS_AT_ONCE, VAE, Preview, diffusers_vae
 
 ROOM = 1 << 20  # bytes of the GPU for each position of a frame of latents: what the decoder takes
 AHEAD = 8  # blocks by which a rollout may be ahead of the decoder
 
 
 def load_vae(config: RunConfig, dtype: str = "float32", preview: str | None = None) -> VAE | Preview:
-    """Read the VAE of a config, or a preview's decoder, onto its device. auto is bfloat16 on a GPU alone."""
-    device = choose_device(config.device)
+    """Read the VAE of a config, or a preview's decoder, onto its device. auto is bfloat16 on a GPU alone.
+
+    Raises CheckpointError for one of other latents than the model's.
+    """
+    device, channels = choose_device(config.device), read_model_config(config.ckpt_dir).in_dim
     if preview:
+        if channels != LATENT_CHANNELS:
+            raise CheckpointError(
+                f"{preview} decodes latents of {LATENT_CHANNELS} channels, and the model's have {channels}; "
+                "leave preview out"
+            )
         return Preview.from_file(preview, choose_dtype(dtype, device), device)
     files = vae_files(config)
     vae = VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
+    theirs = vae.vae.config.z_dim, vae.pixels_per_latent
+    ours = channels, config.pixels_per_latent
+    if theirs != ours:
+        raise CheckpointError(
+            f"the VAE of {config.ckpt_dir} has latents of {theirs[0]} channels, {theirs[1]} pixels a side; "
+            f"the model has {ours[0]} channels, the config pixels_per_latent {ours[1]}: give the model's VAE"
+        )
     vae.files = files  # as they were: the tags of its videos say so
     return vae
 
@@ -105,12 +121,12 @@ def decode(latents: Tensor, vae: VAE | Preview) -> Tensor:
 def save_video(
     latents: Tensor, path: str | Path, vae: VAE | Preview, config: RunConfig, fingerprint: str
 ) -> None:
-    """Decode latents and write an mp4 of 16 frames a second, whole or not at all; small ones are enlarged.
+    """Decode latents and write an mp4, whole or not at all; small ones are enlarged.
 
     The mp4 carries the fingerprint of its run, and of the decoder.
     """
     tag = tag_of(fingerprint, config, vae)
-    write_mp4(decode(latents, vae).numpy(), path, tag=tag, about=vae.made_by)
+    write_mp4(decode(latents, vae).numpy(), path, tag=tag, about=vae.made_by, fps=config.fps)
 
 
 def tag_of(run: str, config: RunConfig, vae: VAE | Preview) -> str:
@@ -207,6 +223,7 @@ class LiveVideo:
             comment=self.comment,
             about=self.vae.made_by,
             shortest=SHORTEST_SIDE,
+            fps=self.config.fps,
         )
 
     def submit(self, latents: Tensor | None) -> None:

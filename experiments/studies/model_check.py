@@ -37,6 +37,7 @@ TRIED = ("L40", "released", *(card for card in CARDS if card != "L40"))
 # Borders, by docs/check_model.json: right models were seen above AGREES, other prompts between, wrong models
 # below one of the others. r is the median over heads, own the share of heads most like themselves.
 AGREES, OTHER_R, OTHER_OWN = 0.985, 0.80, 0.30
+PUBLISHED = ("Wan2.1-T2V-1.3B",)  # models of which attention is published
 VERDICTS = ("agrees", "differs like another prompt", "wrong")
 MEANING = {
     "agrees": "the heads attend as in the published runs",
@@ -131,6 +132,10 @@ def compare(
 def check(args: argparse.Namespace, config: RunConfig) -> None:
     """Print how the heads agree with the references, draw it, and say the verdict. RunError for wrong."""
     # 1. Read the references, and make each one's run from this config.
+    if not args.reference and config.model not in PUBLISHED:
+        raise ConfigError(
+            f"no published curves exist for {config.model}; name an atlas of this model by --reference"
+        )
     config = replace(config, num_frames=args.frames)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
     paths = [Path(path) for path in args.reference or [published.FOLDER / name for name in names]]

@@ -1,6 +1,6 @@
 """LongLive 2.0 against its own inference, and against a naive second way where shots and images meet."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -8,11 +8,16 @@ import torch
 from conftest import GOLDEN
 from helpers.longlive2 import read_run, replay, replay_with_cache
 from helpers.longlive2_oracle import MARK, attended_blocks, naive_latents, random_run
+from helpers.rollouts import TINY, drawn, tiny_pipeline
 
+from wan.cache import PromptSwitch
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.pipeline import UniPC
-from wan.policies import policy_of
+from wan.gradients import Gradients
+from wan.interventions import at, intervene
+from wan.pipeline import CausalInferencePipeline, UniPC
+from wan.policies import make_policy, policy_of
+from wan.sites import watched
 
 ATOL = 2e-5  # the smallest mistake of those in the recorded runs moves latents by 0.11
 close = partial(torch.testing.assert_close, rtol=0)
@@ -128,3 +133,44 @@ def test_a_window_of_any_size_holds_a_video_of_one_shot():
     """Shots alone need whole blocks: without a cut the policy is a window."""
     changed = {"cache_policy": POLICY | {"sink": 6}, "prompt_schedule": [{"frame": 16, "prompt": "a dog"}]}
     assert policy_of(RunConfig(**IN_EIGHTS | changed)).sink == 6
+
+
+# --- Gradients, through the solver and through keys of several shots
+@cache
+def wide_pipeline() -> CausalInferencePipeline:
+    policy = make_policy("multi_shot", window=6, sink=2, rope_offset=3)
+    model = tiny_pipeline(torch.float64).model
+    torch.nn.init.normal_(model.head.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    how = {"denoising_step_list": [1000, 750, 500], "solver": "unipc"}
+    return CausalInferencePipeline(model, num_frame_per_block=2, cache_policy=policy, **how)
+
+
+def roll_out_shots() -> torch.Tensor:
+    pipeline = wide_pipeline()
+    embeds = drawn(1, 4, TINY["text_dim"]).double()
+    cut = [PromptSwitch(4, MARK + "a dog", prompt_embeds=embeds + 1)]
+    noise = drawn(1, 10, 16, 2, 10).double()
+    return pipeline.inference(noise, prompt_embeds=embeds, prompt_schedule=cut)[1]
+
+
+@pytest.mark.parametrize(("through", "steps"), [("pass", [2]), ("block", [0]), ("rollout", [0])])
+def test_gradients_are_those_of_central_differences(through, steps):
+    """z of block 2, which begins a shot, is shifted; later blocks and steps follow by way of the solver."""
+    place = {"layers": [1], "blocks": [2], "steps": steps}
+    recorder = Gradients(("z",), through=through, **place)
+    with watched(recorder):
+        latents = roll_out_shots()
+    recorder.backward(lambda x0: (x0**3).mean())
+    assert torch.equal(latents, roll_out_shots())
+    [found] = recorder.found
+    direction, values = drawn(*found.value.shape).double(), []
+    for sign in (1, -1):
+        with intervene(
+            at("z", passes="denoise", **place), lambda x, where, sign=sign: x + sign * 1e-4 * direction
+        ):
+            seen = roll_out_shots()
+        if through != "rollout":
+            seen = seen[:, 4:6]
+        values.append((seen**3).mean().item())
+    predicted = 2e-4 * (found.value * direction).sum().item()
+    assert predicted == pytest.approx(values[0] - values[1], rel=1e-4) and predicted != 0
