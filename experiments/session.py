@@ -58,7 +58,6 @@ from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
-from wan.policies.frames import MultiShot, begins_shot
 from wan.sites import PIPELINES, active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
@@ -405,7 +404,7 @@ class Session:
             stopped = f"{done} of {len(config.block_sizes)} blocks"
         # 6. A run for each video of the batch: [B, F, C, h, w] -> [1, F, C, h, w].
         runs = []
-        cuts = [frames_of_cuts(config) for config in configs]
+        cuts = [pipeline.cache_policy.cuts(read_switches(item.prompt_schedule)) for item in configs]
         for item, own_config in enumerate(configs):
             of_first = {}
             if cuts[item] != cuts[0]:  # the shots of a batch are the first video's
@@ -630,13 +629,6 @@ class PromptTexts:
                 if moves:
                     session.pipeline.model.to(device)
         return self.encoded[prompt]
-
-
-def frames_of_cuts(config: RunConfig) -> list[int]:
-    """Return the frames at which the prompts of a video begin shots, where its policy knows shots."""
-    if policy_of(config).name != MultiShot.name:
-        return []
-    return [s.frame for s in read_switches(config.prompt_schedule) if begins_shot(s.prompt)]
 
 
 def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> dict[str, Any]:

@@ -429,6 +429,10 @@ class CachePolicy:
                 f"a block; take window or relative, with a window of {least}"
             )
 
+    def cuts(self, schedule: Sequence[Any]) -> list[int]:
+        """Return the frames at which a schedule of prompts begins shots, where the policy knows shots."""
+        return []
+
     def switch_from(self, how: How) -> int | None:
         """Return the first frame at which a change of prompts can change the cache in this way, or None."""
         if how == "recache" and not self.can_recache:

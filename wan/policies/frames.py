@@ -644,7 +644,7 @@ class MultiShot(WindowedPolicy):
 
     def check_schedule(self, schedule: Sequence[PromptSwitch], blocks: Sequence[range]) -> None:
         super().check_schedule(schedule, blocks)
-        if not any(begins_shot(switch.prompt) for switch in schedule):
+        if not self.cuts(schedule):
             return
         sizes = {len(block) for block in blocks}
         size = max(sizes)
@@ -654,6 +654,9 @@ class MultiShot(WindowedPolicy):
                 f"cache_policy {self.name}: shots take equal blocks, sink {self.sink} and window "
                 f"{self.window} of whole blocks ({size} frames), and a window of at least {least}"
             )
+
+    def cuts(self, schedule: Sequence[PromptSwitch]) -> list[int]:
+        return [switch.frame for switch in schedule if begins_shot(switch.prompt)]
 
     def switch_from(self, how: How) -> int | None:
         if how == "keep":
