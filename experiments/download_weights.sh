@@ -4,16 +4,20 @@
 # open licence are asked for once more. Then sizes and SHA-256 are compared with the hub's, and where there is a GPU
 # Self-Forcing's attention with what was published of it (experiments/check_model.py).
 #
-#     bash experiments/download_weights.sh [--yes] [--accept_licence] [NAME] [FOLDER]
+#     bash experiments/download_weights.sh [--yes] [--accept_licence] [--from DIR] [NAME] [FOLDER]
 #
+# --from DIR: copy from DIR/OWNER/REPOSITORY in place of the hub, as from another machine or in a rehearsal.
 # NAME: a configuration of configs/, self_forcing_dmd where not given. FOLDER: the root of the repository where not given.
 set -euo pipefail
-usage="usage: bash experiments/download_weights.sh [--yes] [--accept_licence] [NAME] [FOLDER]"
-yes="" accepted="" name=self_forcing_dmd
+usage="usage: bash experiments/download_weights.sh [--yes] [--accept_licence] [--from DIR] [NAME] [FOLDER]"
+yes="" accepted="" copies="" name=self_forcing_dmd
 while [ $# -gt 0 ]; do
     case "$1" in
         --yes) yes=1 ;;
         --accept_licence) accepted=1 ;;
+        --from)
+            if [ ! -d "${2-}" ]; then echo "error: --from takes a folder with OWNER/REPOSITORY in it, not '${2-}'" >&2; exit 2; fi
+            copies=$(realpath "$2"); shift ;;
         -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
         -*) echo "error: unknown flag $1; $usage" >&2; exit 2 ;;
         *) break ;;
@@ -59,6 +63,19 @@ mapfile -t files < <(said file)
 model="$folder/wan_models/$base" target="$folder/$(said folder)"
 without=()
 if [ "$(said base_files)" = "no transformer" ]; then without=(--exclude "diffusion_pytorch_model*"); fi
+copy() {       # REPOSITORY FOLDER FILES...: from the folder of --from, whole and never over another file
+    local from="$copies/$1" to="$2" file
+    shift 2
+    for file in "$@"; do
+        if [ ! -f "$from/$file" ]; then echo "error: $from/$file not found; --from takes a folder with OWNER/REPOSITORY in it" >&2; exit 2; fi
+        if [ -f "$to/$file" ] && ! cmp -s "$from/$file" "$to/$file"; then
+            echo "error: $to/$file is not the file that $copies has; move it away, and run the same command again" >&2; exit 1
+        fi
+        mkdir -p "$(dirname "$to/$file")"
+        if [ ! -f "$to/$file" ]; then cp "$from/$file" "$to/$file.part" && mv "$to/$file.part" "$to/$file"; fi
+        echo "$to/$file"
+    done
+}
 fetch() {      # the base model, then the release's files; "$@" are flags of hf
     hf download "Wan-AI/$base" --local-dir "$model" ${without[@]+"${without[@]}"} "$@" &&
         hf download "$repository" "${files[@]}" --local-dir "$target" "$@"
@@ -82,14 +99,24 @@ agree() {      # QUESTION REFUSAL
 }
 
 echo "$name: licence $licence; $(said source), https://huggingface.co/$repository"
-planned=$(fetch --dry-run --format human 2>&1) ||
-    { echo "error: ${HF_ENDPOINT:-https://huggingface.co} does not answer; look at the network, then run this again" >&2; exit 1; }
+if [ -n "$copies" ]; then
+    planned="copied from $copies"
+else
+    planned=$(fetch --dry-run --format human 2>&1) ||
+        { echo "error: ${HF_ENDPOINT:-https://huggingface.co} does not answer; look at the network, then run this again" >&2; exit 1; }
+fi
 echo "$planned"
 echo "into $folder, where $(df -Ph "$(realpath -e "$folder" 2>/dev/null || echo .)" | awk 'NR == 2 {print $4}') are free"
 if [ "$(said ask)" = yes ] && [ -z "$accepted" ]; then
     agree "Do you accept its licence ($licence)?" "nothing was downloaded; --accept_licence says that you accept it"
 fi
 if [ -z "$yes" ]; then agree "Download?" "nothing was downloaded; --yes does not ask"; fi
+if [ -n "$copies" ]; then
+    mapfile -t of_base < <(cd "$copies/Wan-AI/$base" 2> /dev/null && find . -type f | sed 's|^[.]/||')
+    copy "Wan-AI/$base" "$model" ${of_base[@]+"${of_base[@]}"}
+    copy "$repository" "$target" "${files[@]}"
+    echo "copied: every file is that of $copies"
+else
 transformer=(diffusion_pytorch_model.safetensors)
 if [ ${#without[@]} -gt 0 ]; then transformer=(); fi
 for file in ${transformer[@]+"${transformer[@]}"} models_t5_umt5-xxl-enc-bf16.pth "$(said vae)"; do
@@ -120,6 +147,7 @@ for folder, repository in zip(sys.argv[1::2], sys.argv[2::2]):
             sys.exit(f"error: {file} is not the file that the hub has; remove it, and run the same command again")
 print(f"checked: the sizes of {checked} files are the hub's, and so are the SHA-256 of {hashed}")
 PY
+fi
 root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 if [ "$name" != self_forcing_dmd ]; then
     echo "next: python experiments/run_extraction_figure4.py --config_path configs/$name.yaml --layer_indices 1 5"

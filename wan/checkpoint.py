@@ -144,6 +144,9 @@ USUAL_SIZES = {  # transformers' own, where a config does not say
 def encoder_config(ckpt_dir: str | Path) -> dict[str, Any]:
     """Return umT5's settings as transformers names them, without its import, which takes seconds."""
     if is_native(ckpt_dir):
+        beside = Path(ckpt_dir) / TOKENIZER_DIR / "config.json"  # of an encoder of other sizes
+        if beside.is_file():
+            return USUAL_SIZES | UMT5_XXL | read_json(beside, CheckpointError)
         return USUAL_SIZES | UMT5_XXL
     path = part_file(ckpt_dir, "text_encoder").with_name("config.json")
     return USUAL_SIZES | read_json(path, CheckpointError)

@@ -18,13 +18,17 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
+from diffusers import AutoencoderKLWan
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from helpers.forked import exit_code, forked, stopping_after
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from experiments import run_extraction_each
 from experiments.caches import load_cache
+from experiments.rehearse_release import vae_names
 from experiments.running import cli
 from wan.config import load_config
 
@@ -320,6 +324,31 @@ def test_without_a_network_and_with_a_wrong_name_it_says_so_in_one_line(clone, t
     wrong = download(1, clone, "no_such", "x")
     assert (done.returncode, wrong.returncode) == (1, 2) and "does not answer" in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == wrong.stderr.count("\n") == 1
+
+
+def test_weights_are_copied_from_a_folder_and_replace_no_other_file(clone, tmp_path):
+    for repository, files in FILES.items():
+        for name, data in files.items():
+            path = tmp_path / "hub" / repository / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    here, copies = tmp_path / "a folder", ["--yes", "--from", str(tmp_path / "hub")]
+    done = download(1, clone, *copies, str(here))  # where no hub listens
+    assert done.returncode == 0 and "every file is that of" in done.stdout, done
+    assert fetched(here) == WHOLE
+    (here / "checkpoints/self_forcing_dmd.pt").write_bytes(b"mine")
+    done = download(1, clone, *copies, str(here))
+    assert done.returncode == 1 and "is not the file that" in done.stderr
+    assert (here / "checkpoints/self_forcing_dmd.pt").read_bytes() == b"mine"
+    done = download(1, clone, "--yes", "--from", str(tmp_path / "none"), str(here))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_the_rehearsal_names_the_weights_of_the_vae_as_the_release_does():
+    """diffusers' own conversion gives its names back."""
+    with torch.device("meta"):
+        state = AutoencoderKLWan().state_dict()
+    assert convert_wan_vae_to_diffusers(vae_names(state)).keys() == state.keys()
 
 
 def test_nothing_is_fetched_without_a_yes_or_twice_and_what_arrived_is_compared(hub, clone, tmp_path):
