@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from experiments.caches.files import RunError
+from experiments.progress import print_out
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames, rolling_attention_size
 from wan.cache import read_switches
@@ -373,7 +374,7 @@ def require_memory(
     """Print what is needed, unless quiet. Raises ConfigError, with the remedy, where less is free."""
     if not quiet:
         for need in needs:
-            print(f"needs {need}; {amount(free[need.where])} are free")
+            print_out(f"needs {need}; {amount(free[need.where])} are free")
     # The scarcest memory is named, by the share of it that is needed
     worst = max(needs, key=lambda need: need.total / max(1, free[need.where]))
     if worst.total > free[worst.where]:

@@ -125,10 +125,73 @@ class Progress(AbstractContextManager["Progress"]):
         return True
 
 
+# --- Talking never decides: where nobody reads, or a disk is full, lines are lost, and the run goes on
+class Talk:
+    """Standard output or error, in whose place it stands while a script runs.
+
+    A write that fails, such as to `| head -1` or to a full disk, sends what follows nowhere.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+        except UnicodeEncodeError:  # of a terminal that knows few letters
+            self.write(text.encode("ascii", "backslashreplace").decode())
+        except (OSError, ValueError):
+            self.give_up()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Let the descriptor lead nowhere: Python, too, flushes it when it ends."""
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def talking() -> Iterator[None]:
+    """Let no line that is printed end a script, nor a closed output become the descriptor of a file."""
+    # 1. A closed one would be given to the next file that is opened, and printed into
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest one
+    # 2. Python has None in the place of a closed one
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout, sys.stderr = (Talk(stream or nowhere) for stream in before)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            sys.stdout, sys.stderr = before
+
+
 def print_line(line: str) -> None:
     """Print a line on stderr, above a bar; a terminal that is gone must not end a rollout."""
     with suppress(OSError, RuntimeError, ValueError):
         tqdm.write(line, file=sys.stderr)
+
+
+def print_out(text: object) -> None:
+    """Print on stdout; a reader that is gone must not end a rollout."""
+    with suppress(OSError, ValueError):
+        print(text)
 
 
 def memory_bytes() -> dict[str, int]:

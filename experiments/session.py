@@ -28,7 +28,7 @@ from experiments.caches.formats import MASS_TOLERANCE, READ_BY
 from experiments.configs import find_config, policy_settings
 from experiments.extraction.video import first_latents, load_vae
 from experiments.memory import check_requests, free_memory, needs_of_run, out_of_memory, require_memory
-from experiments.progress import Progress
+from experiments.progress import Progress, print_out
 from experiments.prompts import PromptStates, encode_prompts, needs_encoder, with_given_prompt
 from experiments.provenance import (
     choose_device,
@@ -231,7 +231,7 @@ class Session:
 
                 apply_cuda_graphs(pipeline.model, FORWARDS)
             if not quiet and not self.bidirectional:
-                print(pipeline.weights)
+                print_out(pipeline.weights)
             self.pipeline = pipeline
         return self
 

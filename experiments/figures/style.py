@@ -72,11 +72,11 @@ NAMES = {"mean_logit": "mean logit", "mass": "attention mass", "mean_prob": "mea
 BLUE, ORANGE, GREEN, RED, PURPLE = "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"
 BROWN, PINK, SILVER, YELLOW, SKY = "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"
 # Fonts of other scripts than Latin, Greek and Cyrillic, which are asked behind seaborn's where installed
-FALLBACKS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC")
-FALLBACKS += ("Hiragino Sans GB", "Microsoft YaHei", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "SimHei")
-FALLBACKS += ("Droid Sans Fallback", "Malgun Gothic", "Apple SD Gothic Neo", "Arial Unicode MS")
+FALLBACKS: tuple[str, ...] = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC")
+FALLBACKS += ("PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "WenQuanYi Micro Hei", "SimHei")
+FALLBACKS += ("WenQuanYi Zen Hei", "Droid Sans Fallback", "Malgun Gothic", "Apple SD Gothic Neo")
 FALLBACKS += ("Noto Sans Arabic", "Noto Sans Hebrew", "Noto Sans Devanagari", "Noto Sans Thai")
-FALLBACKS += ("Noto Emoji", "Segoe UI Symbol", "Symbola", "Unifont")
+FALLBACKS += ("Arial Unicode MS", "Noto Emoji", "Segoe UI Symbol", "Symbola", "Unifont")
 MISSING_GLYPHS = r"(Glyph \d+ .*missing|Matplotlib currently does not support)"  # warned of once a letter
 NO_DATE = {"svg": "Date", "pdf": "CreationDate"}  # of a file's metadata, which would differ from run to run
 PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, SILVER, YELLOW, SKY)

@@ -25,7 +25,7 @@ from experiments.caches.files import (
     require_suffix,
 )
 from experiments.configs import policy_settings, with_paths
-from experiments.progress import SIGNALS, stop_when_asked
+from experiments.progress import SIGNALS, stop_when_asked, talking
 from wan.config import DType, LoRAFile, RunConfig, load_config
 from wan.errors import (
     ConfigError,
@@ -50,6 +50,7 @@ OF_CLASSES = {  # of torch, Python and its pools: what an exception that no user
 }
 
 
+@talking()
 def main(run: Callable[[Sequence[str] | None], None], argv: Sequence[str] | None = None) -> None:
     """Run a script and end the process: 0, 1 for a failed run, 2 for bad input, 130 where it was stopped."""
     atexit.register(gc.freeze)  # else Python goes over all objects of torch when it ends, for 0.6 s

@@ -1,16 +1,20 @@
 """What was asked for is what comes: in its order, with its numbers, whole, or refused in one line."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from contextlib import suppress
-from io import BytesIO
+from io import BytesIO, StringIO
 from unittest.mock import patch
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from helpers.refusals import refused
@@ -396,3 +400,49 @@ def test_letters_of_another_script_come_from_a_font_that_is_installed(atlas, tmp
     finally:
         font_manager.fontManager.ttflist[:] = before
         style.theme.cache_clear()
+
+
+# --- Output that closes or breaks off: the work is done, whoever reads
+SCRIPT = """
+import sys
+from pathlib import Path
+from experiments.running.cli import main
+
+def run(argv):
+    for _ in range(3000):
+        print("a line that may be lost, 圆" if len(sys.argv) < 3 else "", flush=True)
+    print("on stderr", file=sys.stderr)
+    Path(sys.argv[1]).write_text("written")
+    if "fail" in sys.argv:
+        raise RuntimeError("on purpose")
+
+main(run)
+"""
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    ["> /dev/full", "2> /dev/full", ">&-", "2>&-", ">&- 2>&- <&-", "| head -1", "| true", "2>&1 | head -1"],
+)
+def test_a_broken_output_decides_nothing(tmp_path, redirection):
+    path = tmp_path / "a.txt"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = f"{sys.executable} {tmp_path}/script.py {path} {redirection}; exit ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert path.read_text() == "written" and "Traceback" not in done.stderr + done.stdout
+    failed = subprocess.run(
+        ["bash", "-c", command.replace(str(path), f"{path} fail", 1)], env=environment, capture_output=True
+    )
+    assert failed.returncode == 1
+
+
+def test_a_rollout_outlives_the_reader_of_its_lines(tiny, monkeypatch):
+    class Gone(StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    session = load(tiny.path, num_frames=3)
+    assert session.generate(PROMPT, seed=1, quiet=False).latents.shape[1] == 3
