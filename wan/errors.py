@@ -74,6 +74,8 @@ def reason_of(error: BaseException) -> str:
         if "GLOBAL" in text:
             name = (text.partition("GLOBAL ")[2].split() or ["an unnamed object"])[0]
             text = f"it holds a {name[:80]}, which is neither tensor nor plain value, and is not opened"
+        elif "Unsupported operand" in text:
+            text = "it is not what torch.save writes"
     line = (text.splitlines() or [""])[0]
     if not line or isinstance(error, KeyError):
         return f"damaged ({type(error).__name__})"

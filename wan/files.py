@@ -251,15 +251,20 @@ def _refuse_quantised(path: Path, content: Any) -> None:
 
     if not isinstance(content, Mapping):
         return
+    for inner in content.values():
+        _refuse_quantised(path, inner)
+    # 1. What libraries put beside a weight, by its name
+    marks = [
+        f"{writer}: {name}" for name in content for part, writer in QUANTISERS.items() if part in f".{name}"
+    ]
+    # 2. Weights of another kind than floating point
     packed = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
     for name, value in content.items():
-        _refuse_quantised(path, value)
-        marks = [writer for part, writer in QUANTISERS.items() if part in f".{name}"]
         is_weight = isinstance(value, torch.Tensor) and value.ndim > 1 and f".{name}".endswith(".weight")
         if is_weight and (value.dtype in packed or not value.is_floating_point()):
-            marks.append(str(value.dtype))
-        if marks:
-            raise OtherKindError(f"{path} is quantised ({marks[0]}: {name}); {PLAIN}")
+            marks.append(f"{value.dtype}: {name}")
+    if marks:
+        raise OtherKindError(f"{path} is quantised ({marks[0]}); {PLAIN}")
 
 
 def _refuse_subclass(path: Path, tensor: Any) -> None:
@@ -301,6 +306,9 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                     start = min((r.header_offset for r in records), default=0)
                     if packed > MAPPED_BYTES or archive.comment or start:
                         raise UnreadableError("its records are not as torch.save writes them")
+                    names = {record.filename.rpartition("/")[2] for record in records}
+                    if "data.pkl" not in names or "constants.pkl" in names:  # the second is a program's
+                        raise OtherKindError(f"{path} is no archive of torch.save; unpack it first")
                     threads = os.cpu_count() or 1  # zlib computes without Python's lock
                     with ThreadPoolExecutor(threads) as pool:
                         list(
@@ -314,7 +322,12 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
                                 stored.writestr(record.filename, archive.read(record))
                         return load_tensors(Path(folder) / path.name, mmap=False)
             # 2. Mapped first, whatever was asked: a storage that claims too much then ends with the file.
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            with TemporaryDirectory() as folder:
+                place = path
+                if path.suffix == ".safetensors":  # which torch.load would not open itself
+                    place = Path(folder) / "weights.pt"
+                    place.symlink_to(path.resolve())
+                content = torch.load(place, map_location="cpu", weights_only=True, mmap=zipped)
             # 3. Plain strided tensors in host memory, none larger than the file: those of torch.save.
             for count, value in enumerate(_values(content)):
                 if count > size:

@@ -462,15 +462,14 @@ def lora_of(
 
 
 def positive_number(value: Any) -> float | None:
-    """Return a number, or the only one of a tensor, where it is finite and above 0."""
+    """Return a number, or the only one of a tensor, where it is above 0 and of a usual size."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return None
-    number = float(value)
-    if math.isfinite(number) and number > 0:
-        return number
-    return None
+    if not 0 < value <= files.MAX_SIZE:
+        return None
+    return float(value)
 
 
 def described(value: Any) -> str:

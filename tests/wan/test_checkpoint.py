@@ -212,6 +212,18 @@ def test_umt5_in_scaled_fp8(tmp_path):
         torch.testing.assert_close(found[name].float(), x.float(), rtol=0.07, atol=float(x.abs().max()) / 400)
 
 
+def test_umt5_of_comfy_within_a_container_and_with_its_tokenizer(tmp_path):
+    folder = Path(shutil.copytree("checkpoints/wan-mini", tmp_path / "mini"))
+    plain = checkpoint.read_part(folder, "text_encoder")
+    (folder / "text_encoder/model.safetensors").unlink()
+    content = {"state_dict": plain | {"spiece_model": torch.ones(9, dtype=torch.uint8)}, "epoch": 1}
+    torch.save(content, folder / "text_encoder/model.safetensors")
+    assert equal(checkpoint.read_part(folder, "text_encoder"), plain)
+    torch.save({"a": {"b": torch.ones(1)}}, folder / "text_encoder/model.safetensors")
+    with pytest.raises(CheckpointError, match="holds no state dict of tensors, but: a;"):
+        checkpoint.read_part(folder, "text_encoder")
+
+
 BIAS = "head.head.bias"
 OTHERS = {  # what is said of weights -> the file's content
     f"two keys for {BIAS}": lambda s: s | led({BIAS: s[BIAS]}, "_orig_mod."),
@@ -256,6 +268,44 @@ def test_fp8_is_dequantised_and_said(tmp_path, native, lead, end):
             of_scale = lead + name.removesuffix(".weight") + end
             product = exact[lead + name].float() * exact[of_scale]
             assert torch.equal(tensor, product.to(torch.bfloat16))
+
+
+Q = "blocks.0.self_attn.q"
+SCALES = {  # what is said -> entries beside or in place of those of a file with one scale a weight
+    rf"the scale of {Q}.weight is \[1, 192\]": {f"{Q}.scale_weight": torch.ones(1, 192)},
+    rf"the scale of {Q}.weight is \[2, 2\]": {f"{Q}.scale_weight": torch.ones(2, 2)},
+    rf"the scale of {Q}.weight is \[\], or not finite": {f"{Q}.scale_weight": torch.tensor(float("inf"))},
+    f"{Q}.\\w+ is of no weight, or of one with two scales": {f"{Q}.weight_scale": torch.ones(())},
+    "blocks.9.x.scale_weight is of no weight": {"blocks.9.x.scale_weight": torch.ones(())},
+}
+
+
+@pytest.mark.parametrize("problem", SCALES)
+def test_scales_of_fp8_that_do_not_fit_are_refused(tmp_path, native, problem):
+    """The weight is square: a scale a column would be taken for one a row."""
+    assert native[f"{Q}.weight"].shape == (192, 192)
+    save_file(comfy(native, "") | SCALES[problem], tmp_path / "fp8.safetensors")
+    with pytest.raises(CheckpointError, match=rf"fp8.safetensors: .*{problem}.*; take FP8 with one scale"):
+        read_checkpoint(tmp_path / "fp8.safetensors")
+
+
+@pytest.mark.parametrize("shape", [(192,), (192, 1), (1,), (1, 1)])
+def test_a_scale_a_row_or_one_of_all(tmp_path, native, shape):
+    scale = drawn(192, 1).abs()[: shape[0]].reshape(shape)
+    rounded = native[f"{Q}.weight"].to(torch.float8_e4m3fn)
+    save_file(
+        native | {f"{Q}.weight": rounded, f"{Q}.weight_scale": scale, "scaled_fp8": rounded[0].clone()},
+        tmp_path / "fp8.safetensors",
+    )
+    state, _ = read_checkpoint(tmp_path / "fp8.safetensors")
+    expected = rounded.double() * scale.double().reshape(-1, 1)
+    torch.testing.assert_close(state[f"{Q}.weight"].double(), expected, rtol=2**-8, atol=0)
+
+
+def test_a_lora_in_place_of_a_checkpoint_is_named(tmp_path, native):
+    save_file({f"{Q}.lora_A.weight": torch.ones(2, 192)}, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds a LoRA \(.*lora_A.weight\); give it as lora_path"):
+        read_checkpoint(tmp_path / "w.safetensors")
 
 
 @pytest.mark.real_gpu  # its streams of copies
