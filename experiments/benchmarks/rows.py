@@ -48,9 +48,10 @@ from wan.errors import ConfigError, reason_of
 from wan.gradients import Gradients
 from wan.interventions import Knockout, Move, intervene
 from wan.model import CausalWanModel
+from wan.noise import num_draws
 from wan.policies import read_policy
 from wan.sites import watched
-from wan.vae import VAE
+from wan.vae import VAE, WIDE_SIZES
 from wan.wings import parallel
 from wan.wings.graphs import apply_cuda_graphs
 
@@ -191,11 +192,14 @@ def sizes_of(config: RunConfig) -> ModelConfig:
 
 
 def vae_of(config: RunConfig, random_weights: bool, device: torch.device) -> VAE:
-    """Return the config's VAE, or one of Wan2.1's sizes with random weights."""
+    """Return the config's VAE, or one of its real sizes with random weights."""
     if not random_weights:
         return VAE.from_pretrained(config.ckpt_dir, device=device)
+    sizes: dict[str, Any] = {}  # diffusers' defaults are Wan2.1's
+    if sizes_of(config).in_dim == WIDE_SIZES["z_dim"]:
+        sizes = WIDE_SIZES
     torch.manual_seed(0)
-    return VAE(AutoencoderKLWan().eval().requires_grad_(False)).to(device)
+    return VAE(AutoencoderKLWan(**sizes).eval().requires_grad_(False)).to(device)
 
 
 def randomize(module: nn.Module) -> None:
@@ -246,9 +250,8 @@ class Rollout:
         # 2. Inputs
         self.pipeline = pipeline_of(self.model, config)
         shape = (1, config.num_frames, self.sizes.in_dim, config.height, config.width)
-        steps = max(len(config.denoising_step_list), len(config.first_block_steps or ()))
         self.noise = self.randn(shape, config.seed)
-        self.renoise = self.randn((steps - 1, *shape), config.seed + 1)
+        self.renoise = self.randn((num_draws(config) - 1, *shape), config.seed + 1)
         self.text = self.randn((1, self.sizes.text_len, self.sizes.text_dim), config.seed + 2)
         switches = read_switches(config.prompt_schedule)
         self.switches = [replace(switch, prompt_embeds=self.text.flip(1)) for switch in switches]
@@ -413,8 +416,8 @@ class RandomPipeline:
             self.latents = self.pipe(
                 prompt_embeds=self.text,
                 generator=torch.Generator().manual_seed(self.config.seed),
-                height=8 * self.config.height,
-                width=8 * self.config.width,
+                height=self.config.pixels_per_latent * self.config.height,
+                width=self.config.pixels_per_latent * self.config.width,
                 num_frames=4 * self.config.num_frames - 3,
                 num_inference_steps=2,
                 guidance_scale=1.0,

@@ -342,7 +342,9 @@ class PolicyRuns:
         by_prompt: dict[str, np.ndarray] = {}
         for prompt in dict.fromkeys(item.config.prompt for item in items):
             # -1..1 -> 0..1, with a batch of one: [1, T, 3, H, W]
-            video = render(self.scenes[prompt], length, 8 * first.height)[None] / 2 + 0.5
+            video = (
+                render(self.scenes[prompt], length, first.pixels_per_latent * first.height)[None] / 2 + 0.5
+            )
             if control == "vae":
                 latents = vae.encode(video.to(session.device))
                 by_prompt[prompt] = torch.cat(list(decoded_blocks(vae, latents.split(3, 1))), 1)[0].numpy()
