@@ -234,7 +234,7 @@ class ModelSettings:
 
     # --- Its steps, from t = 1000 down
     denoising_step_list: Steps = setting([1000, 750, 500, 250])
-    first_block_steps: Steps | None = setting(None)  # of block 0, where they differ
+    first_block_steps: Steps | None = setting(None)  # of the first block that is denoised
     warp_denoising_step: bool = setting(True)
     timestep_shift: Scale = setting(5.0)
     context_noise: Annotated[int, Field(ge=0, le=NUM_TRAIN_TIMESTEPS)] = setting(0)  # of the clean pass

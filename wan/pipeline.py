@@ -151,13 +151,13 @@ class CausalInferencePipeline:
 
         warp_denoising_step reads the steps as those of an unshifted schedule. cache_policy says what a block
         may look at (wan/policies/). Without one it is the window that the model's local_attn_size and
-        sink_size describe, or the whole past. first_block_steps are block 0's in place of
-        denoising_step_list. With recompute_context n the keys of the last n frames are computed again before
-        each block; all other frames leave, the sink included (window's global_sink stays). solver, of
-        SOLVERS, goes from one noise level to the next. With held_first_frame block 0 can hold one given
-        frame, clean at t = 0, while it denoises the others. weights is the report of what the model was
-        loaded from, quantised how it was stored there, cache_bytes what keys and values take after the
-        newest block.
+        sink_size describe, or the whole past. first_block_steps are those of the first block that is denoised
+        in place of denoising_step_list. With recompute_context n the keys of the last n frames are computed
+        again before each block; all other frames leave, the sink included (window's global_sink stays).
+        solver, of SOLVERS, goes from one noise level to the next. With held_first_frame block 0 can hold one
+        given frame, clean at t = 0, while it denoises the others. weights is the report of what the model was
+        loaded from, quantised how it was stored there, cache_bytes what keys and values take after the newest
+        block.
         """
         self.weights: Any = ""
         self.quantised, self.cache_bytes = "", 0
@@ -254,6 +254,7 @@ class CausalInferencePipeline:
         num_frames: int | None = None,
         num_given: int = 0,
         given: Callable[[range], Tensor] | None = None,
+        resumes: bool = False,
         prompt_schedule: Sequence[PromptSwitch] = (),
         on_pass: Callable[[], None] | None = None,
         probe: Probe | None = None,
@@ -261,10 +262,11 @@ class CausalInferencePipeline:
         """Roll out block by block: yield the frames of each and its latents [B, n, C, h, w].
 
         It holds the cache and one block, so that a video may be of any length: num_frames of the noise's
-        frames, or all of them, after num_given frames that given(frames) returns. on_pass is called after
-        each forward. probe is called before each generated block with its number and a function that
-        denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as wanted, without
-        a trace in the rollout.
+        frames, or all of them, after num_given frames that given(frames) returns. They are a beginning, so
+        that the block behind them takes the first block's steps, unless it resumes an earlier rollout.
+        on_pass is called after each forward. probe is called before each generated block with its number and
+        a function that denoises it, from other noise [B, n, C, h, w] where that is given -> x0, as often as
+        wanted, without a trace in the rollout.
         """
         # 0. Refuse what could not be done, before anything is computed.
         check_numerics()
@@ -279,8 +281,9 @@ class CausalInferencePipeline:
             if not noise.is_repeatable or policy.chooses_by_layer or policy.release:
                 remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
                 raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
-        check_watchers(self.sizes(num_frames, num_given))
+        check_watchers(self.sizes(num_frames, num_given, resumes))
         video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
+        video.first_block = first_denoised(blocks, num_given, resumes)
 
         for block, frames in enumerate(blocks):
             # 1. Make room for the block in the KV cache. A new prompt may begin here.
@@ -322,11 +325,11 @@ class CausalInferencePipeline:
             raise ConfigError("give prompt_embeds, or text_prompts and a text_encoder")
         return self.text_encoder(text_prompts)
 
-    def sizes(self, num_frames: int, num_given: int = 0) -> RolloutSizes:
+    def sizes(self, num_frames: int, num_given: int = 0, resumes: bool = False) -> RolloutSizes:
         """Return how many layers, heads, blocks and passes a rollout has."""
-        config = self.model.config
-        last_steps = [self.later_steps[-1]] * len(self.block_ranges(num_given, num_frames))
-        last_steps[0] = self.first_steps[-1]
+        config, blocks = self.model.config, self.block_ranges(num_given, num_frames)
+        last_steps = [self.later_steps[-1]] * len(blocks)
+        last_steps[first_denoised(blocks, num_given, resumes)] = self.first_steps[-1]
         return RolloutSizes(
             num_layers=config.num_layers,
             num_heads=config.num_heads,
@@ -336,6 +339,13 @@ class CausalInferencePipeline:
             keeps_clean_keys=not self.recompute_context or self.cache_policy.lasting_sink > 0,
             splits_tokens=self.model.head_shard is not None,
         )
+
+
+def first_denoised(blocks: Sequence[range], num_given: int, resumes: bool) -> int:
+    """Return the block that takes the first block's steps: the first one that is not given whole."""
+    if resumes:
+        return 0
+    return next(block for block, frames in enumerate(blocks) if frames.stop > num_given)
 
 
 def behind(held: Tensor | None, x: Tensor) -> Tensor:
@@ -364,6 +374,7 @@ class Rollout:
         self.kv_cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
         self.kv_cache.has_switches = bool(prompt_schedule)
         self.switches = {switch.frame: switch for switch in prompt_schedule}
+        self.first_block = 0  # which takes the first block's steps
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
         self.context = pipeline.recompute_context
         self.keeps_past = self.context > 0 or any(switch.how == "recache" for switch in prompt_schedule)
@@ -405,7 +416,7 @@ class Rollout:
         held [B, m, C, h, w] are clean latents of its first m frames; then x is noise of the other frames.
         """
         steps = self.pipeline.later_steps
-        if block == 0:
+        if block == self.first_block:
             steps = self.pipeline.first_steps
         num_held = 0
         if held is not None:

@@ -168,6 +168,7 @@ def rollout_from(
         num_frames=config.num_frames - num_given,
         num_given=num_given,
         given=lambda frames: latents.take(block_at[frames.start])[None].to(session.device),
+        resumes=True,
         prompt_schedule=session.switches(config),
     )
 

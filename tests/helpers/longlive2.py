@@ -20,17 +20,22 @@ from wan.policies import make_policy
 SIZES = ("dim", "ffn_dim", "num_heads", "num_layers", "freq_dim", "text_dim", "text_len", "in_dim", "out_dim")
 
 
-def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config of a run and its arrays by name."""
+def read_arrays(path: str | Path) -> dict[str, Tensor]:
+    """Return the arrays of an .npz, or of all in a folder, by name."""
     files = [Path(path)]
     if Path(path).is_dir():
         files = sorted(Path(path).glob("*.npz"))
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Tensor] = {}
     for file in files:
         with np.load(file) as stored:
-            arrays |= {name: stored[name] for name in stored.files}
-    config = json.loads(arrays["config"].tobytes())
-    return config, {name: torch.from_numpy(x) for name, x in arrays.items()}
+            arrays |= {name: torch.from_numpy(stored[name]) for name in stored.files}
+    return arrays
+
+
+def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the config of a run and its arrays by name."""
+    arrays = read_arrays(path)
+    return json.loads(arrays["config"].numpy().tobytes()), arrays
 
 
 def replay(path: str | Path) -> Tensor:

@@ -112,6 +112,7 @@ class RollingForcingPipeline(CausalInferencePipeline):
         num_frames: int | None = None,
         num_given: int = 0,
         given: Callable[[range], Tensor] | None = None,
+        resumes: bool = False,
         prompt_schedule: Sequence[PromptSwitch] = (),
         on_pass: Callable[[], None] | None = None,
         probe: Probe | None = None,
