@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 
 from experiments import run_extraction_each
 from experiments.caches import load_cache
-from experiments.rehearse_release import vae_names
 from experiments.running import cli
+from experiments.studies.rehearsal import vae_names
 from wan.config import load_config
 
 PUBLISHED = "cache/published/self_forcing_dmd_castle_72f.pt"
