@@ -42,6 +42,7 @@ class Call:
     mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
     around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
     around_q: tuple[int, int] = (0, 0)  # and queries
+    beside: tuple[tuple[str, int], ...] = ()  # what keys before and behind those of frames are, how many
     check: FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
     text: int | None = None  # the key of the text's first token; cross-attention has no other keys
 

@@ -58,6 +58,7 @@ class CapturedCall(Mapping[str, Any]):
     layout: KeyLayout | None = None  # None for cross-attention
     item: int | None = None  # of a batch whose items keep other keys, and have calls of their own
     check: FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
+    beside: tuple[tuple[str, int], ...] = ()  # what condition_mass is of: names of keys, and how many each
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # a call equals itself alone
 
@@ -98,6 +99,7 @@ class CapturedCall(Mapping[str, Any]):
             "k_shape": list(self.k_shape),
             "is_logits": self.is_logits,
             "frames": self.frames,
+            "beside": [list(part) for part in self.beside],
         }
         of_pass = ("block", "step", "evaluation", "timestep", "is_clean_pass", "branch", "model")
         facts |= dict.fromkeys((*of_pass, "query_frames")) | {"frame_timesteps": {}}
@@ -690,6 +692,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
                 layout=layout,
                 item=item,
                 check=call.check,
+                beside=call.beside,
             )
         )
 

@@ -188,6 +188,7 @@ _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)
 _OBSERVERS: ContextVar[tuple[list[Any], ...]] = ContextVar(
     "observers", default=()
 )  # the last one takes the calls
+_RUN: ContextVar[object | None] = ContextVar("run", default=None)  # of somebody's pipeline
 _GENERATORS: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("generators", default=())
 # Pipelines of diffusers that are captured or edited: ids of transformers, whether attention is captured
 PIPELINES: ContextVar[tuple[tuple[set[int], bool], ...]] = ContextVar("pipelines", default=())
@@ -285,6 +286,18 @@ def observer() -> Any:
     return _of_process
 
 
+@contextmanager
+def counting() -> Iterator[None]:
+    """Count evaluations (Pass.evaluation) anew while the context lasts: it is one run of a pipeline."""
+    before = _RUN.get()
+    _RUN.set(object())
+    try:
+        yield
+    finally:
+        _RUN.set(before)
+
+
+current_run = _RUN.get  # what tells the run of a pipeline from others, or None
 current_pass = _PASS.get  # the forward that runs, as the sampler announced it, or None
 
 

@@ -38,7 +38,7 @@ from experiments.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
 from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
-from wan import backends, diffusers_capture
+from wan import backends, diffusers_attention, diffusers_capture
 from wan.activations import SiteCapture
 from wan.cache import read_switches
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CaptureRequest
@@ -436,7 +436,7 @@ def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]
     one, every = (partial(sampler.sample, replace(FRAME, layers=layers)) for layers in ([1], None))
 
     def by_second_call() -> None:  # as where no kernel of the backend returns the log-sum-exp
-        with mock.patch.object(diffusers_capture, "_kernel_of", lambda call: None):
+        with mock.patch.object(diffusers_attention, "kernel_of", lambda call: None):
             every()
 
     for backend in ("native", "_native_cudnn") if sampler.device.type == "cuda" else ("native",):

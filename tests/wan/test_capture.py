@@ -159,7 +159,7 @@ def test_what_was_captured_comes_to_the_cpu_as_it_was(started):
     """Each value is contiguous, and shares memory with small ones of its pass alone."""
     values = {"large": torch.rand(SMALL // 4, 5), "small": torch.rand(3, 4), "half": torch.rand(6, 2).half()}
     with pretended_gpu() as gpu:
-        capture, call = Capture(()), SimpleNamespace(site=Site(0, "self"), at=None, check=None)
+        capture, call = Capture(()), SimpleNamespace(site=Site(0, "self"), at=None, check=None, beside=())
         on_gpu = {n: v.to(gpu).mT for n, v in values.items()}
         if started:
             capture._keep(call, on_gpu, (), (), None, None)

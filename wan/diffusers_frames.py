@@ -1,0 +1,368 @@
+"""Where the tokens of a video's frames lie in the attention of diffusers' transformers, and two checks of it.
+
+    video = FAMILIES["WanTransformer3DModel"].locate(model.config, arguments, {})  # VideoTokens(21, 1560)
+
+A family reads it from a forward's arguments. The checks believe nobody: an experiment changes frames of the
+input and looks which queries change (slices_of_rows); and since RoPE keeps norms, the queries that attention
+gets have those that the module's own norm returned, row by row (compare_norms).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from wan.errors import ConfigError, short_repr
+from wan.sites import Checked
+
+SAY_WHERE = "say where frames lie, layout=(frames, tokens of each) or (frames, tokens of each, tokens before)"
+Variables = Mapping[str, Any]  # of the pipeline's method that calls the transformer
+
+
+class VideoTokens(NamedTuple):
+    """Frames of a forward, tokens per frame, and the tokens before them in self-attention.
+
+    Other tokens of a call, text, conditions or padding, come after them.
+    """
+
+    frames: int
+    tokens: int
+    before: int = 0  # tokens in front: a history at another resolution, reference images
+    past: int | None = None  # frames whose cached keys lie between; a rollout block by block says 0 or more
+    start: int = 0  # the number of its first frame
+    names: tuple[tuple[str, int], ...] = ()  # of the tokens in front: what they are, and how many
+    skipped: int = 0  # frames of the input before its first one
+
+    @property
+    def total(self) -> int:
+        return self.frames * self.tokens
+
+
+# --- Where frames lie, by family: from a model's config, its forward's arguments and its pipeline's variables
+Locate = Callable[[Any, Mapping[str, Any], Variables], VideoTokens]
+
+
+def of_latents(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
+    """Tokens of latents [B, C, F, h, w]; patch_size is of time, height, width, or patch_size_t is time's."""
+    size = config.patch_size
+    if isinstance(size, int):
+        size = config.patch_size_t, size, size
+    time, high, wide = size
+    *_, frames, rows, columns = arguments["hidden_states"].shape
+    return VideoTokens(frames // time, (rows // high) * (columns // wide))
+
+
+def with_references(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
+    """Tokens of latents that begin with a frame for each reference image, as their pipeline says (VACE)."""
+    video, count = of_latents(config, arguments, variables), variables.get("num_reference_images") or 0
+    names = tuple((f"ref {number}", video.tokens) for number in range(count))
+    return video._replace(
+        frames=video.frames - count, before=count * video.tokens, names=names, skipped=count
+    )
+
+
+def with_history(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
+    """Tokens of latents behind those of three histories (Helios), each coarser than the one before."""
+    before = 0
+    for name, times in (("short", 1), ("mid", 2), ("long", 4)):
+        history = arguments.get(f"latents_history_{name}")
+        if history is not None:
+            sizes = zip(history.shape[2:], config.patch_size, strict=True)
+            before += math.prod(math.ceil(size / (times * patch)) for size, patch in sizes)
+    video = of_latents(config, arguments, variables)
+    return video._replace(before=before, names=(("history", before),))
+
+
+def of_chunks(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
+    """Tokens of latents [B, F, C, h, w], of which early chunks are compressed to larger patches (FAR).
+
+    With a cache the last chunk alone is computed, and the keys of the others lie in front.
+    """
+    flags = arguments.get("kv_cache_flag") or {}
+    is_cache_step = bool(flags.get("is_cache_step"))
+    rows, columns = arguments["hidden_states"].shape[-2:]
+    full, compressed = (
+        (rows // high) * (columns // wide)
+        for _, high, wide in (config.patch_size, config.compressed_patch_size)
+    )
+    chunks = arguments["chunk_partition"]
+    far = max(0, len(chunks) - (config.full_chunk_limit - is_cache_step))
+    first = sum(chunks[:far])
+    is_cached = arguments.get("kv_cache") is not None and not is_cache_step
+    past, start, skipped = None, first, first
+    if is_cached:
+        past = sum(chunks[far:-1])
+        start, skipped = first + past, 0
+    before = first * compressed
+    return VideoTokens(
+        frames=sum(chunks) - start,
+        tokens=full,
+        before=before,
+        past=past,
+        start=start,
+        names=(("compressed", before),),
+        skipped=skipped,
+    )
+
+
+def of_sequence(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
+    """Tokens [B, L, C]: num_frames x height x width of a video, and others of conditions.
+
+    Without any others the video is all. Else LTXConditionPipeline says how many lie in front of it; LTX-2's
+    pipelines append them. Where nobody told sizes, or all are 1, the coordinates of tokens decide.
+    """
+    length = arguments["hidden_states"].shape[1]
+    sizes: list[Any] = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    before = variables.get("extra_conditioning_num_latents")
+    if None in sizes and before is not None:
+        sizes = [variables.get(f"latent_{name}") for name in ("num_frames", "height", "width")]
+    # 1. Coordinates (time, height, width) of every token.
+    if None in sizes or (math.prod(sizes) == 1 and length > 1):
+        coordinates = arguments.get("video_coords")
+        if coordinates is None:
+            raise ConfigError(f"num_frames is {sizes[0]} for {length} tokens: {SAY_WHERE}")
+        return of_coordinates(coordinates, sizes[0])
+    # 2. Sizes, in patches.
+    patches = [getattr(config, name, 1) for name in ("patch_size_t", "patch_size", "patch_size")]
+    frames, rows, columns = (size // patch for size, patch in zip(sizes, patches, strict=True))
+    video = VideoTokens(frames, rows * columns)
+    if before is None and length > video.total:
+        before = _conditions_before(config, video, length)
+    video = video._replace(before=before or 0, names=(("condition", before or 0),))
+    if length < video.before + video.total:
+        raise ConfigError(
+            f"{length} tokens are not {frames} frames of {video.tokens} behind {video.before}: {SAY_WHERE}"
+        )
+    return video
+
+
+def _conditions_before(config: Any, video: VideoTokens, length: int) -> int:
+    """Return how many condition tokens lie in front where no pipeline says it: none in LTX-2."""
+    if hasattr(config, "audio_in_channels"):
+        return 0
+    raise ConfigError(
+        f"{length} tokens are more than {video.frames} frames of {video.tokens}, and whether conditions come "
+        f"first is not known: {SAY_WHERE}"
+    )
+
+
+def of_coordinates(coordinates: Tensor, num_frames: Any) -> VideoTokens:
+    """Tokens at coordinates [B, 3, L] or, as intervals, [B, 3, L, 2]: a frame is what shares its time.
+
+    Tokens before time 0 are conditions. ConfigError where they are no frames in order, or stand twice.
+    """
+    places = coordinates[0].float()
+    if places.ndim == 3:
+        places = places[..., 0]
+    length = places.shape[1]
+    times, counts = (x.tolist() for x in places[0].unique_consecutive(return_counts=True))
+    if len(places.T.unique(dim=0)) < length:
+        raise ConfigError(
+            f"of {length} tokens several have the same time, row and column, so conditions cannot be told "
+            f"from frames: {SAY_WHERE}"
+        )
+    # Runs of tokens of one time; those before time 0 may lie before or behind the video.
+    shown = [n for n, time in enumerate(times) if time >= 0]
+    of_video = [times[n] for n in shown]
+    is_in_order = (
+        bool(shown) and of_video == sorted(set(of_video)) and shown == list(range(shown[0], shown[-1] + 1))
+    )
+    if not is_in_order or len({counts[n] for n in shown}) > 1:
+        raise ConfigError(f"num_frames is {num_frames} for {length} tokens: {SAY_WHERE}")
+    before = sum(counts[: shown[0]])
+    return VideoTokens(len(shown), counts[shown[0]], before, names=(("condition", before),))
+
+
+def told_layout(layout: Any, family: "Family | None") -> Locate:
+    """Return where frames lie as a user says it; ConfigError for what is no layout."""
+    is_numbers = isinstance(layout, Sequence) and len(layout) in (2, 3) and {*map(type, layout)} == {int}
+    if not callable(layout) and not (is_numbers and min(layout[:2]) > 0 and min(layout) >= 0):
+        raise ConfigError(f"{short_repr(layout)} is no layout: {SAY_WHERE}")
+
+    def locate(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
+        numbers = layout
+        if callable(layout):
+            numbers = layout(config, arguments)
+        video = VideoTokens(*numbers)
+        if not video.names:
+            video = video._replace(names=(("before", video.before),))
+        if family is not None and family.locate is of_latents:
+            total = of_latents(config, arguments, {}).total
+            if video.total != total:
+                raise ConfigError(
+                    f"layout {video[:2]} is of {video.total} tokens, not of {total}: {SAY_WHERE}"
+                )
+        return video
+
+    return locate
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a class of transformers is built."""
+
+    locate: Locate
+    layers: tuple[str, ...] = ("blocks",)  # lists of layers, numbered through
+    attn: str = "attn1"
+    cross: str = "attn2"
+    mlp: str = "ffn"
+    frame_axis: int | None = 2  # of hidden_states; None: tokens
+    early: str = ""  # a list of blocks that run before the layers
+    behind: str = "condition"  # what tokens behind the video are
+    has_text_behind: bool = False  # the prompt's tokens, the first one first
+    has_wan_rope: bool = False  # pairs of dims, and bands of time, height and width, as RotaryTable's
+    is_told: bool = False  # by a user's layout
+
+
+WAN = Family(of_latents, has_wan_rope=True)
+JOINT = Family(of_latents, ("transformer_blocks",), attn="attn", cross="", mlp="ff", behind="text")
+PACKED = Family(of_sequence, ("transformer_blocks",), mlp="ff", frame_axis=None)
+FAMILIES: dict[str, Family] = {
+    "WanTransformer3DModel": WAN,
+    "WanVACETransformer3DModel": replace(WAN, locate=with_references, early="vace_blocks"),
+    "SkyReelsV2Transformer3DModel": WAN,
+    "CosmosTransformer3DModel": Family(of_latents, ("transformer_blocks",), mlp="ff"),
+    "LTXVideoTransformer3DModel": PACKED,
+    "LTX2VideoTransformer3DModel": PACKED,  # without its audio
+    "HeliosTransformer3DModel": Family(with_history),
+    "AnyFlowFARTransformer3DModel": Family(of_chunks, frame_axis=1),
+    "HunyuanVideo15Transformer3DModel": JOINT,
+    "HunyuanVideoTransformer3DModel": replace(
+        JOINT, layers=("transformer_blocks", "single_transformer_blocks"), has_text_behind=True
+    ),
+}
+
+
+def family_of(model: nn.Module) -> Family | None:
+    """Return the family of a transformer's class; None where it is not known."""
+    for kind in type(model).__mro__:
+        if kind.__name__ in FAMILIES:
+            return FAMILIES[kind.__name__]
+    return None
+
+
+# --- The experiment: which queries change where a frame of the input does
+NOTICED = 0.01  # of the largest change
+
+
+def slices_of_rows(
+    queries_of: Callable[[Tensor], Tensor], x: Tensor, plain: Tensor, slices: Tensor, axis: int
+) -> Tensor:
+    """Return of which slice of the input each row of queries is, int64 [Lq]: 1, 2, ...; 0 for none.
+
+    queries_of(x) returns the queries [B, Lq, H, D] that an input gives, plain are those of x. slices are the
+    numbers along an axis of x; entries of 0 stay as they are. Binary digits of the number are found one by
+    one: slices that have the digit are replaced by random numbers of x's mean and spread, from a generator of
+    their own.
+    """
+    shape = [1] * x.ndim
+    shape[axis] = -1
+    generator = torch.Generator(x.device).manual_seed(0)
+    noise = torch.randn(x.shape, generator=generator, device=x.device)
+    noise = (noise * x.float().std() + x.float().mean()).to(x.dtype)
+    rows = torch.zeros(plain.shape[1], dtype=torch.int64, device=plain.device)
+    for digit in range(int(slices.max()).bit_length()):
+        is_replaced = (slices >> digit & 1).bool().view(shape)
+        change = (queries_of(torch.where(is_replaced, noise, x)) - plain).abs()
+        by_row = change.amax((0, 2, 3)).float()
+        rows += (by_row > NOTICED * by_row.max()).long() << digit
+    return rows
+
+
+def place_by_experiment(
+    queries_of: Callable[[Tensor], Tensor],
+    x: Tensor,
+    plain: Tensor,
+    num_behind: int,
+    family: Family,
+    video: VideoTokens,
+) -> Checked:
+    """Return how sure it is that frames lie where a family says, by an experiment with its input x.
+
+    queries_of and plain are those of slices_of_rows(); num_behind rows come after the video's. Which packed
+    tokens are of a frame nobody but the pipeline or the user knows ("told"). ConfigError where queries show
+    another place.
+    """
+    # 1. The frame of each slice of the input, from 1 on; a frame may have several.
+    axis = family.frame_axis
+    place: Checked = "verified"
+    if axis is None or x.ndim == 3:
+        axis, place = 1, "told"
+        first, last = video.before, video.before + video.total
+        slices = torch.zeros(x.shape[1], dtype=torch.int64)
+        slices[first:last] = 1 + torch.arange(video.total) // video.tokens
+    else:
+        count, num_frames = x.shape[axis], video.skipped + video.frames
+        if count % num_frames and family.is_told:
+            return "told"
+        if count % num_frames:
+            return "unverified"
+        slices = 1 + torch.arange(count) // (count // num_frames)
+    if not bool(x.isfinite().all()):
+        return "unverified"
+    # 2. The frame of each row of the queries; negative where it is none of the video's.
+    rows = slices_of_rows(queries_of, x, plain, slices.to(x.device), axis).cpu()
+    frames = (rows - 1 - video.skipped).clamp(min=-1)
+    start = len(rows) - num_behind - video.total
+    expected = torch.full_like(frames, -1)
+    expected[start : start + video.total] = torch.arange(video.total) // video.tokens
+    if torch.equal(frames, expected):
+        return place
+    wrong = int((frames != expected).nonzero()[0])
+    raise ConfigError(
+        f"token {wrong} is not of the frame where {video.frames} frames of {video.tokens} tokens behind "
+        f"{start} others would have it: {SAY_WHERE}"
+    )
+
+
+# --- The norms of queries
+Norms = tuple[Tensor, ...]
+
+
+def norms_of(x: Tensor) -> Norms:
+    """Return norms that RoPE keeps, float32 [B, L, H] each, of x [B, L, H, D].
+
+    Of all dims; of the first half, whose pairs are neighbours (2n, 2n + 1); and of what pairs of dims (n,
+    n + D/2) have in their first half. Where a norm per head makes the first one equal for all tokens, one of
+    the others tells tokens apart.
+    """
+    half, quarter = x.shape[-1] // 2, x.shape[-1] // 4
+    parts = x, x[..., :half], x.unflatten(-1, (2, half))[..., :quarter]
+    whole, neighbours, halves = (part.flatten(3) for part in parts)
+    return tuple(
+        torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32) for part in (whole, neighbours, halves)
+    )
+
+
+def compare_norms(normed: Norms, sent: Norms, dtype: torch.dtype) -> Tensor:
+    """Return [in order, scaled], bool on the device, of norms of a module's q and of those that it sent on.
+
+    Scaled: in order, times a number per head. Neither: tokens were permuted.
+    """
+    error = 2e-3
+    if dtype in (torch.float16, torch.bfloat16):
+        error = 2e-2
+    whole, *parts = ((_ratio(a, b), a) for a, b in zip(sent, normed, strict=True))
+    ratio, before = whole
+    spread = _spread(ratio)
+    is_flat = _spread(before) < 4 * error  # then equal norms say nothing
+    is_proportional = spread < 2 * error
+    of_parts = torch.stack([_spread(part) < 4 * error for part, _ in parts]).any(0)
+    is_proportional = is_proportional & (~is_flat | of_parts)
+    is_equal = ((ratio - 1).abs() < error).all()
+    return torch.stack([is_proportional.all() & is_equal, is_proportional.all()])
+
+
+def _ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, 1 where both are 0 or neither is a number."""
+    is_void = (b == 0) & (a == 0) | ~(a.isfinite() & b.isfinite())
+    return torch.where(is_void, 1.0, a / b)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Return by how much tokens differ, relatively, [B, H], of x [B, L, H]."""
+    least, most = x.amin(1), x.amax(1)
+    return (most - least) / most.clamp(min=1e-30)
