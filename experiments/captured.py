@@ -6,7 +6,7 @@ seen["resid_post"].stack()
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -29,7 +29,13 @@ from experiments.caches.activations import (
     chosen_numbers,
     save_activations,
 )
-from experiments.caches.files import CacheError, RunError, require_held, settings_and_text
+from experiments.caches.files import (
+    CacheError,
+    RunError,
+    require_held,
+    require_writable,
+    settings_and_text,
+)
 from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
 from experiments.caches.store import layer_from_atlas, layers_of, require_one_model
@@ -143,6 +149,7 @@ def capture(
         check_capture(session, captured.watcher, stream_to is not None)
         if captured.folder is not None:
             captured.folder.require(captured.request)
+            captured.folder.require_folder()
     else:
         require_parameters(attention_requests, chosen)
         captured.requests = attention_requests(session.config, **chosen)
@@ -607,7 +614,7 @@ class Atlas(dict[str, Any]):
         return draw.head_grid(view.key_profile(layer), titles, view.caption, layer=layer, note=note)
 
     @classmethod
-    def mean(cls, atlases: Sequence["Atlas"]) -> "MeanAtlas":
+    def mean(cls, atlases: Iterable["Atlas"]) -> "MeanAtlas":
         """Return the mean over runs of one model, such as prompts and seeds, with its interval."""
         return MeanAtlas(atlases)
 
@@ -636,9 +643,11 @@ class MeanAtlas:
     >>> mean.plot(layer=5)  # means and deviations, and each run
     """
 
-    def __init__(self, atlases: Sequence[Atlas]):
-        if len(atlases) < 2 or not all(isinstance(each, Atlas) for each in atlases):
+    def __init__(self, atlases: Iterable[Atlas]):
+        values = list(atlases) if isinstance(atlases, Iterable) else []
+        if len(values) < 2 or not all(isinstance(atlas, Atlas) for atlas in values):
             raise ConfigError(f"a mean takes a list of atlases, two or more, not {short_repr(atlases)}")
+        atlases = values
         require_one_model({f"atlas {n}": atlas for n, atlas in enumerate(atlases)}, "a mean")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.atlases = list(atlases)
@@ -690,10 +699,12 @@ class AtlasComparison:
     """How alike two atlases are: the correlation [layers, heads] of every head's matrix, over all passes."""
 
     def __init__(self, one: Atlas, other: Atlas, quantity: str):
-        known = [
+        if not isinstance(other, Mapping) or "layers" not in other:
+            raise ConfigError(f"an atlas is compared with another atlas, not with {short_repr(other)}")
+        matrices = [
             name for name, axes in one.axes.items() if axes[-2:] == ("frames", "frames") and name in other
         ]
-        require_known(quantity, known, "compare: {} is no matrix of both")
+        require_known(quantity, matrices, "compare: {} is no matrix of both")
         if one["layers"] != other["layers"] or one[quantity].shape != other[quantity].shape:
             raise CacheError("atlases are compared that have the same layers, passes and frames")
         self.layers, self.quantity = one["layers"], quantity
@@ -738,6 +749,12 @@ class Comparison:
     show, preview = Run.show, None  # the three side by side, for a notebook
 
     def __init__(self, run_a: Run, run_b: Run):
+        for run in (run_a, run_b):
+            if not isinstance(run, Run):
+                raise ConfigError(
+                    f"compare takes two runs, as session.generate() returns them, not {short_repr(run)}; "
+                    "atlases have a method compare"
+                )
         self.runs = run_a, run_b
         shapes = [list(run.latents.shape[1:]) for run in self.runs]
         if shapes[0] != shapes[1]:
@@ -760,7 +777,8 @@ class Comparison:
         return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
 
     def save(self, path: str | Path) -> None:
-        """Write the three side by side as an mp4."""
+        """Write the three side by side as an mp4. CacheError for a path that cannot be written."""
+        require_writable(path)
         write_mp4(self.video.numpy(), path, fps=self.fps)
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from os.path import isfile
+from os.path import exists, isdir, isfile
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ def find_config(source: str | Path, settings: Mapping[str, Any]) -> RunConfig:
     path, given = Path(source), dict(settings)
     if path.suffix in (".yaml", ".yml"):
         path = _below_home(path)
-    elif _below_home(path).is_dir():
+    elif isdir(_below_home(path)):
         given.setdefault("ckpt_dir", str(_below_home(path)))
         path = HOME / config_for(given["ckpt_dir"], HOME)
-    elif (named := HOME / "configs" / f"{path}.yaml").is_file():
-        path = named
+    elif isfile(HOME / "configs" / f"{path}.yaml"):
+        path = HOME / "configs" / f"{path}.yaml"
     else:
         hint = did_you_mean(source, [p.stem for p in (HOME / "configs").glob("*.yaml")])
         raise ConfigError(f"{source} is no config, its path, or a directory of weights{hint}")
@@ -71,12 +71,12 @@ def missing_files(config: RunConfig) -> list[str]:
     """List the missing ones of the weights that a config names."""
     named = [config.checkpoint_path or "", *(each.path for each in config.loras)]
     named = [path for path in named if path]
-    return [path for path in named if not Path(path).is_file()]
+    return [path for path in named if not isfile(path)]
 
 
 def _below_home(path: Path) -> Path:
     """The absolute path: below the working folder where it is there, else below the project."""
-    return path.resolve() if path.exists() else HOME / path
+    return path.resolve() if exists(path) else HOME / path  # a name that is too long is not there
 
 
 def policy_settings(source: Any) -> dict[Any, Any]:

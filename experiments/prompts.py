@@ -22,7 +22,8 @@ from wan.identity import NUMBERS
 from wan.text_encoder import TextEncoder
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MAKE_ONE = 'torch.save({"prompt": text, "prompt_embeds": states}, FILE), or copy one of cache/prompt_embeds/'
+MAKE_ONE = 'make it: torch.save({"prompt": text, "prompt_embeds": states}, FILE); or copy one of '
+MAKE_ONE += "cache/prompt_embeds/"
 
 PromptStates = tuple[Tensor, list[str]]  # states [1, n, text_dim], tokens without padding
 

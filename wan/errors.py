@@ -43,12 +43,26 @@ def one_line(message: object, limit: int = 1000) -> str:
 
 
 def short_repr(value: Any, limit: int = 80) -> str:
-    """Return the repr of what a file or a user gave, in at most limit characters of one line."""
-    short = reprlib.Repr()
+    """Return what a file or a user gave in words, in at most limit characters of one line.
+
+    An array is its shape and kind, a function its name, and an object without a repr of its own its class.
+    """
+    short, value = reprlib.Repr(), plain_number(value)
     short.maxstring = short.maxlong = short.maxother = limit
     try:
-        text = one_line(short.repr(value))
+        if hasattr(value, "dtype") and hasattr(value, "shape"):
+            text = f"an array {list(value.shape)} of {value.dtype}"
+            if str(getattr(value, "layout", "torch.strided")) != "torch.strided":
+                text += f", {value.layout}"
+            if getattr(value, "is_meta", False):
+                text += ", without numbers (meta)"
+        elif hasattr(value, "__qualname__"):
+            text = f"{value.__module__}.{value.__qualname__}"
+        else:
+            text = one_line((short.repr(value).splitlines() or [""])[0])
     except Exception:  # such as a number of 5000 digits, which has no decimal form
+        text = " at 0x"
+    if " at 0x" in text and not isinstance(value, str):
         return f"a {type(value).__name__}"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
@@ -107,7 +121,17 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     """Return several values, or one alone, as a tuple; numbers of numpy and torch become Python's."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         value = [value]
-    return tuple(item.item() if hasattr(item, "item") else item for item in value)
+    return tuple(map(plain_number, value))
+
+
+def plain_number(item: Any) -> Any:
+    """Return a number of numpy or torch as Python's; whatever has no single number stays, to be refused."""
+    if not hasattr(item, "item"):
+        return item
+    try:
+        return item.item()
+    except (RuntimeError, ValueError):  # several numbers, or of the device meta none
+        return item
 
 
 def as_list(value: Any) -> Any:
@@ -127,7 +151,7 @@ def as_numbers(name: str, value: Any) -> list[int] | None:
     items = as_tuple(value)
     try:
         numbers = [operator.index(item) for item in items if not isinstance(item, bool)]
-    except TypeError:
+    except (RuntimeError, TypeError):
         numbers = []
     if not numbers or len(numbers) < len(items):
         raise ConfigError(f"{name} must be a number or several, such as [0, 5], not {short_repr(value)}")

@@ -186,11 +186,11 @@ def is_safetensors(path: Path) -> bool:
 def _refuse_other_kinds(path: Path) -> None:
     """Raise OtherKindError for a folder, and for a file whose first bytes are of no tensors."""
     kind = ""
-    if path.is_dir():
+    if os.path.isdir(path):
         kind = folder_kind(path)
     elif path.suffix == ".distcp" or path.name == ".metadata":
         kind = folder_kind(path.parent)
-    elif path.is_file():
+    elif os.path.isfile(path):
         with path.open("rb") as file:
             kind = first_bytes_kind(file.read(HEAD_BYTES))
     if kind:
@@ -417,21 +417,23 @@ def numpy_numbers() -> list[Any]:
 def require_file(path: str | Path, hint: str = DOWNLOAD_HINT, is_folder: bool = False) -> Path:
     """Return the path of a file, or of a model directory. Raise CheckpointError where there is none."""
     path, name = Path(path), str(path)
-    exists = path.is_file()
+    exists = os.path.isfile(path)  # False for a name that is too long
     if is_folder:
-        exists, name = path.is_dir(), f"model directory {path}"
-    elif path.is_dir():
+        exists, name = os.path.isdir(path), f"model directory {path}"
+    elif os.path.isdir(path):
         raise OtherKindError(f"{path} is {folder_kind(path)}")
     if not exists:
         if hint.startswith(DOWNLOAD_HINT):
             hint += f"; or --config_path {MINIATURE}, whose weights are here"
-        raise CheckpointError(f"{name} not found; run: {hint}")
+        if hint.partition(" ")[0] in ("bash", "python"):
+            hint = f"run: {hint}"
+        raise CheckpointError(f"{name} not found; {hint}")
     return path
 
 
 def shards(path: Path) -> list[Path]:
     """Return the files of weights: those that a shard index names, those in a folder, or the one itself."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return sorted(filter(Path.is_file, path.iterdir()))
     if not path.name.endswith(".index.json"):
         return [path]
@@ -449,7 +451,7 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
 
     path = Path(path)
     files = [path]
-    if not path.is_dir():  # which read_tensors names
+    if not os.path.isdir(path):  # which read_tensors names
         files = shards(path)
     content: dict[Any, Any] = {}
     for file in files:

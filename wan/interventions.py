@@ -29,7 +29,6 @@ from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Annotated, Any, ClassVar, Literal, ParamSpec, Self, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -686,12 +685,6 @@ class Steer(Edit):
     site: str
     direction: Direction
     scale: Number = 1.0
-
-    def __post_init__(self) -> None:
-        direction: object = self.direction
-        if isinstance(direction, (Tensor, np.ndarray)):
-            self._set("direction", direction.tolist())
-        super().__post_init__()
 
     @property
     def sites(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from wan import checkpoint
 from wan.errors import CheckpointError, library_reads
-from wan.files import read_json, read_weights_file
+from wan.files import read_json, read_weights_file, require_file
 from wan.kernels import vae_kernels
 
 if TYPE_CHECKING:  # takes a second to import: only where a video is decoded
@@ -491,6 +491,8 @@ class Decoder:
 # Its pictures resemble the VAE's: nothing is measured on them. A frame of latents, as the transformer gives
 # them, becomes four frames in 0..1. A layer with a memory also sees the frame before.
 WIDTHS, TIMES = (256, 128, 64, 64), (1, 2, 2)  # channels of each resolution, and frames that one becomes
+# Where the small decoders are
+TAEHV_HINT = "give a file of TAEHV's decoder, such as taew2_1.pth of https://github.com/madebyollin/taehv"
 LATENT_CHANNELS = 16
 
 
@@ -537,6 +539,7 @@ class Preview(nn.Module):
     @classmethod
     def from_file(cls, path: str | Path, dtype: torch.dtype, device: torch.device) -> "Preview":
         """Read a .pth or .safetensors of TAEHV. Raise CheckpointError for any other file."""
+        require_file(path, hint=TAEHV_HINT)
         weights = checkpoint.state_dict_of(path, read_weights_file(path))[0]
         state = {name: tensor for name, tensor in weights.items() if name.startswith("decoder.")}
         with torch.device("meta"):

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -486,7 +487,15 @@ class ActivationStore:
     """
 
     def __init__(self, path: str | Path):
+        if not isinstance(path, str | os.PathLike) or not str(path).strip():
+            raise CacheError(f"a store of activations is a folder, not {short_repr(path)}")
         self.path = Path(path)
+
+    def require_folder(self) -> None:
+        """Make the folder. Raise CacheError, before anything is generated, where it cannot be written."""
+        with library_writes(self.path, CacheError):
+            self.path.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=self.path).close()
 
     @cached_property
     def runs(self) -> list[StoredRun]:
@@ -513,6 +522,8 @@ class ActivationStore:
 
     def _stored(self, pattern: str = "*") -> Iterator[StoredRun]:
         """Yield its runs in any order, by the header of the last file of each."""
+        if not os.path.isdir(self.path):
+            return
         if (self.path / OF_1_0).exists() or any(self.path.glob("block_*.safetensors")):
             raise CacheError(
                 f"{self.path} holds activations of version 1 or older; capture them again in another folder"

@@ -88,9 +88,10 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
     """
     # 1. Not there: say what is, and how to make it
     path, expect = Path(path), tuple(expect)
-    if path.suffix == ".safetensors" and path.is_file() and not expect:
+    is_there = os.path.isfile(path)  # False for a name that is too long
+    if path.suffix == ".safetensors" and is_there and not expect:
         return load_activations(path)
-    if not path.is_file():
+    if not is_there:
         others = ""
         layers = sorted(path.parent.glob("layer*.pt"), key=lambda p: (len(p.name), p.name))
         if layers and path.name.startswith("layer"):

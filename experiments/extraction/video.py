@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.caches.files import require_writable
 from experiments.caches.mp4 import SHORTEST_SIDE, VideoWriter, require_ffmpeg, write_mp4
 from experiments.provenance import (
     choose_device,
@@ -125,6 +127,7 @@ def save_video(
 
     The mp4 carries the fingerprint of its run, and of the decoder.
     """
+    require_writable(path)  # before the decoding
     tag = tag_of(fingerprint, config, vae)
     write_mp4(decode(latents, vae).numpy(), path, tag=tag, about=vae.made_by, fps=config.fps)
 
@@ -313,7 +316,7 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
     # 1. Read a file: tensors, or pictures to encode.
     if isinstance(source, (str, Path)):
         name, path = f"first_frames {source}", Path(source)
-        if not path.is_file():
+        if not isfile(path):  # False for a name that is too long
             raise ConfigError(f"{name} not found; give latents (.pt, .safetensors), an mp4 or a picture")
         if path.suffix in (".pt", ".pth", ".safetensors"):
             latents = read_latents(path, name, remedy=f"give latents {form}")
@@ -321,7 +324,7 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
             sides = (config.pixels_per_latent * side for side in (config.height, config.width))
             latents = vae().encode(read_pixels(path, *sides))[0]
     # 2. Take latents of the model's sizes alone.
-    if not isinstance(latents, Tensor) or not latents.is_floating_point():
+    if not has_numbers(latents) or not latents.is_floating_point():
         raise ConfigError(f"{name} holds {short_repr(latents)}, no finite latents of floating point {form}")
     if latents.ndim == 5 and len(latents) == 1:
         latents = latents[0]
@@ -338,6 +341,11 @@ def first_latents(source: Any, config: RunConfig, channels: int, vae: Callable[[
             f"blocks, of {allowed} frames"
         )
     return latents[None].detach().float()
+
+
+def has_numbers(x: Any) -> bool:
+    """Return whether this is a tensor with a number in each place: not sparse, nested or of device meta."""
+    return isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_meta or x.is_nested)
 
 
 def read_latents(path: Path, name: str, remedy: str) -> Any:

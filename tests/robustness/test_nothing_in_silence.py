@@ -22,7 +22,7 @@ from matplotlib import font_manager
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from experiments import ActivationStore, Atlas, at, capture, gradients, intervene, load, x0_lens
+from experiments import ActivationStore, Atlas, at, capture, compare, gradients, intervene, load, x0_lens
 from experiments.caches import activations, load_cache
 from experiments.caches.activations import Activations, Place, save_activations
 from experiments.caches.files import CacheError
@@ -31,6 +31,7 @@ from experiments.figures import prompt_words, style
 from experiments.progress import Progress
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
+from wan.interventions import Knockout, Steer
 
 PROMPT = "a red circle"
 SCALE = torch.full((1,), 0.5)
@@ -446,3 +447,85 @@ def test_a_rollout_outlives_the_reader_of_its_lines(tiny, monkeypatch):
     monkeypatch.setattr("sys.stdout", Gone())
     session = load(tiny.path, num_frames=3)
     assert session.generate(PROMPT, seed=1, quiet=False).latents.shape[1] == 3
+
+
+# --- Inputs: each refused in one line before anything is computed, or made right
+LONG = "x" * 300
+NO_LATENTS = {
+    "sparse": lambda x: x.to_sparse(),
+    "on meta": lambda x: x.to("meta"),
+    "nested": lambda x: torch.nested.as_nested_tensor(list(x), layout=torch.jagged),
+    "of integers": lambda x: x.int(),
+}
+
+
+@pytest.mark.parametrize("make", [*NO_LATENTS.values()], ids=[*NO_LATENTS])
+def test_first_frames_that_are_no_latents_are_refused(session, make):
+    with refused("first_frames holds .*no finite latents of floating point"):
+        session.generate(PROMPT, first_frames=make(torch.ones(3, 16, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(1), np.int64(1), torch.tensor([1]), np.array([1]), range(1, 2)]
+)
+def test_numbers_of_arrays_are_numbers_of_an_edit(value):
+    assert Knockout(frames=value, layers=value, passes="all") == Knockout(frames=1, layers=1, passes="all")
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, 2).long(), torch.tensor(1, device="meta"), torch.tensor(1.5)]
+)
+def test_arrays_that_hold_no_numbers_are_refused(session, value):
+    with refused("layers .*should be a valid integer"):
+        Knockout(frames=0, layers=value, passes="all")
+    with refused("layers must be a number or several"), capture(session, "z", layers=value):
+        pass
+
+
+@pytest.mark.parametrize("direction", [torch.ones(2, device="meta"), torch.ones(2, 2), np.ones((2, 2))])
+def test_a_direction_without_numbers_is_refused(direction):
+    with refused("direction an array .*should be a valid number"):
+        Steer(site="z", direction=direction, passes="all")
+
+
+def test_a_mean_takes_any_atlases_that_come_one_by_one(atlas):
+    runs = [Atlas(atlas | {"fingerprint": name}) for name in "ab"]
+    assert Atlas.mean(run for run in runs).count == 2
+    for wrong in (None, 5, atlas, [atlas], (name for name in "ab")):
+        with refused("a mean takes a list of atlases, two or more"):
+            Atlas.mean(wrong)
+
+
+def test_what_is_no_run_or_no_atlas_is_not_compared(session, atlas):
+    run = session.generate(PROMPT, seed=1)
+    for wrong in (atlas, None, "a.mp4", run.latents):
+        with refused("compare takes two runs, as session.generate"):
+            compare(run, wrong)
+    for wrong in (run, None, {}):
+        with refused("an atlas is compared with another atlas"):
+            atlas.compare(wrong)
+
+
+def test_names_that_no_disk_has_are_refused_before_anything_is_computed(session, atlas, tmp_path):
+    run = session.generate(PROMPT, seed=1)
+    for name in (LONG, "a\0b"):
+        for act in (
+            lambda path: capture(session, "z", stream_to=path).__enter__(),
+            lambda path: atlas.save(f"{path}.pt"),
+            lambda path: run.save(f"{path}.mp4"),
+            lambda path: compare(run, run).save(f"{path}.mp4"),
+            lambda path: Atlas.open(f"{path}.pt"),
+            lambda path: ActivationStore(path).runs,
+        ):
+            with refused("cannot be written|not found|has no complete run", CacheError):
+                act(tmp_path / name)
+    with refused("is no config, its path, or a directory of weights"):
+        load(LONG)
+    for wrong in ("", " ", 5):
+        with refused("a store of activations is a folder", CacheError):
+            ActivationStore(wrong)
+
+
+def test_a_preview_that_is_not_there_has_its_own_remedy(tiny):
+    with refused("none.pth not found; give a file of TAEHV's decoder"):
+        load(tiny.path, preview="none.pth")
