@@ -4,9 +4,9 @@
     python experiments/check_model.py --frames 72 --output_path outputs/check_model.svg
 
 Generates the published videos (two prompts, seed 42) and compares the mean logits of their first pass with
-cache/published. The verdict is "agrees", "differs like another prompt" or "wrong"; wrong ends with exit code
-1. Noise on a GPU depends on the kind of card, so several are tried. --reference FILE ... compares with other
-atlases, such as your own of before. docs/real_model.md says how reliable the verdict is.
+cache/published. The verdict is "attends alike", "differs like another prompt" or "wrong"; wrong ends with
+exit code 1. Noise on a GPU depends on the kind of card, so several are tried. --reference FILE ... compares
+with other atlases, such as your own of before. docs/real_model.md says how reliable the verdict is.
 """
 
 from experiments.running.cli import config_from, located, main, run_parser

@@ -111,11 +111,17 @@ class LongRollouts:
         return costs
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row a policy: the primary measure, motion, and the paired difference to full with its p."""
+        """A row a policy: the primary measure, its parts, and the paired difference to full with its p.
+
+        right counts seconds in which nothing is in sight as wrong; right | visible leaves them out.
+        """
         rows = []
         for label in [*self.family, *self.controls]:
             row = {"policy": self.labels[label]}
-            row |= {name: str(self.interval(label, name)) for name in (PRIMARY, "motion")}
+            row |= {name: str(self.interval(label, name)) for name in (PRIMARY, "visible", "motion")}
+            # right seconds are among the visible ones: a ratio of means over videos
+            shares = [self.interval(label, name).estimate for name in (PRIMARY, "visible")]
+            row["right | visible"] = f"{shares[0] / shares[1]:.2f}"
             against = self.findings["against_full"].get(label)
             if against is not None:
                 row["against full"] = str(_interval(against["difference"]))
@@ -251,6 +257,9 @@ def budget_panels(report: Mapping[str, Any], window: int, sink: int) -> tuple:
 
 
 # --- Attribution patching against exact patching (experiments/findings/attribution)
+STRONGEST = 24  # heads of a pair, a quarter of the miniature's
+
+
 def attribution_pairs(report: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return scores and effects of all heads [pairs, layers, heads], by what is compared."""
     compared = {
@@ -270,13 +279,24 @@ def attribution_pairs(report: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, 
 
 
 def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return Spearman's ρ over all heads of each comparison, and the heads that differ most in rank.
+    """Return Spearman's ρ of each comparison, over all heads and over the strongest, and where both differ.
 
-    Intervals are of 95 %, from resampling pairs of captions.
+    "the first named": in how many pairs the head of the largest score is that of the largest effect; "of the
+    first 5": the share of the five that are among the five. Sizes count, whatever their sign. Intervals are
+    of 95 %, from resampling pairs of captions.
     """
     rows = []
     for name, (score, effect) in attribution_pairs(report).items():
         each = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
+        # Of the strongest heads of a pair: ρ, and whether scores name them. [pairs, heads], strongest first
+        flat = [-np.abs(x.reshape(len(x), -1)) for x in (score, effect)]
+        by_score, by_effect = (np.argsort(x, -1, kind="stable") for x in flat)
+        strongest = by_effect[:, :STRONGEST]
+        of_strongest = spearman(
+            *(np.take_along_axis(x.reshape(len(x), -1), strongest, 1) for x in (score, effect))
+        )
+        both = zip(by_score[:, :5], by_effect[:, :5], strict=True)
+        fives = [len(np.intersect1d(*heads)) / 5 for heads in both]
         means = score.mean(0), effect.mean(0)
         ranks = [scipy.stats.rankdata(mean).reshape(mean.shape) for mean in means]
         apart = np.abs(ranks[0] - ranks[1])
@@ -287,6 +307,9 @@ def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "pairs": len(each),
                 "ρ of a pair": str(bootstrap(np.array(each))),
                 "least": min(each),
+                f"ρ of the {STRONGEST} strongest": str(bootstrap(of_strongest)),
+                "the first named": f"{(by_score[:, 0] == by_effect[:, 0]).mean():.0%}",
+                "of the first 5": f"{np.mean(fives):.0%}",
                 "ρ of the means": spearman(means[0].ravel(), means[1].ravel()),
                 "ranks apart": ", ".join(f"L{a}H{b} by {apart[a, b]:.0f}" for a, b in order),
             }

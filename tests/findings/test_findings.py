@@ -7,10 +7,12 @@ import re
 import pytest
 from conftest import ROOT
 
+from experiments.analysis import stats
 from experiments.analysis.results import attribution_rows
 from experiments.findings.attribution import draw as attribution
 from experiments.findings.first_frame import draw as first_frame
 from experiments.findings.head_memory import draw as head_memory
+from experiments.findings.head_memory import recount
 from experiments.findings.long_rollouts import draw as long_rollouts
 
 RESULTS = ROOT / "experiments/findings"
@@ -59,22 +61,62 @@ def test_the_page_has_the_contrasts_of_presence_and_identity():
         assert row in page
 
 
+def test_the_sets_of_heads_are_recounted_of_the_answers_and_told():
+    report = numbers_of("head_memory/presence_and_identity.json")
+    counted = recount.disjoint_of(report)
+    assert counted == report["disjoint"]
+    page = (ROOT / "docs/head_memory.md").read_text().replace("−", "-")
+    assert "share 1, 1, 0, 2 and 1 heads" in page
+    assert [len(heads) for heads in counted["heads of P and I"].values()] == [1, 1, 0, 2, 1]
+    assert "10 of 20 random sets beside P hold heads of I" in page
+    assert sum(map(len, counted["draws without heads of I"].values())) == 20 - 10
+    for label, row in counted["contrasts"].items():
+        estimate, low, high = row.get("t", row["bootstrap"])
+        assert f"contrast {label[0]} is {estimate:.2f} [{low:.2f}, {high:.2f}]" in page
+    # All draws and trainings give the contrasts of the report
+    for label, (edit, question, more, less) in recount.CONTRASTS.items():
+        sets = {"P": ["P"], "I": ["I"], "random of P": [f"random of P: {draw}" for draw in range(4)]}
+        differences = []
+        for one in report["trainings"].values():
+            values = [recount.values_of(one, edit, sets[of], question) for of in (more, less)]
+            differences.append(stats.mean_without_nan((values[0] - values[1]).T))
+        contrast = stats.contrast_of_trainings(differences)
+        assert {"t": contrast["t"], "bootstrap": contrast["bootstrap"]}.items() <= report["contrasts"][
+            label
+        ].items()
+
+
 def test_the_page_has_the_shares_of_long_rollouts():
     page, results = (ROOT / "docs/long_rollouts.md").read_text(), numbers_of("long_rollouts/results.json")
-    rows = [line.split("|") for line in page.splitlines() if re.match(r"\| \w+ \d+/\d+ \| 0\.\d\d \(", line)]
+    rows = [
+        line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| [\w/ ]+ \| 0\.\d\d \(", line)
+    ]
     names = {policy["name"]: policy for policy in results["policies"].values()}
-    tested = [row for row in rows if row[1].strip() in names]
+    tested = [[cell.strip() for cell in row] for row in rows if len(row) == 9 and row[0].strip() in names]
     assert len(tested) >= 9
-    for row in tested[:9]:
-        estimate, low, high = names[row[1].strip()]["measures"]["right"]
-        assert row[2].strip() == f"{estimate:.2f} ({low:.2f} to {high:.2f})"
+    for name, right, _, *cells, _ in tested:
+        policy = names[name]
+        means = {measure: values[0] for measure, values in policy["measures"].items()}
+        estimate, low, high = policy["measures"]["right"]
+        assert right == f"{estimate:.2f} ({low:.2f} to {high:.2f})"
+        told = [means["visible"], means["right"] / means["visible"], means["motion"]]
+        told += [policy["by_kind"][kind][0] for kind in ("wall", "crossing")]
+        assert cells == [f"{value:.2f}" for value in told], name
+
+
+def test_the_page_has_the_heads_that_put_frame_0_first():
+    page = (ROOT / "docs/first_frame.md").read_text().replace("*", "")
+    for row in first_frame.steady_heads():
+        assert f"| {row['eagle']} | {row['castle']} | {row['both']} |" in page
 
 
 def test_the_page_has_the_correlations_of_attribution():
     rows = attribution_rows(numbers_of("attribution/results.json"))
     page = (ROOT / "docs/interventions.md").read_text()
-    told = [f"| {row['pairs']} | {row['ρ of a pair']} | {row['least']:.2f} |" for row in rows]
-    assert all(line in page for line in told)
+    for row in rows:
+        told = [str(row["pairs"]), row["ρ of a pair"], f"{row['least']:.2f}", row["ρ of the 24 strongest"]]
+        told += [row[name].replace("%", " %") for name in ("the first named", "of the first 5")]
+        assert f"| {' | '.join(told)} |" in page
     assert rows[0]["ranks apart"].startswith("L3H3")
 
 

@@ -2,19 +2,24 @@
 
     python experiments/findings/first_frame/draw.py
 
-Both are of the published atlases in cache/published/. results.json beside this file has the numbers of the
-article.
+Both are of the published atlases in cache/published/; so are the heads that it counts. results.json beside
+this file has the numbers of the article.
 """
 
 from pathlib import Path
 
+import numpy as np
+
 from experiments.analysis import published
-from experiments.analysis.panels import choose_heads
-from experiments.analysis.rope_waves import panels_of_view
+from experiments.analysis.first_frame import matrices
+from experiments.analysis.panels import choose_heads, table
+from experiments.analysis.rope_waves import fit_matrix, fitted_frequencies, panels_of_view
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.figures import first_by_block, head_curves, save_svg
 from experiments.running.cli import Parser, main
+
+PROMPTS = "eagle", "castle"
 
 
 def run(argv=None):
@@ -22,23 +27,50 @@ def run(argv=None):
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
     folder = parser.parse_args(argv).figures
     # 1. The paper's two heads over its digitised curves
-    view = eagle(21)
+    view = atlas("eagle", 21)
     curves, _ = published.curves_for(view, published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
     figure4 = head_curves(published.add_reference(panels, view, curves), view.caption)
     print(save_svg(figure4, folder / "figure4_published.svg"))
     # 2. The same heads at every block of 72 frames
-    view = eagle(72)
+    view = atlas("eagle", 72)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
     blocks, _ = panels_of_view(view, panels)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
     by_block = first_by_block(blocks, "Frame 0 by block of queries", about)
     print(save_svg(by_block, folder / "first_frame_by_block.svg"))
+    # 3. Heads of both prompts that put frame 0 first at four blocks in a row
+    print(table(steady_heads()))
 
 
-def eagle(length: int) -> Profiles:
+def atlas(prompt: str, length: int) -> Profiles:
     """Open the published atlas of one prompt, of 21 or 72 latent frames."""
-    return open_profiles(load_cache(published.FOLDER / f"self_forcing_dmd_eagle_{length}f.pt"))
+    return open_profiles(load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt"))
+
+
+def steady_heads() -> list[dict[str, str | int]]:
+    """Count heads whose highest context frame is 0 at every block from 9-11 to 18-20, and what waves make."""
+    steady = dict[tuple[str, str], np.ndarray]()
+    for prompt in PROMPTS:
+        view = atlas(prompt, 21)
+        matrix = matrices(view)
+        fit = fit_matrix(matrix, view.block_sizes, fitted_frequencies(view, 3 * view.num_frames))
+        frames = np.arange(view.num_frames)
+        waves = fit.waves.at((frames[:, None] - frames).ravel()).reshape(matrix.shape)
+        with_s = waves.copy()
+        with_s[..., 0] += fit.s[..., None]
+        for name, values in {"waves": waves, "waves and s": with_s, "measured": matrix}.items():
+            # [layers, H, blocks, frames]: a block's mean over its queries, of the frames before it
+            rows = [values[..., first : first + 3, :first].mean(-2) for first in range(9, 19, 3)]
+            leads = [row[..., 0] - row[..., 1:].max(-1) for row in rows]
+            steady[name, prompt] = np.min(leads, 0) >= 0
+    found: list[dict[str, str | int]] = []
+    for name in ("waves", "waves and s", "measured"):
+        row: dict[str, str | int] = {"frame 0 is highest": name}
+        row |= {prompt: int(steady[name, prompt].sum()) for prompt in PROMPTS}
+        both = np.logical_and(*(steady[name, prompt] for prompt in PROMPTS))
+        found.append(row | {"both": int(both.sum())})
+    return found
 
 
 if __name__ == "__main__":

@@ -37,11 +37,18 @@ def run(argv=None):
         *presence_panels(presence, PANELS, [*HEADS]),
         title="Presence and identity",
         y="Heads",
-        note="last panel: shapes that come back, of captions that do not name the colour",
+        note=f"{pairs_of(presence)}; last panel: of captions that do not name the colour, what comes back",
     )
     print(save_svg(edits, folder / "presence_and_identity.svg"))
     print(save_svg(knockout_shares(*presence_panels(presence)), folder / "hidden_shapes.svg"))
     print(save_svg(first_frame_removed(first_frame), folder / "first_frame_removed.svg"))
+
+
+def pairs_of(presence: Mapping[str, Any]) -> str:
+    """Say of how many videos another seed's past is judged."""
+    shares = presence["shares"]["all captions"]
+    pairs, videos = (shares[f"{edit}, nobody"]["videos"] for edit in ("other seed", "knockout"))
+    return f"second panel: the {pairs} of {videos:,} videos whose unedited pair returns alike"
 
 
 def first_frame_removed(report: Mapping[str, Any]) -> Figure:

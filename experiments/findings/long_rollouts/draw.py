@@ -2,13 +2,14 @@
 
     python experiments/findings/long_rollouts/draw.py
 
-strips.json beside this file has the frames, results.json and results_heads.json every policy's numbers, and
-effect_by_length.json those of the first frame.
+strips.json beside this file has the frames, results.json and results_heads.json every policy's numbers, which
+it prints, and effect_by_length.json those of the first frame.
 """
 
 from pathlib import Path
 
-from experiments.analysis.results import read_strips
+from experiments.analysis.panels import table
+from experiments.analysis.results import LongRollouts, read_strips
 from experiments.figures import long_strips, save_svg
 from experiments.running.cli import Parser, main
 
@@ -21,6 +22,7 @@ def run(argv=None):
         Path(__file__).with_name("strips.json"), Path(__file__).with_name("results.json")
     )
     print(save_svg(long_strips(strips, seconds, about), folder / "long_rollouts.svg"))
+    print(table(LongRollouts.open(Path(__file__).with_name("results.json")).rows()))
 
 
 if __name__ == "__main__":
