@@ -644,10 +644,10 @@ class MeanAtlas:
     """
 
     def __init__(self, atlases: Iterable[Atlas]):
-        values = list(atlases) if isinstance(atlases, Iterable) else []
-        if len(values) < 2 or not all(isinstance(atlas, Atlas) for atlas in values):
+        runs = list(atlases) if isinstance(atlases, Iterable) else []
+        if len(runs) < 2 or not all(isinstance(atlas, Atlas) for atlas in runs):
             raise ConfigError(f"a mean takes a list of atlases, two or more, not {short_repr(atlases)}")
-        atlases = values
+        atlases = runs
         require_one_model({f"atlas {n}": atlas for n, atlas in enumerate(atlases)}, "a mean")
         self.count, self.layers = len(atlases), atlases[0]["layers"]
         self.atlases = list(atlases)

@@ -125,7 +125,10 @@ def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) 
 
 def from_root(path: str | Path) -> Path:
     """Return a path as a command in the root of the repository names it."""
-    whole = Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for a link to itself
+    try:
+        whole = Path(os.path.realpath(path))  # Path.resolve() raises RuntimeError for a link to itself
+    except ValueError:  # a NUL, which no disk has in a name
+        return Path(path)
     if whole.is_relative_to(ROOT):
         return whole.relative_to(ROOT)
     return whole
