@@ -28,6 +28,7 @@ from experiments.caches.activations import (
     Place,
     chosen_numbers,
     save_activations,
+    texts_by_name,
 )
 from experiments.caches.files import (
     CacheError,
@@ -429,9 +430,12 @@ class Captured:
                 continue
             is_same_batch = stored_run.about["batch"] == len(runs)
             if is_same_batch and not torch.equal(run.latents.cpu(), stored_run.latents):
+                of_functions = ""
+                if texts_by_name(stored_run.about["edits"]):
+                    of_functions = "what a named function reads (give it another name then), "
                 raise CacheError(
-                    f"{stored_run.path} holds this run with other latents: torch hooks, or weights that were "
-                    "changed in place, are in no fingerprint; choose another folder"
+                    f"{stored_run.path} holds this run with other latents: {of_functions}torch hooks and "
+                    "weights that were changed in place are in no fingerprint; choose another folder"
                 )
         return runs
 

@@ -94,7 +94,7 @@ def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     """Return the prompt of a run with --prompt_embeds: the file's own, or else the given one; not both."""
     own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
     if own is not None and not isinstance(own, str):
-        raise CheckpointError(f"{config.prompt_embeds}: its prompt is a {type(own).__name__}, not a text")
+        raise CheckpointError(f"{config.prompt_embeds}: its prompt is {short_repr(own)}, not a text")
     if prompt is not None and own is not None and prompt != own:
         holds = f"{config.prompt_embeds} holds the states of {short_repr(own)}"
         raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")

@@ -9,7 +9,7 @@ its Run into a cache. captured.py looks inside: capture, compare, x0_lens.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -278,6 +278,10 @@ class Session:
             policy_of(config)  # refuses other blocks or prompts than its policy knows
         if isinstance(first_frames, str | Path):
             base, first_frames = replace(base, first_frames=str(first_frames)), None
+        if isinstance(prompt, Mapping) or not isinstance(prompt, str | Iterable | None):
+            raise ConfigError(
+                f"a prompt is a text, and several are a list of texts, not {short_repr(prompt)}"
+            )
         is_batch = seeds is not None or not isinstance(prompt, str | None)
         prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
         chosen = [seed] if seeds is None else list(seeds)
@@ -299,7 +303,10 @@ class Session:
             if base.prompt_embeds:
                 text = with_given_prompt(base, text)
             given: dict[str, Any] = {"seed": own} | prompt_settings(text, base)
-            configs.append(replace(base, **{k: v for k, v in given.items() if v is not None}))
+            settings = {name: value for name, value in given.items() if value is not None}
+            if seeds is not None:
+                settings["seed"] = own  # None in a list is no seed
+            configs.append(replace(base, **settings))
             if configs[-1].prompt_schedule != base.prompt_schedule:
                 policy_of(configs[-1])
         # 2. Load the model, and roll out under the eyes of who captures this session.
@@ -633,7 +640,7 @@ class PromptTexts:
 
 def prompt_settings(prompts: str | Sequence[str] | None, config: RunConfig) -> dict[str, Any]:
     """Return the settings of a video's prompt, or of one for each of its blocks."""
-    if prompts is None or isinstance(prompts, str):
+    if not isinstance(prompts, list | tuple):
         return {"prompt": prompts}
     starts = [frames.start for frames in block_ranges(config.block_sizes)]
     if len(prompts) != len(starts):

@@ -134,10 +134,8 @@ class SiteCapture(Watcher):
         if self.reduce:
             value = call_hook(self.reduce, value.clone(), where)
             problem = ""
-            if not isinstance(value, Tensor):
-                problem = f"a {type(value).__name__}"
-            elif value.layout != torch.strided or value.is_meta:
-                problem = f"a {value.layout} tensor"
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+                problem = short_repr(value)
             if problem:
                 raise ConfigError(f"reduce at {where}: it returned {problem}, not a tensor with its numbers")
         if self.dtype and value.is_floating_point():  # counts and indices of reduce stay what they are

@@ -192,7 +192,7 @@ def _attend_watched(call: Call) -> Tensor:
     if call.of_heads is None and by and backends.gives_tails(q, k, v):
         slots = by.slots_weighed(call.site, call.layout)
     if call.bias is not None:
-        out, call.lse = attend_by_groups(q, k, v, call.bias)
+        out, call.lse = attend_by_groups(q, k, v, call.bias, call)
     elif 0 < slots * backends.TILE <= k.shape[2]:
         out, call.lse, call.tails = backends.fa4_attention(q, k, v, slots)
     else:
@@ -281,13 +281,24 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
 
 
-def attend_by_groups(q: Tensor, k: Tensor, v: Tensor, bias: KeyBias) -> tuple[Tensor, Tensor]:
+def attend_by_groups(
+    q: Tensor, k: Tensor, v: Tensor, bias: KeyBias, call: Call | None = None
+) -> tuple[Tensor, Tensor]:
     """attention_with_lse of q [B, H, Lq, D] over k, v [B, H, Lk, D] under a bias.
 
-    Groups of keys are merged by their LSE, without a mask kernel. ConfigError where a head would see no key.
+    Groups of keys are merged by their LSE, without a mask kernel. ConfigError, which says of which call it
+    is, where a head would see no key.
     """
     if bias.blind_heads:
-        raise ConfigError(f"head {bias.blind_heads[0]} would see no key at all")
+        head, place = bias.blind_heads[0], ""
+        if call is not None:
+            head, place = call.numbers[head], f"layer {call.site.layer}: "
+            if call.at is not None:
+                place = f"layer {call.site.layer}, block {call.at.block}, step {call.at.step}: "
+        raise ConfigError(
+            f"{place}head {head} would see no key at all; leave it a frame or a token, such as its own "
+            "(own) where there is no past, or choose blocks="
+        )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         logits = logits_of(q, k, send(bias.per_token(), q.device)[:, None])  # kernels' LSE has no gradient
         return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)

@@ -330,7 +330,7 @@ def _attend_biased(call: Call, arguments: Mapping[str, Any], mask: Tensor | None
     has_usual_scale = arguments["scale"] in (None, q.shape[-1] ** -0.5)
     if mask is None and not any(call.around) and has_usual_scale:
         # As our own models do: exact, and without a mask kernel
-        out, call.lse = attend_by_groups(q, k, v, call.bias)
+        out, call.lse = attend_by_groups(q, k, v, call.bias, call)
         return out.transpose(1, 2)
     bias = send(F.pad(call.bias.per_token(), call.around), q.device)[:, None].to(q.dtype)  # [H, 1, Lk]
     if mask is not None and mask.dtype == torch.bool:

@@ -216,6 +216,8 @@ def problem_of(error: ValidationError) -> str:
             continue
         if entry["type"] == "value_error":  # of a validator of ours
             message = str(entry["ctx"]["error"])
+        if entry["type"].startswith("dataclass"):
+            message = f"should be a {entry['ctx']['class_name']}(...)"
         if "should" in message:
             message = "should" + message.partition("should")[2]
         indices = [str(step) for step in entry["loc"] if isinstance(step, int)]

@@ -762,7 +762,7 @@ class Custom(Edit):
                 )
             return None
         # A tensor of another shape or dtype would broadcast, or run on, and fail layers later.
-        returned = f"a {type(new).__name__}"
+        returned = f"{short_repr(new)}, not a tensor"
         if isinstance(new, Tensor):
             theirs, mine = ((list(y.shape), y.dtype, y.device) for y in (new, x))
             if new.layout != torch.strided:
@@ -793,6 +793,9 @@ class Custom(Edit):
         return f"Custom({', '.join(f'{key}={value!r}' for key, value in values.items())})"
 
 
+PLACES = ("layers", "blocks", "steps", "passes", "branch")  # by which at() selects
+
+
 def at(*sites: str, **where: Any) -> Custom:
     """Select sites (wan.sites.SITES) for a user's function, by layers, blocks, steps, passes, branch.
 
@@ -802,6 +805,8 @@ def at(*sites: str, **where: Any) -> Custom:
     """
     if not sites:
         raise ConfigError('at takes a site or several: at("resid_post", layers=[5])')
+    for name in where:
+        require_known(name, PLACES, "at takes no {}")
     if where.get("steps") is not None:
         where.setdefault("passes", "denoise")
     return Custom(names=sites, **where)

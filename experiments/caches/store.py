@@ -77,7 +77,7 @@ def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
         return sys.intern(value)
     if value is None or type(value) in (bool, int, float):
         return value
-    raise CacheError(f"{where} is a {type(value).__name__}; only tensors and plain Python values are stored")
+    raise CacheError(f"{where} is {short_repr(value)}; only tensors and plain Python values are stored")
 
 
 def load_cache(path: str | Path, mmap: bool = True, expect: Sequence[str] = ()) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import BytesIO, StringIO
 from unittest.mock import patch
 from xml.etree import ElementTree
@@ -22,7 +22,18 @@ from matplotlib import font_manager
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from experiments import ActivationStore, Atlas, at, capture, compare, gradients, intervene, load, x0_lens
+from experiments import (
+    ActivationStore,
+    Atlas,
+    at,
+    capture,
+    compare,
+    gradients,
+    intervene,
+    load,
+    named,
+    x0_lens,
+)
 from experiments.caches import activations, load_cache
 from experiments.caches.activations import Activations, Place, save_activations
 from experiments.caches.files import CacheError
@@ -31,7 +42,7 @@ from experiments.figures import prompt_words, style
 from experiments.progress import Progress
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
-from wan.interventions import Knockout, Steer
+from wan.interventions import Knockout, Patch, Steer
 
 PROMPT = "a red circle"
 SCALE = torch.full((1,), 0.5)
@@ -529,3 +540,55 @@ def test_names_that_no_disk_has_are_refused_before_anything_is_computed(session,
 def test_a_preview_that_is_not_there_has_its_own_remedy(tiny):
     with refused("none.pth not found; give a file of TAEHV's decoder"):
         load(tiny.path, preview="none.pth")
+
+
+# --- Messages: where, what, and what to do; no types of Python
+@pytest.mark.parametrize("frames", ["own", ["own", "past"]], ids=["own", "own and past"])
+def test_a_head_without_keys_is_named_with_its_layer_and_block(session, frames):
+    edit = Knockout(frames=frames, layers=[1], heads=[1], passes="denoise")
+    with refused("layer 1, block 0, step 0: head 1 would see no key at all; leave it"), intervene(edit):
+        session.generate(PROMPT, seed=1)
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [(None, "None"), ("a", "'a'"), (np.ones(2), r"an array \[2\] of float64"), ([1], r"\[1\]")],
+)
+def test_what_a_function_returns_is_named_without_types(session, value, words):
+    with (
+        refused(f"reduce at z: layer 1, block 0, step 0: it returned {words}, not a tensor"),
+        capture(session, "z", layers=[1], reduce=lambda z: value),
+    ):
+        session.generate(PROMPT, seed=1)
+    if value is not None:
+        with refused(f"it returned {words}, not a tensor"), intervene(at("z"), lambda z: value):
+            session.generate(PROMPT, seed=1)
+
+
+def test_a_field_that_at_does_not_take_is_named(session):
+    with refused("at takes no 'layer'; did you mean layers"):
+        at("z", layer=5)
+    with refused(r"source 'x' should be a Source\(...\)"):
+        Patch(what="z", source="x", passes="all")
+
+
+@pytest.mark.parametrize("prompt", [5, {"a": 1}, [5]])
+def test_what_is_no_prompt_is_refused(session, prompt):
+    with refused("a prompt is a text|prompt 5 should be a valid string"):
+        session.generate(prompt)
+
+
+def test_a_seed_of_a_list_is_a_number(session):
+    with refused("seed None should be a valid integer"):
+        session.generate(PROMPT, seeds=[1, None])
+
+
+def test_a_changed_function_is_not_blamed_on_weights(session, tmp_path):
+    scale = {"by": 1.0}
+    for by in (1.0, 2.0):
+        scale["by"] = by
+        edit = intervene(at("v"), named("scaled", lambda v: scale["by"] * v))
+        seen_by_another = intervene(at("z"), named("a look", lambda z: None))
+        context = nullcontext() if by == 1.0 else refused("what a named function reads", CacheError)
+        with context, edit, seen_by_another, capture(session, "z", stream_to=tmp_path):
+            session.generate(PROMPT, seed=1)
