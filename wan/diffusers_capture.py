@@ -360,6 +360,8 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
     arguments = arguments_of(watched.transformer, args, kwargs)
     told = told_of(watched.transformer, watched.pipeline, watched.name)
     video = watched.family.locate(watched.transformer.config, arguments, told.variables)
+    if told.place is not None:
+        video = video._replace(start=video.start + told.place.start)
     at = current_pass()
     if at is None:
         parts = watched.evaluations.number(passes_of(told, arguments, video), told.pipeline)

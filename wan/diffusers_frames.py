@@ -228,7 +228,7 @@ FAMILIES: dict[str, Family] = {
     "LTXVideoTransformer3DModel": PACKED,
     "LTX2VideoTransformer3DModel": PACKED,  # without its audio
     "HeliosTransformer3DModel": Family(with_history),
-    "AnyFlowFARTransformer3DModel": Family(of_chunks, frame_axis=1),
+    "AnyFlowFARTransformer3DModel": Family(of_chunks, frame_axis=1, behind="padding"),
     "HunyuanVideo15Transformer3DModel": JOINT,
     "HunyuanVideoTransformer3DModel": replace(
         JOINT, layers=("transformer_blocks", "single_transformer_blocks"), has_text_behind=True

@@ -1,0 +1,129 @@
+"""Tiny pipelines of diffusers beside WanPipeline, with the arguments of one call."""
+
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.modular_pipelines import WanBlocks
+from PIL import Image
+
+from helpers.checkpoints import small_wan_pipeline
+from helpers.video_transformers import HEADS
+
+SIZES = {"height": 64, "width": 64, "output_type": "latent", "max_sequence_length": 16}
+WIDE = {"ffn_dim": 64, "freq_dim": 32, "text_dim": 64, "in_channels": 16, "out_channels": 16}
+Pipe = tuple[Any, dict[str, Any]]
+
+
+def call(pipe: Any, given: dict[str, Any], **more: Any) -> torch.Tensor:
+    torch.manual_seed(2)  # SkyReels adds noise of the process's generator
+    out = pipe(**given | {"generator": torch.Generator().manual_seed(1)} | more)
+    return getattr(out, "frames", out)
+
+
+def _parts(wan: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(wan, name) for name in ("tokenizer", "text_encoder", "vae", *names)}
+
+
+def _quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def video_to_video() -> Pipe:
+    """Half of six steps."""
+    wan = small_wan_pipeline()
+    wan.vae = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    ).eval()
+    pipe = diffusers.WanVideoToVideoPipeline(**_parts(wan, "scheduler", "transformer"))
+    video = [Image.new("RGB", (64, 64), (20 * n, 0, 0)) for n in range(9)]
+    return _quiet(pipe), SIZES | {
+        "prompt": "a circle",
+        "video": video,
+        "num_inference_steps": 6,
+        "strength": 0.5,
+    }
+
+
+def vace(count: int = 1) -> Pipe:
+    """With reference images."""
+    wan = small_wan_pipeline()
+    model = diffusers.WanVACETransformer3DModel(**HEADS, **WIDE, vace_layers=[0], vace_in_channels=96).eval()
+    pipe = diffusers.WanVACEPipeline(**_parts(wan, "scheduler"), transformer=model)
+    pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal = 8, 4
+    images = [Image.new("RGB", (64, 64), (255, 0, 40 * n)) for n in range(count)] or None
+    given = {"prompt": "a circle", "reference_images": images, "num_frames": 9, "num_inference_steps": 2}
+    return _quiet(pipe), SIZES | given
+
+
+def skyreels(**more: Any) -> Pipe:
+    wan = small_wan_pipeline()
+    model = diffusers.SkyReelsV2Transformer3DModel(**HEADS, **WIDE, inject_sample_info=True).eval()
+    scheduler = diffusers.UniPCMultistepScheduler(
+        use_flow_sigmas=True, prediction_type="flow_prediction", flow_shift=8.0
+    )
+    kind = diffusers.SkyReelsV2DiffusionForcingPipeline
+    pipe = kind(**_parts(wan), scheduler=scheduler, transformer=model)
+    given = {"prompt": "a circle", "num_frames": 17, "base_num_frames": 17, "num_inference_steps": 3}
+    return _quiet(pipe), SIZES | given | {"ar_step": 0} | more
+
+
+def helios() -> Pipe:
+    """Three chunks of three frames."""
+    wan = small_wan_pipeline()
+    model = diffusers.HeliosTransformer3DModel(**HEADS, **WIDE, rope_dim=(4, 6, 6)).eval()
+    pipe = diffusers.HeliosPipeline(
+        **_parts(wan), transformer=model, scheduler=diffusers.HeliosScheduler(stages=1, stage_range=[0, 1])
+    )
+    given = {"prompt": "a circle", "num_frames": 27, "num_inference_steps": 2, "history_sizes": [4, 2, 1]}
+    return _quiet(pipe), SIZES | given | {"num_latent_frames_per_chunk": 3}
+
+
+def anyflow(guidance: float = 3.0) -> Pipe:
+    """Three chunks of 1, 1 and 2 frames."""
+    wan = small_wan_pipeline()
+    model = diffusers.AnyFlowFARTransformer3DModel(**HEADS, **WIDE).eval()
+    scheduler = diffusers.FlowMapEulerDiscreteScheduler()
+    pipe = diffusers.AnyFlowFARPipeline(**_parts(wan), transformer=model, scheduler=scheduler)
+    given = {"prompt": "a circle", "num_frames": 13, "num_inference_steps": 2, "guidance_scale": guidance}
+    return _quiet(pipe), SIZES | given | {"chunk_partition": [1, 1, 2]}
+
+
+class NoChecker:
+    """In the place of Cosmos' safety checker."""
+
+    def to(self, device: Any) -> None:
+        pass
+
+
+def cosmos() -> Pipe:
+    model = diffusers.CosmosTransformer3DModel(
+        **HEADS, in_channels=4, out_channels=4, text_embed_dim=8, adaln_lora_dim=4, max_size=(8, 16, 16),
+        concat_padding_mask=False,
+    )  # fmt: skip
+    wan = small_wan_pipeline()
+    wan.vae.register_to_config(temporal_compression_ratio=4, spatial_compression_ratio=8)
+    pipe = diffusers.CosmosTextToWorldPipeline(
+        text_encoder=None,
+        tokenizer=None,
+        transformer=model.eval(),
+        vae=wan.vae,
+        scheduler=diffusers.EDMEulerScheduler(sigma_min=0.002, sigma_max=80, sigma_data=0.5),
+        safety_checker=NoChecker(),
+    )
+    given = {name: torch.randn(1, 7, 8) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    sizes = {"height": 64, "width": 64, "output_type": "latent", "num_frames": 9}
+    return _quiet(pipe), sizes | given | {"num_inference_steps": 3}
+
+
+def modular(guider: Any = None) -> Pipe:
+    wan = small_wan_pipeline()
+    wan.transformer.to(torch.bfloat16)
+    pipe = WanBlocks().init_pipeline()
+    parts = _parts(wan, "scheduler", "transformer")
+    if guider is not None:
+        parts["guider"] = guider
+    pipe.update_components(**parts)
+    given = {"prompt": "a circle", "num_frames": 9, "num_inference_steps": 2, "output": "latents"}
+    return pipe, SIZES | given | {"output_type": "pt"}
