@@ -39,7 +39,11 @@ def one_line(message: object, limit: int = 1000) -> str:
     if len(text) > limit:
         text = f"{text[: limit - 300]} ... {text[-290:]}"
     text = text.translate(dict.fromkeys(map(ord, "\r\n\t"), " "))
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    characters = list(text)
+    for place, character in enumerate(characters):
+        if not character.isprintable():
+            characters[place] = character.encode("unicode_escape").decode("ascii")
+    return "".join(characters)
 
 
 def short_repr(value: Any, limit: int = 80) -> str:
@@ -64,24 +68,29 @@ def short_repr(value: Any, limit: int = 80) -> str:
         text = " at 0x"
     if " at 0x" in text and not isinstance(value, str):
         return f"a {type(value).__name__}"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) > limit:
+        text = f"{text[: limit - 3]}..."
+    return text
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """Return the end of a message about a wrong name: the nearest of the allowed ones, or all of them."""
     names = sorted(allowed)
     nearest = get_close_matches(str(name), names, 1)
-    return f"; did you mean {nearest[0]}?" if nearest else f"; known ones: {', '.join(names)}"
+    if nearest:
+        return f"; did you mean {nearest[0]}?"
+    return f"; known ones: {', '.join(names)}"
 
 
 def reason_of(error: BaseException) -> str:
     """Return the first line of another library's error, without torch's advice to trust a file."""
     text = str(error).strip()
+    mark = getattr(error, "problem_mark", None)  # of YAML
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
     elif isinstance(error, UnicodeDecodeError):
         text = f"it is not text in UTF-8, at byte {error.start}"
-    elif mark := getattr(error, "problem_mark", None):  # of YAML
+    elif mark:
         text = f"{getattr(error, 'problem', text)} in line {mark.line + 1}"
     if "weights_only" in text or "Weights only load" in text:
         text = text.partition("WeightsUnpickler error: ")[2]
@@ -108,12 +117,15 @@ def require_known(
 def require_text(value: str, name: str, limit: int | None = None) -> str:
     """Return a text. Raise ConfigError for NUL, for halves of characters, and beyond limit characters."""
     surrogates = [c for c in value if "\ud800" <= c <= "\udfff"]
+    problem = ""
     if surrogates:
-        raise ConfigError(f"{name} is not text in UTF-8: {short_repr(surrogates[0])}")
-    if "\0" in value:
-        raise ConfigError(f"{name} has a NUL character at {value.index(chr(0))}; leave it out")
-    if limit is not None and len(value) > limit:
-        raise ConfigError(f"{name} has {len(value)} characters, at most {limit} are read")
+        problem = f"is not text in UTF-8: {short_repr(surrogates[0])}"
+    elif "\0" in value:
+        problem = f"has a NUL character at {value.index(chr(0))}; leave it out"
+    elif limit is not None and len(value) > limit:
+        problem = f"has {len(value)} characters, at most {limit} are read"
+    if problem:
+        raise ConfigError(f"{name} {problem}")
     return value
 
 
@@ -199,10 +211,11 @@ def check_fields(settings: Any, where: str = "") -> None:
         try:
             fitting = check.validate_python(value, strict=True)
         except ValidationError as error:
+            problem = f"{name} {short_repr(value)} {problem_of(error)}"
             cause = error.errors()[0].get("ctx", {}).get("error")
             if isinstance(cause, ConfigError):  # of a dataclass in this one, which says where it is
-                raise ConfigError(f"{where}{cause}") from None
-            raise ConfigError(f"{where}{name} {short_repr(value)} {problem_of(error)}") from None
+                problem = str(cause)
+            raise ConfigError(f"{where}{problem}") from None
         if fitting is not getattr(settings, name):
             object.__setattr__(settings, name, fitting)  # also of a frozen one, which is being made
 
@@ -233,14 +246,19 @@ def from_values(kind: type[Settings], values: Any, where: str = "") -> Settings:
     ConfigError for an unknown or a missing field, and by check_fields() of the dataclass for a wrong value.
     """
     allowed = {item.name: item for item in fields(kind) if item.init}  # type: ignore[arg-type]
+    required = [
+        name for name, item in allowed.items() if item.default is MISSING and item.default_factory is MISSING
+    ]
+    names = f"its fields: {', '.join(allowed)}"
+    problems = []
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}{short_repr(values)} is no mapping; its fields: {', '.join(allowed)}")
-    for key in values:
-        if key not in allowed:
-            raise ConfigError(f"{where}unknown key {short_repr(key)}{did_you_mean(key, allowed)}")
-    for name, item in allowed.items():
-        if item.default is MISSING and item.default_factory is MISSING and name not in values:
-            raise ConfigError(f"{where}has no {name}; its fields: {', '.join(allowed)}")
+        problems.append(f"{short_repr(values)} is no mapping; {names}")
+    else:
+        unknown = [key for key in values if key not in allowed]
+        problems += [f"unknown key {short_repr(key)}{did_you_mean(key, allowed)}" for key in unknown]
+        problems += [f"has no {name}; {names}" for name in required if name not in values]
+    if problems:
+        raise ConfigError(f"{where}{problems[0]}")
     return kind(**values)
 
 
@@ -267,7 +285,9 @@ def library_reads(
         if isinstance(problem, RuntimeError) and "memory" in str(problem):
             raise  # torch's allocators: the file is not to blame
         message = f"{what} cannot be {done}: {reason_of(problem)}"
-        raise error(f"{message}; {remedy}" if remedy else message) from problem
+        if remedy:
+            message = f"{message}; {remedy}"
+        raise error(message) from problem
 
 
 library_writes = functools.partial(library_reads, done="written")

@@ -47,7 +47,7 @@ CONFIG_BYTES = 1 << 18  # of a YAML file
 TEXT_BYTES = 1 << 26  # of any other text: prompts, curves, JSON (a large tokenizer has 20 MB)
 END_BYTES = 22  # of the record that ends an archive (APPNOTE.TXT of PKWARE, 4.3.16), without a comment
 MAPPED_BYTES = 1 << 26  # a smaller file is copied: it may be overwritten while it is in use
-
+UNCLEAR_NUMBER = re.compile(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+(\.[\d_]*)?)")
 
 DOWNLOAD_HINT = "bash experiments/download_weights.sh"
 MINIATURE = "configs/wan_mini.yaml"
@@ -71,8 +71,10 @@ def read_text(
     path = Path(path)
     with library_reads(path, error, form):
         if not path.exists() and path.parent.is_dir():
-            others = [each.name for each in path.parent.glob(f"*{path.suffix}")]
-            hint = did_you_mean(path.name, others) if get_close_matches(path.name, others, 1) else ""
+            neighbours = [file.name for file in path.parent.glob(f"*{path.suffix}")]
+            hint = ""
+            if get_close_matches(path.name, neighbours, 1):
+                hint = did_you_mean(path.name, neighbours)
             raise FileNotFoundError(f"No such file or directory{hint}")
         # A device or a pipe may never end.
         if path.exists() and not (path.is_file() and path.stat().st_size <= limit):
@@ -102,11 +104,12 @@ def read_yaml(
 
     text = read_text(path, limit, form=form)
     with library_reads(f"{path}: the YAML of {what}"):
-        for one in yaml.scan(text):  # YAML 1.1 reads 010 as 8, and 1:30 as 90
-            is_plain = isinstance(one, yaml.ScalarToken) and one.plain
-            if is_plain and re.fullmatch(r"[-+]?(0[0-7_]+|[1-9][\d_]*(:[0-5]?\d)+(\.[\d_]*)?)", one.value):
+        for token in yaml.scan(text):  # YAML 1.1 reads 010 as 8, and 1:30 as 90
+            is_plain = isinstance(token, yaml.ScalarToken) and token.plain
+            if is_plain and UNCLEAR_NUMBER.fullmatch(token.value):
+                place = f"{path}, line {token.start_mark.line + 1}"
                 remedy = "write a number without a leading 0 or colons, or a text in quotes"
-                raise ConfigError(f"{path}, line {one.start_mark.line + 1}: {one.value} is unclear; {remedy}")
+                raise ConfigError(f"{place}: {token.value} is unclear; {remedy}")
         content = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     if not isinstance(content, kind):
         raise ConfigError(f"{path}: not a mapping of {what}")
@@ -163,7 +166,9 @@ def read_tensors(path: str | Path) -> Any:
         content = load_file(path)
     else:
         content = load_tensors(path)
-    _refuse_quantised(path, content)
+    mark = quantised_mark(content)
+    if mark:
+        raise OtherKindError(f"{path} is quantised ({mark}); {PLAIN}")
     return content
 
 
@@ -172,7 +177,7 @@ def is_safetensors(path: Path) -> bool:
 
     The first eight bytes are the length of its header, which is JSON. Raise OtherKindError for other kinds.
     """
-    _refuse_other_kinds(path)
+    require_tensors(path)
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -183,7 +188,7 @@ def is_safetensors(path: Path) -> bool:
     return path.suffix == ".safetensors" and not of_torch
 
 
-def _refuse_other_kinds(path: Path) -> None:
+def require_tensors(path: Path) -> None:
     """Raise OtherKindError for a folder, and for a file whose first bytes are of no tensors."""
     kind = ""
     if os.path.isdir(path):
@@ -242,42 +247,40 @@ def first_bytes_kind(head: bytes) -> str:
     return ""
 
 
-def _refuse_quantised(path: Path, content: Any) -> None:
-    """Raise OtherKindError for a state dict, or one within another, of quantised weights.
+def quantised_mark(content: Any) -> str:
+    """Return what shows that a state dict, or one within another, is of quantised weights; "" otherwise.
 
     FP8 with a scale a weight, or none, is what wan/checkpoint.py dequantises.
     """
     import torch
 
     if not isinstance(content, Mapping):
-        return
-    for inner in content.values():
-        _refuse_quantised(path, inner)
+        return ""
     # 1. What libraries put beside a weight, by its name
-    marks = [
-        f"{writer}: {name}" for name in content for part, writer in QUANTISERS.items() if part in f".{name}"
-    ]
+    marks = []
+    for name in content:
+        marks += [f"{writer}: {name}" for part, writer in QUANTISERS.items() if part in f".{name}"]
     # 2. Weights of another kind than floating point
     packed = (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
     for name, value in content.items():
         is_weight = isinstance(value, torch.Tensor) and value.ndim > 1 and f".{name}".endswith(".weight")
         if is_weight and (value.dtype in packed or not value.is_floating_point()):
             marks.append(f"{value.dtype}: {name}")
-    if marks:
-        raise OtherKindError(f"{path} is quantised ({marks[0]}); {PLAIN}")
+    # 3. A state dict within this one
+    marks += filter(None, map(quantised_mark, content.values()))
+    return next(iter(marks), "")
 
 
-def _refuse_subclass(path: Path, tensor: Any) -> None:
-    """Raise OtherKindError for a tensor of torchao, of torch.distributed, or of another library."""
+def library_of(tensor: Any) -> str:
+    """Return of which other library a tensor is, and what to take; "" for torch's own."""
     import torch
 
     kind = type(tensor)
     if kind.__module__.startswith("torch.distributed"):
-        parts = f"a {kind.__name__}, a part of a tensor of several processes"
-        raise OtherKindError(f"{path} holds {parts}; save its full_tensor()")
+        return f"holds a {kind.__name__}, a part of a tensor of several processes; save its full_tensor()"
     if tensor.is_quantized or kind not in (torch.Tensor, torch.nn.Parameter):
-        writer = f"{kind.__module__}.{kind.__name__} of {tensor.dtype}"
-        raise OtherKindError(f"{path} is quantised ({writer}); {PLAIN}")
+        return f"is quantised ({kind.__module__}.{kind.__name__} of {tensor.dtype}); {PLAIN}"
+    return ""
 
 
 def load_tensors(path: str | Path, mmap: bool = True) -> Any:
@@ -287,83 +290,99 @@ def load_tensors(path: str | Path, mmap: bool = True) -> Any:
     stay on disk. torch.serialization.safe_globals allows more classes. Raise UnreadableError for any other
     file, and for one that declares more than it holds. A file that is replaced meanwhile is read again.
     """
-    import torch  # here: a --help needs no torch
-
-    path, before, problem = Path(path), None, None
+    path, before = Path(path), None
     try:
+        before = path.stat()
         with warnings.catch_warnings(action="ignore"):  # of pickle protocols
-            # 1. An archive: every record has the checksum that it says. A pipe or a device may never end.
-            before = path.stat()
-            _refuse_other_kinds(path)
-            if not path.is_file():
-                raise UnreadableError("it is no plain file")
-            zipped, size = is_archive(path), before.st_size
-            if zipped:
-                with ZipFile(path) as archive, TemporaryDirectory() as folder:
-                    records = archive.infolist()
-                    packed = sum(r.file_size for r in records if r.compress_type != ZIP_STORED)
-                    # Where something stands before an archive, zipfile and torch would read two
-                    start = min((r.header_offset for r in records), default=0)
-                    if packed > MAPPED_BYTES or archive.comment or start:
-                        raise UnreadableError("its records are not as torch.save writes them")
-                    names = {record.filename.rpartition("/")[2] for record in records}
-                    if "data.pkl" not in names or "constants.pkl" in names:  # the second is a program's
-                        raise OtherKindError(f"{path} is no archive of torch.save; unpack it first")
-                    threads = os.cpu_count() or 1  # zlib computes without Python's lock
-                    with ThreadPoolExecutor(threads) as pool:
-                        list(
-                            pool.map(
-                                functools.partial(_compare_checksums, path, step=threads), range(threads)
-                            )
-                        )
-                    if packed:  # write it again as torch.save writes it
-                        with ZipFile(Path(folder) / path.name, "w") as stored:
-                            for record in records:
-                                stored.writestr(record.filename, archive.read(record))
-                        return load_tensors(Path(folder) / path.name, mmap=False)
-            # 2. Mapped first, whatever was asked: a storage that claims too much then ends with the file.
-            with TemporaryDirectory() as folder:
-                place = path
-                if path.suffix == ".safetensors":  # which torch.load would not open itself
-                    place = Path(folder) / "weights.pt"
-                    place.symlink_to(path.resolve())
-                content = torch.load(place, map_location="cpu", weights_only=True, mmap=zipped)
-            # 3. Plain strided tensors in host memory, none larger than the file: those of torch.save.
-            for count, value in enumerate(_values(content)):
-                if count > size:
-                    raise UnreadableError(f"it unfolds to more values than its {size} bytes")
-                if not isinstance(value, torch.Tensor):
-                    continue
-                _refuse_subclass(path, value)
-                plain = value.layout == torch.strided and value.device.type == "cpu"
-                if not plain or value.numel() * value.element_size() > size:
-                    held = f"{list(value.shape)} of {value.dtype}, {value.layout}, on {value.device}"
-                    raise UnreadableError(f"it declares a tensor {held} in its {size} bytes")
-                value.requires_grad_(False)
-            # 4. A small file is copied, so that it may be written again while its tensors are in use.
-            stays = not zipped or (mmap and size > MAPPED_BYTES)
-            if not stays:
-                content = copy.deepcopy(content)
+            content, problem = _load(path, mmap), None
     except MemoryError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
         problem = error
-    # 5. A writer that replaced the file meanwhile would leave parts of two: read the new one.
+    # A writer that replaced the file meanwhile would leave parts of two: read the new one.
     # (a number of a removed file may be the next one's, so its time and size count too)
-    if before and path.exists():
+    if before is not None and path.exists():
         now = path.stat()
-        same = [(x.st_dev, x.st_ino, x.st_mtime_ns, x.st_size) for x in (before, now)]
-        if same[0] != same[1]:
+        states = [(stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in (before, now)]
+        if states[0] != states[1]:
             return load_tensors(path, mmap)
-    if problem:
-        reason = reason_of(problem)
-        quantiser = re.search(r"it holds a ((?:torchao|bitsandbytes|optimum\.quanto|gptqmodel)\S*),", reason)
-        if quantiser:  # a class of a library that is not imported
-            raise OtherKindError(f"{path} is quantised ({quantiser[1]}); {PLAIN}")
-        if isinstance(problem, UnreadableError):
-            raise problem
-        raise UnreadableError(reason)
-    return content
+    if problem is None:
+        return content
+    reason = reason_of(problem)
+    quantiser = re.search(r"it holds a ((?:torchao|bitsandbytes|optimum\.quanto|gptqmodel)\S*),", reason)
+    if quantiser:  # a class of a library that is not imported
+        raise OtherKindError(f"{path} is quantised ({quantiser[1]}); {PLAIN}")
+    if isinstance(problem, UnreadableError):
+        raise problem
+    raise UnreadableError(reason)
+
+
+def _load(path: Path, mmap: bool) -> Any:
+    """Read a file of torch.save, with whatever error that is damaged."""
+    import torch  # here: a --help needs no torch
+
+    # 1. An archive: every record has the checksum that it says. A pipe or a device may never end.
+    require_tensors(path)
+    if not path.is_file():
+        raise UnreadableError("it is no plain file")
+    size, is_packed, zipped = path.stat().st_size, False, is_archive(path)
+    with TemporaryDirectory() as folder:
+        place = path
+        if path.suffix == ".safetensors":  # which torch.load would not open itself
+            place = Path(folder) / "weights.pt"
+            place.symlink_to(path.resolve())
+        if zipped:
+            with ZipFile(path) as archive:
+                records = archive.infolist()
+                is_packed = _check_archive(path, archive)
+                if is_packed:  # write it again as torch.save writes it
+                    place = Path(folder) / "stored.pt"
+                    with ZipFile(place, "w") as stored:
+                        for record in records:
+                            stored.writestr(record.filename, archive.read(record))
+                    size = place.stat().st_size
+        # 2. Mapped first, whatever was asked: a storage that claims too much then ends with the file.
+        content = torch.load(place, map_location="cpu", weights_only=True, mmap=zipped)
+    # 3. Plain strided tensors in host memory, none larger than the file: those of torch.save.
+    for count, value in enumerate(_values(content)):
+        if count > size:
+            raise UnreadableError(f"it unfolds to more values than its {size} bytes")
+        if not isinstance(value, torch.Tensor):
+            continue
+        library = library_of(value)
+        if library:
+            raise OtherKindError(f"{path} {library}")
+        plain = value.layout == torch.strided and value.device.type == "cpu"
+        if not plain or value.numel() * value.element_size() > size:
+            tensor = f"{list(value.shape)} of {value.dtype}, {value.layout}, on {value.device}"
+            raise UnreadableError(f"it declares a tensor {tensor} in its {size} bytes")
+        value.requires_grad_(False)
+    # 4. A small file is copied, so that it may be written again while its tensors are in use.
+    stays = not zipped or (mmap and size > MAPPED_BYTES and not is_packed)
+    if stays:
+        return content
+    return copy.deepcopy(content)
+
+
+def _check_archive(path: Path, archive: ZipFile) -> bool:
+    """Compare the records of an archive with their checksums; return True where they are compressed.
+
+    Raise UnreadableError for an archive that torch.save did not write, and BadZipFile for a damaged one.
+    """
+    records = archive.infolist()
+    packed = sum(record.file_size for record in records if record.compress_type != ZIP_STORED)
+    # Where something stands before an archive, zipfile and torch would read two
+    start = min((record.header_offset for record in records), default=0)
+    if packed > MAPPED_BYTES or archive.comment or start:
+        raise UnreadableError("its records are not as torch.save writes them")
+    names = {record.filename.rpartition("/")[2] for record in records}
+    if "data.pkl" not in names or "constants.pkl" in names:  # the second is a program's
+        raise OtherKindError(f"{path} is no archive of torch.save; unpack it first")
+    threads = os.cpu_count() or 1  # zlib computes without Python's lock
+    compare = functools.partial(_compare_checksums, path, step=threads)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(compare, range(threads)))
+    return packed > 0
 
 
 def is_archive(path: Path) -> bool:
@@ -375,10 +394,11 @@ def is_archive(path: Path) -> bool:
         start = file.read(4)
         file.seek(max(0, path.stat().st_size - END_BYTES))
         end = file.read()
-    known = is_zipfile(path), start == b"PK\x03\x04", end[:4] == b"PK\x05\x06" and end[-2:] == b"\0\0"
-    if any(known[:2]) and not all(known):
+    has_directory, begins = is_zipfile(path), start == b"PK\x03\x04"
+    ends = end[:4] == b"PK\x05\x06" and end[-2:] == b"\0\0"
+    if (has_directory or begins) and not (has_directory and begins and ends):
         raise UnreadableError("it is no whole archive: its end is missing, or something was added")
-    return known[0]
+    return has_directory
 
 
 def _compare_checksums(path: Path, first: int, step: int) -> None:
@@ -458,10 +478,12 @@ def read_weights_file(path: str | Path) -> dict[Any, Any]:
         numpys = torch.serialization.safe_globals(numpy_numbers())
         with library_reads(file, CheckpointError, "get it again"), numpys:
             tensors = read_tensors(require_file(file))
+            problem = ""
             if not isinstance(tensors, dict):
-                raise ValueError(f"it holds a {type(tensors).__name__}, and no tensors by name")
-            twice = sorted(content.keys() & tensors.keys())
-            if twice:
-                raise ValueError(f"another shard holds {twice[0]}, too")
+                problem = f"it holds a {type(tensors).__name__}, and no tensors by name"
+            elif not content.keys().isdisjoint(tensors):
+                problem = f"another shard holds {min(content.keys() & tensors.keys())}, too"
+            if problem:
+                raise UnreadableError(problem)
         content |= tensors
     return content
