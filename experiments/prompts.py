@@ -15,9 +15,10 @@ from torch import Tensor
 from experiments.caches.files import replacing
 from experiments.caches.frames import one_thread
 from experiments.provenance import encoding_device, fingerprint
-from wan.checkpoint import CheckpointError, describe_files, encoder_files, read_weights_file, require_file
+from wan.checkpoint import describe_files, encoder_files
 from wan.config import ModelConfig, RunConfig
-from wan.errors import ConfigError, require_text, short_repr
+from wan.errors import CheckpointError, ConfigError, require_text, short_repr
+from wan.files import read_weights_file, require_file
 from wan.identity import NUMBERS
 from wan.text_encoder import TextEncoder
 

@@ -24,22 +24,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from wan import errors, files, lora, names
 from wan.config import ModelConfig, RunConfig
-from wan.errors import CheckpointError as CheckpointError
-from wan.errors import from_values, in_context, one_line
-from wan.files import DOWNLOAD_HINT, read_json, shards
-from wan.files import read_weights_file as read_weights_file
-from wan.files import require_file as require_file
-from wan.lora import LoRA as LoRA
-from wan.lora import lora_of as lora_of
-from wan.lora import merge_lora as merge_lora
-from wan.lora import read_lora as read_lora
-from wan.names import UMT5_TO_TRANSFORMERS, WRAPPERS, renamed, wide_vae_names
-from wan.names import to_diffusers_names as to_diffusers_names
-from wan.names import to_native_names as to_native_names
 
 if TYPE_CHECKING:
     from wan.model import WanModel
+
+# Names that moved, for those who import them from here
+CheckpointError = errors.CheckpointError
+read_weights_file, require_file = files.read_weights_file, files.require_file
+LoRA, lora_of, read_lora, merge_lora = lora.LoRA, lora.lora_of, lora.read_lora, lora.merge_lora
+to_diffusers_names, to_native_names = names.to_diffusers_names, names.to_native_names
 
 StateDict = dict[str, Tensor]
 Model = TypeVar("Model", bound="WanModel")
@@ -79,17 +74,17 @@ def read_model_config(ckpt_dir: str | Path) -> ModelConfig:
     path, kind = Path(ckpt_dir) / "transformer/config.json", "WanTransformer3DModel of diffusers"
     if native:
         path, kind = Path(ckpt_dir) / "config.json", "WanModel of Wan2.1"
-    config = read_json(require_file(path), CheckpointError)
-    with in_context(f"{path} is not the config of a {kind}", CheckpointError):
+    config = files.read_json(require_file(path), CheckpointError)
+    with errors.in_context(f"{path} is not the config of a {kind}", CheckpointError):
         if not native:
             table = {"num_heads": "num_attention_heads", "in_dim": "in_channels", "out_dim": "out_channels"}
-            config |= {ours: config[theirs] for ours, theirs in table.items() if theirs in config}
+            config |= {name: config[other] for name, other in table.items() if other in config}
             heads, dim = config.get("num_heads"), config.get("attention_head_dim")
             config["dim"] = dim
             if type(heads) is type(dim) is int:
                 config["dim"] = heads * dim
-        names = [field.name for field in fields(ModelConfig)]
-        return from_values(ModelConfig, {name: config[name] for name in names if name in config})
+        sizes = [item.name for item in fields(ModelConfig)]
+        return errors.from_values(ModelConfig, {name: config[name] for name in sizes if name in config})
 
 
 def part_file(ckpt_dir: str | Path, part: str) -> Path:
@@ -108,7 +103,7 @@ def part_file(ckpt_dir: str | Path, part: str) -> Path:
 
 def has_wide_vae(ckpt_dir: str | Path) -> bool:
     """Return whether a directory of the original release is of a model of Wan2.2's VAE."""
-    return read_json(Path(ckpt_dir) / "config.json", CheckpointError).get("in_dim") == WIDE_CHANNELS
+    return files.read_json(Path(ckpt_dir) / "config.json", CheckpointError).get("in_dim") == WIDE_CHANNELS
 
 
 def encoder_files(ckpt_dir: str | Path) -> tuple[Path, Path]:
@@ -146,17 +141,19 @@ def encoder_config(ckpt_dir: str | Path) -> dict[str, Any]:
     if is_native(ckpt_dir):
         beside = Path(ckpt_dir) / TOKENIZER_DIR / "config.json"  # of an encoder of other sizes
         if beside.is_file():
-            return USUAL_SIZES | UMT5_XXL | read_json(beside, CheckpointError)
+            return USUAL_SIZES | UMT5_XXL | files.read_json(beside, CheckpointError)
         return USUAL_SIZES | UMT5_XXL
     path = part_file(ckpt_dir, "text_encoder").with_name("config.json")
-    return USUAL_SIZES | read_json(path, CheckpointError)
+    return USUAL_SIZES | files.read_json(path, CheckpointError)
 
 
 def weights_file(ckpt_dir: str | Path, checkpoint_path: str | Path | None) -> Path:
     """Return the file whose weights a run uses: its checkpoint, or else the base transformer."""
     if checkpoint_path is None:
         return part_file(ckpt_dir, "transformer")
-    return require_file(checkpoint_path, f"{DOWNLOAD_HINT}; or run the base weights with --no_checkpoint")
+    return require_file(
+        checkpoint_path, f"{files.DOWNLOAD_HINT}; or run the base weights with --no_checkpoint"
+    )
 
 
 def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
@@ -175,10 +172,10 @@ def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
     if part == "text_encoder":
         state.pop("spiece_model", None)  # the tokenizer, which ComfyUI's files hold too
         if native:
-            return renamed(state, UMT5_TO_TRANSFORMERS)
+            return names.renamed(state, names.UMT5_TO_TRANSFORMERS)
         return state
     if native and has_wide_vae(ckpt_dir):
-        return wide_vae_names(state)
+        return names.wide_vae_names(state)
     if native:
         from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
@@ -201,7 +198,7 @@ def file_sha256(path: str | Path, memory: Path | None = None) -> Future[str]:
     size and time of change, which are not computed again.
     """
     sha256: Future[str] = Future()
-    stats = [(str(file.resolve()), file.stat()) for file in shards(Path(path))]
+    stats = [(str(file.resolve()), file.stat()) for file in files.shards(Path(path))]
     key = " ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     hashes: dict[str, str] = {}
     if memory is not None:
@@ -214,7 +211,7 @@ def file_sha256(path: str | Path, memory: Path | None = None) -> Future[str]:
     def hash_file() -> None:
         try:
             digest = hashlib.sha256()
-            for file in shards(Path(path)):
+            for file in files.shards(Path(path)):
                 size = file.stat().st_size
                 with file.open("rb") as f:
                     for start in range(0, size, HASHED_AT_ONCE):
@@ -236,7 +233,9 @@ def remember(key: str, sha256: str, memory: Path) -> None:
     """Add a hash to a JSON file of hashes; a file that cannot be written costs the next run some seconds."""
     with suppress(OSError, ValueError):
         memory.parent.mkdir(parents=True, exist_ok=True)
-        hashes = dict(json.loads(memory.read_text(encoding="utf-8"))) if memory.exists() else {}
+        hashes: dict[str, str] = {}
+        if memory.exists():
+            hashes = dict(json.loads(memory.read_text(encoding="utf-8")))
         part = memory.with_name(f".{memory.name}.{os.getpid()}.part")
         part.write_text(json.dumps(hashes | {key: sha256}, indent=1), encoding="utf-8")
         part.replace(memory)
@@ -263,10 +262,10 @@ def describe_files(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
     An index stands for its shards, a folder for its files. Raise CheckpointError for a missing file.
     """
-    files = {require_file(file) for path in paths for file in shards(Path(path))}
+    plain_files = {require_file(file) for path in paths for file in files.shards(Path(path))}
     return [
         {"name": file.name, "size": file.stat().st_size, "sampled_sha256": sampled_sha256(file)}
-        for file in sorted(files, key=lambda file: (file.name, str(file)))
+        for file in sorted(plain_files, key=lambda file: (file.name, str(file)))
     ]
 
 
@@ -302,7 +301,7 @@ class LoadReport:
             parts.append(f"ignored: {self.ignored}")
         else:
             parts.append("nothing ignored")
-        return one_line("; ".join(parts))
+        return errors.one_line("; ".join(parts))
 
 
 def state_dict_of(
@@ -313,7 +312,7 @@ def state_dict_of(
     The state dict is the file itself, or one of its entries, the first of order, which may hold one in turn.
     Counters of training, numpy's too, are left aside. Raise CheckpointError for any other content.
     """
-    state, where, ignored = dict(content), list[str](), list[str]()
+    state, containers, ignored = dict(content), list[str](), list[str]()
     while any(isinstance(state.get(name), dict) for name in order):
         chosen = next(name for name in order if isinstance(state.get(name), dict))
         for name, value in state.items():
@@ -322,18 +321,16 @@ def state_dict_of(
             elif name != chosen:
                 ignored.append(str(name))
         state = dict(state[chosen])
-        where.append(chosen)
+        containers.append(chosen)
     numbers = [name for name, value in state.items() if isinstance(value, Number | str | None)]
     strange = [name for name, value in state.items() if name not in numbers and not isinstance(value, Tensor)]
     if strange or len(numbers) == len(state):
-        names = ", ".join(map(str, [*strange, *numbers][:3])) or "nothing"
-        raise CheckpointError(
-            f"{path} holds no state dict of tensors, but: {names}; expected weights by name, perhaps within "
-            f"{', '.join((*EMA, *CONTAINERS))}"
-        )
+        shown = ", ".join(map(str, [*strange, *numbers][:3])) or "nothing"
+        expected = f"expected weights by name, perhaps within {', '.join((*EMA, *CONTAINERS))}"
+        raise CheckpointError(f"{path} holds no state dict of tensors, but: {shown}; {expected}")
     for name in numbers:
         del state[name]
-    return {str(name): tensor for name, tensor in state.items()}, where, [*ignored, *map(str, numbers)]
+    return {str(name): tensor for name, tensor in state.items()}, containers, [*ignored, *map(str, numbers)]
 
 
 def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, LoadReport]:
@@ -346,23 +343,23 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
     order, wanted = (*CONTAINERS, *EMA), "generator"
     if use_ema:
         order, wanted = (*EMA, *CONTAINERS), EMA[0]
-    state, where, ignored = state_dict_of(path, read_weights_file(path), order)
+    state, containers, ignored = state_dict_of(path, read_weights_file(path), order)
     report = LoadReport(Path(path).name, ignored=", ".join(ignored))
-    if where:
-        report.container = ".".join(where)
-        if where[0] in {*EMA, "generator"} and (where[0] in EMA) != use_ema:
-            warnings.warn(f"{path} holds no {wanted}; its {where[0]} is used", stacklevel=3)
-    lora = [name for name in state if ".lora_" in name]
-    if lora:
-        raise CheckpointError(f"{path} holds a LoRA ({lora[0]}); give it as lora_path, or by --lora")
+    if containers:
+        report.container = ".".join(containers)
+        if containers[0] in {*EMA, "generator"} and (containers[0] in EMA) != use_ema:
+            warnings.warn(f"{path} holds no {wanted}; its {containers[0]} is used", stacklevel=3)
+    halves = [name for name in state if ".lora_" in name]
+    if halves:
+        raise CheckpointError(f"{path} holds a LoRA ({halves[0]}); give it as lora_path, or by --lora")
 
     # 2. Names without what training wrappers put before or into them.
     weights: StateDict = {}
     for name, tensor in state.items():
         if name.endswith("scaled_fp8"):  # marks ComfyUI's files
             continue
-        inner = WRAPPERS.sub("", name)
-        report.prefixes.update(list(dict.fromkeys(WRAPPERS.findall(name))))
+        inner = names.WRAPPERS.sub("", name)
+        report.prefixes.update(list(dict.fromkeys(names.WRAPPERS.findall(name))))
         lead = LEAD.match(inner)[0]  # type: ignore[index]  # which matches nothing, too
         if lead:
             report.prefixes[lead] += 1
@@ -450,10 +447,10 @@ def read_weights(config: RunConfig, model_config: ModelConfig) -> tuple[StateDic
         source, state = config.ckpt_dir, read_transformer_state(config.ckpt_dir)
         report = LoadReport(part_file(source, "transformer").name, loaded=len(state))
         state = dequantise(state, source, report)
-    for settings in config.loras:
-        lora = read_lora(settings.path, settings.rank, settings.alpha, settings.strength)
-        state = merge_lora(state, lora, Path(source).name)
-        report.merged = "; ".join(filter(None, [report.merged, str(lora)]))
+    for item in config.loras:
+        adapter = read_lora(item.path, rank=item.rank, alpha=item.alpha, strength=item.strength)
+        state = merge_lora(state, adapter, Path(source).name)
+        report.merged = "; ".join(filter(None, [report.merged, str(adapter)]))
     return state, report
 
 
@@ -491,24 +488,24 @@ def assign(
     """
     # 1. Strictly the model's names and shapes: one line says all that does not fit.
     wanted = model.state_dict()
-    both = [name for name in wanted if name in state]
+    common = [name for name in wanted if name in state]
     problems = {
         "missing": [name for name in wanted if name not in state],
         "unexpected": [name for name in state if name not in wanted],
-        "not of floating point": [name for name in both if not state[name].is_floating_point()],
+        "not of floating point": [name for name in common if not state[name].is_floating_point()],
         "of another shape": [
             f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
-            for name in both
+            for name in common
             if state[name].shape != wanted[name].shape
         ],
     }
     lines = []
-    for problem, names in problems.items():
-        shown = ", ".join(names[:3])
-        if len(names) > 3:
+    for problem, keys in problems.items():
+        shown = ", ".join(keys[:3])
+        if len(keys) > 3:
             shown += " ..."
-        if names:
-            lines.append(f"{len(names)} of {len(wanted)} keys {problem}: {shown}")
+        if keys:
+            lines.append(f"{len(keys)} of {len(wanted)} keys {problem}: {shown}")
     if lines:
         raise CheckpointError(f"{source} does not fit the model: {'; '.join(lines)}")
     # 2. Several weights move at a time: one is read from disk while another is copied to the GPU.

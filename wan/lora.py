@@ -78,7 +78,8 @@ class Key:
             layer, _, part = bare.rpartition(".")
             if not layer or part not in ("alpha", *DIFFS):
                 return None
-            return cls(part, native_layer(layer), layer, name.removesuffix(f".{part}"))
+            stem = name.removesuffix(f".{part}")
+            return cls(part, layer=native_layer(layer), own_layer=layer, stem=stem)
         layer, adapter = half["layer"], half["adapter"] or ""
         part, style = PARTS[half["half"]]
         if half["kind"] == "bias":
@@ -86,7 +87,14 @@ class Key:
                 return None
             part = "bias"
         stem = name.removesuffix(bare[len(layer) :])
-        return cls(part, native_layer(layer), layer, stem, f"{stem} {style} {adapter}", adapter)
+        return cls(
+            part,
+            layer=native_layer(layer),
+            own_layer=layer,
+            stem=stem,
+            pair=f"{stem} {style} {adapter}",
+            adapter=adapter,
+        )
 
 
 def native_layer(name: str) -> str:
@@ -139,16 +147,16 @@ class AdapterSettings:
         if content.get("init_lora_weights") not in INITIALISATIONS:
             problems.append(f"init_lora_weights {errors.short_repr(content['init_lora_weights'])}")
         # 2. Patterns are regular expressions, of which only those that end soon are tried
-        known = {item.name for item in fields(cls)}
-        given = {name: value for name, value in content.items() if name in known and value is not None}
+        read = {item.name for item in fields(cls)}
+        values = {name: value for name, value in content.items() if name in read and value is not None}
         for table in ("rank_pattern", "alpha_pattern"):
-            for pattern in given.get(table) or {}:
+            for pattern in values.get(table) or {}:
                 if not is_simple(str(pattern)):
                     problems.append(f"{table} {errors.short_repr(pattern)}")
         if problems:
             remedy = "merge it into the weights by PEFT's merge_and_unload() first"
             raise errors.ConfigError(f"{', '.join(problems)} cannot be merged here; {remedy}")
-        return errors.from_values(cls, given)
+        return errors.from_values(cls, values)
 
     def rank_of(self, layers: Sequence[str]) -> int | None:
         """Return the rank of a layer with these names."""
@@ -347,7 +355,7 @@ def read_lora(
     state = content
     while any(isinstance(state.get(name), dict) for name in CONTAINERS):
         state = next(state[name] for name in CONTAINERS if isinstance(state.get(name), dict))
-    return lora_of(path, state, rank, alpha, strength, settings)
+    return lora_of(path, state, rank=rank, alpha=alpha, strength=strength, settings=settings)
 
 
 def lora_of(
@@ -458,7 +466,13 @@ def lora_of(
     adapters = sorted({keys[pair].adapter for pair in products})
     if len(adapters) == 1:
         adapters = []
-    return LoRA(Path(path).name, terms, strength, without_alpha, adapters)
+    return LoRA(
+        file=Path(path).name,
+        terms=terms,
+        strength=strength,
+        without_alpha=without_alpha,
+        adapters=adapters,
+    )
 
 
 def positive_number(value: Any) -> float | None:

@@ -23,11 +23,11 @@ BLOCK_NAMES = {
     "norm3.": "norm2.",
     "ffn.0.": "ffn.net.0.proj.",
     "ffn.2.": "ffn.net.2.",
-    **{f"self_attn.{ours}.": f"attn1.{theirs}." for ours, theirs in PROJECTIONS.items()},
-    **{f"cross_attn.{ours}.": f"attn2.{theirs}." for ours, theirs in PROJECTIONS.items()},
+    **{f"self_attn.{native}.": f"attn1.{diffusers}." for native, diffusers in PROJECTIONS.items()},
+    **{f"cross_attn.{native}.": f"attn2.{diffusers}." for native, diffusers in PROJECTIONS.items()},
 }
 NATIVE_TO_DIFFUSERS = TOP_NAMES | {f"blocks.N.{a}": f"blocks.N.{b}" for a, b in BLOCK_NAMES.items()}
-DIFFUSERS_TO_NATIVE = {theirs: ours for ours, theirs in NATIVE_TO_DIFFUSERS.items()}
+DIFFUSERS_TO_NATIVE = {diffusers: native for native, diffusers in NATIVE_TO_DIFFUSERS.items()}
 UMT5_TO_TRANSFORMERS = {
     "token_embedding.": "shared.",
     "norm.": "encoder.final_layer_norm.",
