@@ -283,7 +283,11 @@ class Session:
                 f"a prompt is a text, and several are a list of texts, not {short_repr(prompt)}"
             )
         is_batch = seeds is not None or not isinstance(prompt, str | None)
-        prompts = [prompt] if isinstance(prompt, str | None) else list(prompt)
+        prompts: list[str | Sequence[str] | None]
+        if prompt is None or isinstance(prompt, str):
+            prompts = [prompt]
+        else:
+            prompts = [*prompt]
         chosen = [seed] if seeds is None else list(seeds)
         if product:
             prompts, chosen = [p for p in prompts for _ in chosen], chosen * len(prompts)
@@ -299,10 +303,10 @@ class Session:
         configs = []
         for number in range(count):
             text, own = prompts[number % len(prompts)], chosen[number % len(chosen)]
+            given: dict[str, Any] = {"seed": own} | prompt_settings(text, base)
             # A file of states names its prompt, which umT5 is not asked for
             if base.prompt_embeds:
-                text = with_given_prompt(base, text)
-            given: dict[str, Any] = {"seed": own} | prompt_settings(text, base)
+                given["prompt"] = with_given_prompt(base, given["prompt"])
             settings = {name: value for name, value in given.items() if value is not None}
             if seeds is not None:
                 settings["seed"] = own  # None in a list is no seed
