@@ -25,6 +25,7 @@ from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
 from experiments.captured import check_capture, drawing, resolved_steps, tables
 from experiments.edits import source_of
+from experiments.extraction import cache_builders
 from experiments.progress import observed as observing
 from experiments.provenance import check_outputs
 from experiments.runs import Run
@@ -169,9 +170,10 @@ class SiteGradients(Mapping[str, Activations]):
     def __len__(self) -> int:
         return len(self.recorder.sites)
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the gradients, which load_cache reads like activations: a .safetensors."""
-        return save_activations(path, self.tables, {"model": self.session.config.model, "gradients": True})
+        about = {"model": self.session.config.model, "gradients": True}
+        return save_activations(path, self.tables, about, overwrite)
 
     def __repr__(self) -> str:
         recorder = self.recorder
@@ -239,11 +241,14 @@ def attribute(
 def make_scores(args: argparse.Namespace, config: RunConfig) -> None:
     """Write the scores of a run (run_attribution.py)."""
     check_outputs(args, config, [args.output_path])
-    with claimed({args.output_path: 0}, args.overwrite is not False), observing(args, unit=None) as watch:
+    with claimed({args.output_path: 0}), observing(args, unit=None) as watch:
+        parts = {"sites": args.sites, "frames": range(config.num_frames)}
+        parts["blocks"] = args.blocks or range(len(config.block_sizes))
+        cache_builders.require_free_cache(args.output_path, "attribution", parts, config, args.overwrite)
         session = load(config).prepare(observer=watch)
         chosen = {"sites": args.sites, "blocks": args.blocks, "integrated": args.integrated}
         scores = attribute(session, source=Source(prompt=args.source_prompt), **chosen)
-        scores.save(args.output_path)
+        scores.save(args.output_path, overwrite=True)
         watch.print(scores.table())
 
 
@@ -323,9 +328,9 @@ class Scores(dict[str, Tensor]):
         own = f"“{cache['prompt']}”, seed {cache['seed']}"
         return f"{own}, towards {theirs}; {cache['metric']}, mean of {passes}"
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the cache that notebooks/interventions.ipynb opens. CacheError where it cannot."""
-        save_cache(path, self.cache)
+        save_cache(path, self.cache, overwrite)
         return Path(path)
 
     def __repr__(self) -> str:

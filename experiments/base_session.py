@@ -17,7 +17,7 @@ from experiments.extraction.cache_builders import base_atlas_cache, base_layer_c
 from experiments.memory import out_of_memory
 from experiments.progress import Progress
 from experiments.provenance import threads_for
-from experiments.running.run import BuildCache, make_caches
+from experiments.running.run import PlannedCache, make_caches
 from experiments.runs import Run, capturing
 from experiments.session import Session, build_model, check_numbers
 from wan import checkpoint
@@ -178,18 +178,21 @@ def extract(args: argparse.Namespace) -> None:
     # All frames are one block, which attends to itself
     config = as_one_block(replace(config, base=replace(config.base, **given)))
     # 2. One cache of a layer, or an atlas for each branch of guidance
-    steps, builds = choose_steps(config, args.step), dict[str, BuildCache]()
+    steps, outputs = choose_steps(config, args.step), dict[str, PlannedCache]()
+    folder = Path(args.output_dir)
     if args.all_layers:
         layers = None
         for branch, name in (("cond", "atlas_base.pt"), ("uncond", "atlas_base_uncond.pt")):
-            builds[name] = partial(base_atlas_cache, steps=steps, branch=branch)
+            build = partial(base_atlas_cache, steps=steps, branch=branch)
+            outputs[str(folder / name)] = PlannedCache("atlas", build)
     else:
         if len(steps) > 1:
             raise ConfigError(f"a layer cache holds one step, not {len(steps)}; give one, or --all_layers")
         last = checkpoint.read_model_config(config.ckpt_dir).num_layers - 1
         layer = min(config.base.layer_index, last) if args.layer_index is None else args.layer_index
         layers = [layer]
-        builds[f"layer{layer}.pt"] = partial(base_layer_cache, layer=layer, step=steps[0])
+        build = partial(base_layer_cache, layer=layer, step=steps[0])
+        path = str(folder / f"layer{layer}.pt")
+        outputs[path] = PlannedCache("layer", build, layers, guided=True)
     request = CaptureRequest(layers=layers, steps=steps, granularity="frame", mass=args.all_layers)
-    outputs = {str(Path(args.output_dir) / name): build for name, build in builds.items()}
     make_caches(args, config, [request], outputs, BaseSession)

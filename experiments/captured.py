@@ -56,6 +56,7 @@ from experiments.extraction.diffusers_runs import (
     streamed_runs,
 )
 from experiments.extraction.video import decode
+from experiments.provenance import model_title
 from experiments.runs import CAPTURES, Run
 from experiments.session import Session, load
 from wan.activations import Activation, SiteCapture
@@ -483,11 +484,11 @@ class Captured:
         require_known(site, tables, "{} was not captured")
         return tables[site]
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the activations of the last run, which load_cache reads: a .safetensors."""
         common = self._last().common
         about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
-        return save_activations(path, self.tables, about)
+        return save_activations(path, self.tables, about, overwrite)
 
     def atlas(self, run: Run | None = None, branch: str | None = None) -> "Atlas":
         """Return a run's attention (None: the last one's), as experiments/run_extraction_all.py writes it.
@@ -529,9 +530,9 @@ class AtlasLayer(dict[str, Any]):
     >>> Atlas.open("cache/atlas.pt").layer(20).save("cache/layer20.pt")
     """
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write the cache that extract_all_attention.ipynb opens. CacheError where it cannot be written."""
-        save_cache(path, self)
+        save_cache(path, self, overwrite)
         return Path(path)
 
 
@@ -626,9 +627,13 @@ class Atlas(dict[str, Any]):
         """Correlate every head's frame matrix with another atlas's."""
         return AtlasComparison(self, other, quantity)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot."""
-        save_cache(path, self)
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
+        """Write the cache that the notebooks open, and the folders above it. CacheError where it cannot.
+
+        A file there is replaced if it is a cache of the same model that has nothing more; overwrite replaces
+        any.
+        """
+        save_cache(path, self, overwrite)
         return Path(path)
 
     def __repr__(self) -> str:
@@ -780,10 +785,11 @@ class Comparison:
         one, other = (run.video for run in self.runs)
         return torch.cat([one, other, (one.short() - other.short()).abs().to(one.dtype)], 2)
 
-    def save(self, path: str | Path) -> None:
-        """Write the three side by side as an mp4. CacheError for a path that cannot be written."""
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write the three side by side as an mp4. CacheError where it cannot."""
         require_writable(path)
-        write_mp4(self.video.numpy(), path, fps=self.fps)
+        about = f"comparison, {model_title(self.runs[0].config)}"
+        write_mp4(self.video.numpy(), path, model=about, fps=self.fps, overwrite=overwrite)
 
     def __repr__(self) -> str:
         names = [f"{run.edits or 'no edit'}, seed {run.config.seed}" for run in self.runs]

@@ -9,7 +9,8 @@ exit code 1. Noise on a GPU depends on the kind of card, so several are tried. -
 with other atlases, such as your own of before. docs/real_model.md says how reliable the verdict is.
 """
 
-from experiments.running.cli import config_from, located, main, run_parser
+from experiments.caches.files import located
+from experiments.running.cli import config_from, main, run_parser
 
 OF_REFERENCES = ("prompt", "seed", "num_frames", "step", "save_video", "cache_policy", "prompt_schedule")
 

@@ -188,7 +188,10 @@ def reference_means(
 def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, Tensor]:
     """Read a file of means: any that is named (made_of is empty), or one that was made of this."""
     wanted, means = [sizes.num_heads, sizes.head_dim], dict[Key, Tensor]()
-    with library_reads(f"{path}: means of head outputs", remedy="remove it"):
+    remedy = "name another file"
+    if made_of:
+        remedy = "remove it"
+    with library_reads(f"{path}: means of head outputs", remedy=remedy):
         content = dict(load_tensors(path, mmap=False))
         found = content.pop("fingerprint", None)
         for name, values in content.items():
@@ -201,5 +204,5 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
                 )
             means[kind, int(layer), int(step), branch] = values
     if made_of:
-        require_same(path, found, made_of, "remove it")
+        require_same(path, found, made_of, remedy)
     return means

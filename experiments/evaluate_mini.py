@@ -8,6 +8,7 @@ What is done is kept in OUTPUT_PATH.partial: the same command goes on where it w
 
 from pathlib import Path
 
+from experiments.caches import outputs
 from experiments.caches.files import require_writable, save_report
 from experiments.running.cli import Parser, config_file, count, main, whole_number
 from wan.config import load_config
@@ -23,6 +24,7 @@ def run(argv=None):
     flag("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
     flag("--device", default="auto")
     flag("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
+    flag("--overwrite", action="store_true", help="replace a report that is there")
     args = parser.parse_args(argv)
 
     from experiments.miniature.evaluation import evaluate  # after the flags: a --help needs no torch
@@ -35,6 +37,7 @@ def run(argv=None):
     partial = args.output_path.with_name(f"{args.output_path.name}.partial")
     require_writable(args.output_path)
     require_writable(partial)
+    outputs.require_replaceable(args.output_path, outputs.Contents("report"), overwrite=args.overwrite)
     # Workers fork: nothing has touched a GPU yet.
     report = evaluate(config, args.captions, args.clips, partial, args.workers)
     save_report(report, args.output_path)

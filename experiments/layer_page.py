@@ -8,8 +8,8 @@ docs/page.md says what the page does.
 from functools import partial
 from pathlib import Path
 
-from experiments.caches.files import require_distinct
-from experiments.running.cli import Parser, input_path, located, main, number
+from experiments.caches.files import located, require_distinct
+from experiments.running.cli import Parser, input_path, main, number
 
 
 def run(argv=None):
@@ -21,6 +21,11 @@ def run(argv=None):
     flag("--video", type=input_path, help="an mp4 of the rollout; the one beside the cache if any")
     flag("--maps", type=input_path, help="a maps cache of the rollout, to click on patches")
     flag("--compare", type=input_path, help="a second cache of the same sizes: heads side by side")
+    flag(
+        "--overwrite",
+        action="store_true",
+        help="replace a file that this program did not write, or changed since",
+    )
     args = parser.parse_args(argv)
 
     from experiments.figures.html_page import MAX_MB, save_page  # after the flags: a --help needs no torch
@@ -33,6 +38,7 @@ def run(argv=None):
     save_page(
         path,
         args.cache,
+        overwrite=args.overwrite,
         max_mb=args.max_mb or MAX_MB,
         video=args.video,
         maps=args.maps,

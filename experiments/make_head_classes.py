@@ -12,7 +12,8 @@ in a causal atlas, 0 the others (policy per_head). triattention rolls the config
 past and writes its mean queries as an .npz (policy triattention).
 """
 
-from experiments.running.cli import config_from, count, located, main, run_parser
+from experiments.caches.files import located
+from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
 RULES = ("forcing_kv", "dummy", "pyramid", "mass", "effect", "triattention")

@@ -26,6 +26,8 @@ from tqdm import tqdm
 from experiments.caches.files import CacheError
 from wan.errors import UserError, library_writes
 
+MAX_EVENT = 1 << 20  # bytes of the first line of a log
+
 # This module is loaded with the flags, and imports no torch: a --help would wait for it.
 
 
@@ -218,8 +220,20 @@ def open_log(path: str | Path) -> TextIO:
         # A pipe would block the rollout until somebody reads
         if Path(path).suffix == ".pt" or (Path(path).exists() and not Path(path).is_file()):
             raise ValueError("a log is a file such as log.jsonl, no cache, folder, pipe or device")
+        if Path(path).exists() and not is_log(Path(path)):
+            raise ValueError("it is there, and is no log of this program; choose another name")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+
+def is_log(path: Path) -> bool:
+    """Return True for a file that begins with an event of a log, and for an empty one."""
+    with open(path, "rb") as file:
+        line = file.readline(MAX_EVENT)
+    try:
+        return not line or "event" in json.loads(line)
+    except (TypeError, ValueError):  # of another program
+        return False
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from experiments.caches.files import (
     settings_and_text,
 )
 from experiments.caches.frames import one_thread
+from experiments.caches.outputs import facts_of_model
 from wan import backends, checkpoint, lora
 from wan.backends import kernel_name
 from wan.checkpoint import encoder_files
@@ -196,6 +197,19 @@ def number_settings(config: RunConfig) -> dict[str, Any]:
 def weights_hash(path: Path) -> Future[str]:
     """Return a future of the SHA-256 of a file of weights, remembered by path, size and time of change."""
     return checkpoint.file_sha256(path, Path(remembered_at(HASHES)))
+
+
+def model_facts(config: RunConfig) -> dict[str, str | None]:
+    """Return what tells the model of a run: name, weights by their SHA-256, LoRAs. It hashes the weights."""
+    weights = checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
+    values = {"model": config.model, "weights": "checkpoint" if config.checkpoint_path else "base"}
+    values["weights_file"] = " + ".join([weights.name, *map(str, config.loras)])
+    return facts_of_model(values | {"weights_sha256": weights_hash(weights).result()})
+
+
+def model_title(config: RunConfig) -> str:
+    """Return what the mp4 of a run says of its model."""
+    return ", ".join(str(fact) for fact in model_facts(config).values())
 
 
 def record_of(edits: Sequence[Any]) -> dict[str, Any]:

@@ -17,21 +17,7 @@ mkdir -p outputs
 python - <<PY
 import runpy
 import sys
-from pathlib import Path
-from experiments.caches import load_cache
-from experiments.caches.files import CacheError
-from experiments.running.cli import main
 
-def check(paths):
-    for path in filter(lambda path: Path(path).exists(), paths):
-        try:
-            of, model = "a cache of", load_cache(path)["model"]
-        except CacheError:
-            of, model = "no whole cache, but", "something else or damaged"
-        if model != "wan-mini":
-            raise CacheError(f"{path} is {of} {model}; move it away first, the quickstart would replace it")
-
-main(check, "$figure4 $inference $atlas $maps $effects".split())
 commands = """
 run_extraction_figure4.py --output_path $figure4 --save_video outputs/wan-mini.mp4
 run_extraction_all.py --output_path $atlas --key_curve --cross --rope_bands

@@ -8,6 +8,7 @@ Without --edit every head's output is replaced by its mean over a reference set,
 same command goes on where it stopped. docs/interventions.md explains the numbers.
 """
 
+from experiments.caches.files import located
 from experiments.running import cli
 from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
@@ -25,7 +26,7 @@ def run(argv=None):
         default="head",
         help="what is edited in turn; site: attn_out, cross_out, mlp_out",
     )
-    flag("--edit", type=cli.located, metavar="FILE", help="a YAML of one edit, without the layer and head")
+    flag("--edit", type=located, metavar="FILE", help="a YAML of one edit, without the layer and head")
     flag("--batch", type=count, default=8, help="runs that are made together")
     cli.add_sweep_flags(parser)
     cli.add_worker_flags(parser)

@@ -23,10 +23,11 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
+    from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
     requests = cache_builders.inference_requests(config, args.blocks, args.steps, args.capture == "logits")
-    make_caches(args, config, requests, {args.output_path: cache_builders.inference_cache})
+    cache = PlannedCache("inference", cache_builders.inference_cache)
+    make_caches(args, config, requests, {args.output_path: cache})
 
 
 command = partial(main, run)

@@ -26,14 +26,15 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
+    from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
     requests = cache_builders.layer_requests(config, args.granularity, args.output_dir is not None)
     folder = args.output_dir or "cache"
     outputs = {}
     for layer in requests[0].layers:
         path = args.output_path or f"{folder}/layer{layer}.pt"
-        outputs[path] = partial(cache_builders.layer_cache, layer=layer)
+        build = partial(cache_builders.layer_cache, layer=layer)
+        outputs[path] = PlannedCache("layer", build, [layer])
     make_caches(args, config, requests, outputs)
 
 

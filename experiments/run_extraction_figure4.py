@@ -23,12 +23,13 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
+    from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
     is_logits = args.capture == "logits"
     requests = cache_builders.figure4_requests(config, args.granularity, is_logits)
     build = partial(cache_builders.figure4_cache, is_logits=is_logits)
-    make_caches(args, config, requests, {args.output_path: build})
+    cache = PlannedCache("figure4", build, config.layer_indices)
+    make_caches(args, config, requests, {args.output_path: cache})
 
 
 command = partial(main, run)

@@ -78,7 +78,7 @@ def run(argv=None):
     args = parser.parse_args(argv)
     config = config_from(args)
 
-    from experiments.running.run import cache_builders, make_caches  # a --help needs no torch
+    from experiments.running.run import PlannedCache, cache_builders, make_caches  # a --help needs no torch
 
     grid = cache_builders.token_grid(config)
     places = [*args.query_patch]
@@ -94,7 +94,7 @@ def run(argv=None):
         config, grid, places, config.layer_indices, args.heads, blocks, args.steps, args.words
     )
     build = partial(cache_builders.maps_cache, grid=grid, heads=args.heads, layers=config.layer_indices)
-    make_caches(args, config, requests, {args.output_path: build})
+    make_caches(args, config, requests, {args.output_path: PlannedCache("maps", build)})
 
 
 if __name__ == "__main__":

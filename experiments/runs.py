@@ -30,7 +30,7 @@ from experiments.caches.frames import (
     stack,
 )
 from experiments.caches.mp4 import write_mp4
-from experiments.extraction.video import decode, load_vae, save_video
+from experiments.extraction.video import decode, load_vae, require_free, save_video
 from wan.blocks import block_frames
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
@@ -100,9 +100,13 @@ class Run:
         """The edits that were made, in words; "" for none."""
         return self.common.get("interventions", {}).get("words", "")
 
-    def save(self, path: str | Path) -> None:
-        """Write an mp4. CacheError for a name that does not end in .mp4."""
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write an mp4.
+
+        CacheError for a name that does not end in .mp4, and, unless overwrite, for a file that must stay.
+        """
         require_suffix(path, ".mp4")
+        require_free(path, self.config, overwrite, self.latents.shape[1])  # before it is decoded
         vae = load_vae(self.config, "auto")
         save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
 

@@ -29,13 +29,14 @@ def run(argv=None):
     flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
     flag("--device", default="auto")
     flag("--seed", type=int, default=0)
+    flag("--overwrite", action="store_true", help="replace the weights of this stage in OUTPUT_DIR")
     args = parser.parse_args(argv)
 
     from experiments.miniature.training import train  # after the flags: a --help needs no torch
 
     names = ("steps", "batch", "clips", "minutes", "seed")
     settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    numbers = train(args.stage, args.output_dir, args.device, **settings)
+    numbers = train(args.stage, args.output_dir, args.device, args.overwrite, **settings)
     results = [f"{name} {numbers[name]}" for name in ("steps", "seconds", "loss_mean_of_last_10")]
     print(f"{args.stage}: {', '.join(results)}")
 

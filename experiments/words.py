@@ -184,16 +184,16 @@ class WordMaps(Mapping[str, Tensor]):
             subtitle=f'"{self.run.config.prompt}", mean over {len(self.layers)} layers',
         )
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, overwrite: bool = False) -> Path:
         """Write an mp4 of the video with the map of each word over it, words side by side.
 
-        Raises CacheError for a name that does not end in .mp4.
+        Raises CacheError for a name that does not end in .mp4, and for a file there that must stay.
         """
         require_suffix(path, ".mp4")
         figures = import_module("experiments.figures.video_maps")
         pixels = self.run.video.numpy()
         maps = {word: self.mean(word).numpy() for word in self}
-        figures.save_word_movie(path, pixels, maps)
+        figures.save_word_movie(path, pixels, maps, overwrite)
         return Path(path)
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ import shlex
 from importlib import import_module
 
 import pytest
+import torch
 from conftest import ROOT
 from helpers import synthetic_caches
 
@@ -73,10 +74,24 @@ def test_the_remedy_of_a_message_works(situation, tmp_path, monkeypatch):
 
 
 def test_a_damaged_cache_is_made_again(tmp_path):
-    (tmp_path / "mine.pt").write_bytes(b"damaged")
+    path = tmp_path / "mine.pt"
+    save_cache(path, synthetic_caches.maps())
+    path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CacheError) as problem:
-        load_cache(tmp_path / "mine.pt", expect=("maps",))
-    assert command_of(str(problem.value)).endswith(f"--save_video --output_path {tmp_path}/mine.pt")
+        load_cache(path, expect=("maps",))
+    assert command_of(str(problem.value)).endswith(f"--save_video --output_path {path} --overwrite")
+
+
+@pytest.mark.parametrize("name", ["README.md", "mine.pt", "checkpoints/self_forcing_dmd.pt"])
+def test_no_command_names_a_file_that_is_no_cache(name, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("of a user")
+    if name.startswith("checkpoints"):
+        torch.save({"generator_ema": {"a": torch.ones(2)}}, path)
+    with pytest.raises(CacheError) as problem:
+        load_cache(path)
+    assert name not in command_of(str(problem.value))
 
 
 def test_a_command_names_paths_from_the_root(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from scipy.stats import quantile_test
 from torch import Tensor, nn
 
+from experiments.caches import outputs
 from experiments.caches.files import Record, require_writable, save_report
 from experiments.configs import policy_settings
 from experiments.extraction import video
@@ -103,6 +104,10 @@ def time_groups(args: argparse.Namespace, groups: Iterable[Group]) -> None:
     dtype = choose_dtype(config.dtype, device)
     if args.output_path:
         require_writable(args.output_path)
+        if rank.is_first:
+            outputs.require_replaceable(
+                args.output_path, outputs.Contents("report"), overwrite=args.overwrite
+            )
     table: Table = {}
     report = {
         "model": config.model,

@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from experiments.caches import outputs
 from experiments.caches.files import (
     ONLY,
     CacheError,
@@ -248,8 +249,13 @@ def content_sha256(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     return digest.hexdigest()
 
 
-def save_activations(path: str | Path, tables: Mapping[str, Activations], about: Mapping[str, Any]) -> Path:
-    """Write tables by site, whole or not at all, with facts about their run. CacheError where it cannot."""
+def save_activations(
+    path: str | Path, tables: Mapping[str, Activations], about: Mapping[str, Any], overwrite: bool = False
+) -> Path:
+    """Write tables by site, whole or not at all, with facts about their run.
+
+    CacheError where it cannot, and, unless overwrite, for a file there that must stay (outputs.py).
+    """
     path = Path(path)
     require_suffix(path, ".safetensors")
     # A tensor a call; what safetensors has no type for goes into its metadata, as JSON
@@ -266,9 +272,33 @@ def save_activations(path: str | Path, tables: Mapping[str, Activations], about:
         tensors |= calls
     metadata = {"format": FORMAT, "about": json.dumps(dict(about)), "sites": json.dumps(sites)}
     metadata["sha256"] = head_sha256(metadata)
-    with library_writes(path, CacheError), replacing(path) as file:
-        save_file(tensors, file.name, metadata)
+    with library_writes(path, CacheError):
+        if not overwrite:
+            outputs.require_replaceable(path, contents_of_tables(tables, about), activations_contents)
+        with replacing(path) as file:
+            save_file(tensors, file.name, metadata)
     return path
+
+
+def contents_of_tables(tables: Mapping[str, Activations], about: Mapping[str, Any]) -> outputs.Contents:
+    """Return what a file of tables holds, as far as replacing it could lose something."""
+    places = [(site, place) for site, table in tables.items() for place in table.places]
+    parts: dict[str, Collection[Any]] = {"sites": {*tables}}
+    parts["frames"] = {frame for _, place in places for frame in place.frames}
+    parts["calls (site, layer, block, step)"] = {
+        f"{site} {place.layer} {place.block} {place.step}" for site, place in places
+    }
+    return outputs.Contents("file of activations", {"model": about.get("model")}, parts)
+
+
+def activations_contents(path: Path) -> outputs.Contents | None:
+    """Return what a file of activations holds; None for any other file."""
+    try:
+        content = load_activations(path)
+    except CacheError:
+        return None
+    tables = {site: table for site, table in content.items() if isinstance(table, Activations)}
+    return contents_of_tables(tables, content)
 
 
 def load_activations(path: str | Path) -> dict[str, Any]:
@@ -279,7 +309,7 @@ def load_activations(path: str | Path) -> dict[str, Any]:
     with reading(path), safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
-            raise ValueError("it holds something else")
+            raise CacheError(f"{path} holds no activations of this program")
         content: dict[str, Any] = {"format": FORMAT, **json.loads(metadata["about"])}
         tensors: dict[str, Tensor] = {}
         is_older, is_right = False, True
@@ -424,7 +454,7 @@ class StoredRun:
 
     def write(self, tables: Mapping[str, Activations]) -> None:
         """Add a block."""
-        save_activations(self.block(self.count), tables, self.about)
+        save_activations(self.block(self.count), tables, self.about, overwrite=True)
         self.count += 1
 
     def finish(self, latents: Tensor | None) -> None:
@@ -434,7 +464,7 @@ class StoredRun:
             place = Place(None, 0, 0, tuple(range(latents.shape[1])), True, 0.0)
             tables["x0"] = Activations("x0", (place,), (latents.cpu(),))
         self.about["blocks"] = self.count
-        save_activations(self.path / LATENTS, tables, self.about)
+        save_activations(self.path / LATENTS, tables, self.about, overwrite=True)
         if self.path.suffix == NEW:
             self.replace_earlier()
             warnings.warn(

@@ -156,16 +156,14 @@ def require_distinct(outputs: Iterable[str | Path], inputs: Iterable[str | Path 
 
 
 @contextmanager
-def claimed(paths: Mapping[str, int], overwrite: bool = True) -> Iterator[None]:
+def claimed(paths: Mapping[str, int]) -> Iterator[None]:
     """Hold the locks of outputs, given with the bytes each will take, while a run makes them.
 
-    Raises CacheError, before hours of work, where one cannot be written, is there and may not be replaced, is
-    being made by another run, or does not fit on its disk.
+    Raises CacheError, before hours of work, where one cannot be written, is being made by another run, or
+    does not fit on its disk. Whether what is there may be replaced is asked of outputs.py.
     """
     for path in paths:
         require_writable(path)
-        if not overwrite and Path(path).exists():
-            raise CacheError(f"{path} is there already, and --no-overwrite keeps it; --overwrite replaces it")
     targets = {target_of(path): size for path, size in paths.items()}
     with ExitStack() as locks:
         for target in sorted(targets):

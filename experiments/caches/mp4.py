@@ -14,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.caches import outputs
 from experiments.caches.files import CacheError, RunError, part_of, replacing, target_of
 from wan.errors import one_line
 
 FPS = 16  # of Wan2.1's videos
+TAG_BEFORE_2_1 = re.compile("[0-9a-f]{32}( [0-9a-f]{32}| unfinished)?")  # a comment without our mark
 SHORTEST_SIDE = 256  # pixels; smaller videos are enlarged where people look at them
 # Fragments of half a second reach the disk at once, and the encoder looks 8 frames ahead instead of 40: what
 # plays is about two seconds behind.
@@ -103,9 +105,9 @@ class VideoWriter:
         scale = f"scale={even_width}:{even_height}:out_color_matrix={matrix}:out_range=tv"
         colors = f"setparams=colorspace={matrix}:color_primaries={matrix}:color_trc=bt709"
         options = ["-vf", f"{scale},{colors}", *FRAGMENTS, "-f", "mp4"]
-        for name, text in (("comment", self.comment), ("description", self.about)):
-            if text:
-                options += ["-metadata", f"{name}={text}"]
+        options += ["-metadata", f"comment={with_mark(self.comment)}"]
+        if self.about:
+            options += ["-metadata", f"description={self.about}"]
         # A process that outlived its run may still write to the file of that name: it keeps the old file
         self.growing.parent.mkdir(parents=True, exist_ok=True)
         self.growing.unlink(missing_ok=True)
@@ -127,12 +129,16 @@ class VideoWriter:
             self.pipe.close()
             self.pipe = None
 
-    def finish(self, comment: str = "") -> None:
-        """Write an ordinary mp4 of all frames to the path, whole or not at all. RunError where some lack."""
+    def finish(self, comment: str = "", model: str = "") -> None:
+        """Write an ordinary mp4 of all frames to the path, whole or not at all. RunError where some lack.
+
+        comment says which run it is of, model which model and weights, as provenance.model_title.
+        """
         self.close()
         with replacing(self.path) as file:
             # The index comes last: a file that was cut off has none, and nobody takes it for a whole one
-            copy = ["-i", str(self.growing), "-c", "copy", "-metadata", f"comment={comment}", "-f", "mp4"]
+            copy = ["-i", str(self.growing), "-c", "copy", "-metadata", f"comment={with_mark(comment)}"]
+            copy += ["-metadata", f"title={model}", "-f", "mp4"]
             done = run_ffmpeg("-y", *copy, "-progress", "-", file.name)
             written = frames_in(done.stdout)
             if written != self.frames:
@@ -148,27 +154,65 @@ def write_mp4(
     *,
     tag: str = "",
     about: str = "",
+    model: str = "",
     shortest: int = SHORTEST_SIDE,
     multiple: int = 8,
     fps: int = FPS,
+    overwrite: bool = False,
 ) -> None:
     """Write uint8 pixels [frames, height, width, 3] as an mp4, whole or not at all.
 
-    tag says what the video is of, and mp4_tag reads it; about describes it; sizes are VideoWriter's.
+    tag says what the video is of, and mp4_tag reads it; about describes it, model is that of its run; sizes
+    are VideoWriter's. CacheError, unless overwrite, for a file there that must stay (outputs.py).
     """
+    if not overwrite:
+        outputs.require_replaceable(path, contents_of_video(len(pixels), model), video_contents)
     with VideoWriter(path, about=about, shortest=shortest, multiple=multiple, fps=fps) as video:
         video.append(pixels)
-        video.finish(tag)
+        video.finish(tag, model)
 
 
 # --- What an mp4 says, asked of ffmpeg
 def mp4_tag(path: str | Path) -> str | None:
     """Return the comment of an mp4, which names its run; None without one, and where the file was cut off."""
+    comment = metadata_of(path).get("comment", "")
+    return comment.removeprefix(outputs.MARK).strip() or None
+
+
+def with_mark(comment: str) -> str:
+    """Return a comment that says which program wrote the mp4."""
+    return f"{outputs.MARK} {comment}".strip()
+
+
+def metadata_of(path: str | Path) -> dict[str, str]:
+    """Return what an mp4 says of itself, by name; nothing of a file that is none."""
     if not Path(path).is_file():
+        return {}
+    text = run_ffmpeg("-i", os.path.realpath(path), "-f", "ffmetadata", "-").stdout
+    return dict(re.findall("^([a-z_]+)=(.*)$", text, re.MULTILINE))
+
+
+def contents_of_video(frames: int, model: str = "") -> outputs.Contents:
+    """Return what a video holds: frames of a model's run."""
+    return outputs.Contents("video", {"model": model or None}, {"frames": range(frames)})
+
+
+def video_contents(path: Path) -> outputs.Contents | None:
+    """Return what an mp4 holds; None for one that this program did not write."""
+    metadata = metadata_of(path)
+    comment = metadata.get("comment", "")
+    if not comment.startswith(outputs.MARK) and not TAG_BEFORE_2_1.fullmatch(comment):
         return None
-    metadata = run_ffmpeg("-i", os.path.realpath(path), "-f", "ffmetadata", "-").stdout
-    comment = re.search("^comment=(.*)$", metadata, re.MULTILINE)
-    return comment[1] if comment else None
+    count = ["-i", os.path.realpath(path), "-map", "0:v:0", "-c", "copy", "-f", "null"]
+    frames = frames_in(run_ffmpeg(*count, "-progress", "-", os.devnull).stdout)
+    return contents_of_video(frames, metadata.get("title", ""))
+
+
+def shows_nothing(path: str | Path) -> bool:
+    """Return True for an mp4 that was cut off: it has no frames, and says of no run."""
+    with open(path, "rb") as file:
+        kind = file.read(8)[4:]
+    return kind in (b"", b"ftyp") and count_frames(path) == 0
 
 
 def count_frames(path: str | Path) -> int:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.caches import legacy
+from experiments.caches import legacy, outputs
 from experiments.caches.activations import load_activations, model_of
+from experiments.caches.contents import contents_of
 from experiments.caches.files import ROOT, CacheError, in_words, replacing, require_held
 from experiments.caches.formats import (
     FORMATS,
@@ -38,11 +39,12 @@ from wan.errors import UserError, library_writes, short_repr
 from wan.files import load_tensors
 
 
-def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
+def save_cache(path: str | Path, cache: Mapping[str, Any], overwrite: bool = False) -> None:
     """Check a cache and write it, whole or not at all; the same content gives the same bytes under any name.
 
-    Raises CacheError for a field that is missing or wrong and for a path that cannot be written. Tensors are
-    written from where they are: the only copies are of those not contiguous on the CPU.
+    Raises CacheError for a field that is missing or wrong, for a path that cannot be written, and, unless
+    overwrite, for a file there that must stay (outputs.py). Tensors are written from where they are: the only
+    copies are of those not contiguous on the CPU.
     """
     try:
         values = _plain(cache, "cache", {})
@@ -51,8 +53,19 @@ def save_cache(path: str | Path, cache: Mapping[str, Any]) -> None:
         raise CacheError(f"{path} not written: it holds itself") from None
     except UserError as error:
         raise CacheError(f"{path} not written: {error}") from None
-    with library_writes(path, CacheError), replacing(path) as file:
-        torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
+    with library_writes(path, CacheError):
+        if not overwrite:
+            outputs.require_replaceable(path, contents_of(values), cache_contents)
+        with replacing(path) as file:
+            torch.save(values, file)  # an open file, not a path: its archive is then always called "archive"
+
+
+def cache_contents(path: Path) -> outputs.Contents | None:
+    """Return what a cache of any age holds; None for a file that is none, or is damaged."""
+    try:
+        return contents_of(load_cache(path))
+    except CacheError:
+        return None
 
 
 def _plain(value: Any, where: str, kept: dict[int, Tensor]) -> Any:
@@ -135,10 +148,11 @@ def from_root(path: str | Path) -> Path:
 
 
 def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
-    """Return "run: COMMAND", which makes a cache of the first of these formats at this path.
+    """Return "run: COMMAND", which makes a cache of the first of these formats.
 
-    Its own file name, or else that of an atlas, decides where several formats will do. The command is of the
-    miniature, whose weights are shipped: it runs as it is, in the root of the repository.
+    It makes it at this path if nothing is there, or a damaged cache; any other file is nobody's to replace,
+    and is not named. The file name, or else that of an atlas, decides where several formats will do. The
+    command is of the miniature, whose weights are shipped: it runs as it is, in the root of the repository.
     """
     # 1. The format
     name, allowed = Path(path).name, list(formats or FORMATS)
@@ -158,11 +172,29 @@ def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
         number = layer[1] if layer else "3"
         words.append(f"--layer_index {number}")
         default = Path("cache") / name
-    if kind == "causal_atlas":
+    # 3. Where it goes
+    has_content = os.path.exists(path) and os.path.getsize(path) > 0
+    is_damaged, before = is_damaged_cache(Path(path)), ""
+    if target.suffix != ".pt" or (has_content and not is_damaged):
+        if target == default:
+            before = "move it away, then "
+    elif kind == "causal_atlas":
         words.append(f"--output_dir {quote(str(target.parent))}")
-    elif target != default:
-        words.append(f"--output_path {quote(str(target))}")
-    return f"run: {' '.join(words)}"
+    else:
+        if target != default:
+            words.append(f"--output_path {quote(str(target))}")
+        if is_damaged:
+            words.append("--overwrite")
+    return before + f"run: {' '.join(words)}"
+
+
+def is_damaged_cache(path: Path) -> bool:
+    """Return True for a file that begins as save_cache() writes one, whatever follows."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        start = file.read(1 << 16)
+    return start.startswith(b"PK") and b"archive/data.pkl" in start and b"schema_version" in start
 
 
 # --- Layers taken out of an atlas

@@ -1,13 +1,15 @@
 """Each cache format: what it asks of the capture (*_requests), and its dict of a run (*_cache)."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from experiments.caches import outputs, store
 from experiments.caches.files import Record, RunError
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
@@ -20,6 +22,7 @@ from experiments.caches.frames import (
     spread_keys,
     stack,
 )
+from experiments.provenance import model_facts
 from experiments.runs import Run
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
@@ -33,6 +36,18 @@ from wan.sites import check_indices
 LEAST_MASS = 1e-4  # on averages of frames: what is less is rounding
 ABSENT = {"key_frame": NO_KEY, "key_position": NO_KEY, "key_token": 0, "attended": 0}
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
+
+
+def require_free_cache(
+    path: str | Path, kind: str, parts: Mapping[str, Any], config: RunConfig, overwrite: bool = False
+) -> None:
+    """Raise CacheError, before a run, unless overwrite, where a file that must stay is at its cache's path.
+
+    parts are those of the cache to come, as caches/contents.py has them.
+    """
+    if Path(path).exists() and not overwrite:
+        new = outputs.Contents(f"{kind} cache", model_facts(config), parts)
+        outputs.require_replaceable(path, new, store.cache_contents)
 
 
 def padded(values: Tensor, length: int, filler: float) -> Tensor:

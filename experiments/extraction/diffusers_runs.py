@@ -41,7 +41,7 @@ class PipelineRun(Run):
     def decoded(self, vae: Any = None) -> Tensor:
         raise RunError("the video is what the pipeline returned; a captured run of a pipeline has none")
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
         self.decoded()
 
     def __repr__(self) -> str:

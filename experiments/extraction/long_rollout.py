@@ -26,7 +26,7 @@ from experiments.caches.files import (
     require_same,
     require_space,
 )
-from experiments.caches.mp4 import count_frames, mp4_tag
+from experiments.caches.mp4 import count_frames, mp4_tag, shows_nothing
 from experiments.extraction.video import LiveVideo
 from experiments.memory import amount, out_of_memory
 from experiments.progress import Progress, memory, observed
@@ -70,9 +70,7 @@ class LongVideo:
             require_same(self.path, tag.partition(" ")[0], fingerprint, REMEDY)
             return
         # One of this run that was cut off has no tag, and shows nothing
-        with open(self.path, "rb") as file:
-            kind = file.read(8)[4:]
-        if kind not in (b"", b"ftyp") or count_frames(self.path) > 0:
+        if not shows_nothing(self.path):
             raise CacheError(f"{self.path} is there and is no mp4 of this run; {REMEDY}")
 
     def is_whole(self, tag: str, num_frames: int) -> bool:

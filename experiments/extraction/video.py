@@ -15,15 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.caches import mp4, outputs
 from experiments.caches.files import require_writable
 from experiments.caches.mp4 import SHORTEST_SIDE, VideoWriter, require_ffmpeg, write_mp4
 from experiments.provenance import (
     choose_device,
     choose_dtype,
     decoding_threads,
+    model_title,
     vae_files,
     video_tag,
 )
+from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.checkpoint import CheckpointError, read_model_config
 from wan.config import RunConfig
 from wan.errors import ConfigError, library_reads, short_repr
@@ -120,6 +123,20 @@ def decode(latents: Tensor, vae: VAE | Preview) -> Tensor:
 
 
 # --- Latents to mp4s
+def require_free(
+    path: str | Path, config: RunConfig, overwrite: bool = False, num_frames: int | None = None
+) -> outputs.Contents | None:
+    """Return what the video of a run of a config will replace, which may have fewer latent frames.
+
+    CacheError, unless overwrite, for a file that must stay (caches/outputs.py).
+    """
+    if not Path(path).exists():
+        return None  # and no weights need to be hashed
+    frames = 1 + VIDEO_FRAMES_PER_LATENT * ((num_frames or config.num_frames) - 1)
+    new = mp4.contents_of_video(frames, model_title(config))
+    return outputs.require_replaceable(path, new, mp4.video_contents, overwrite)
+
+
 def save_video(
     latents: Tensor, path: str | Path, vae: VAE | Preview, config: RunConfig, fingerprint: str
 ) -> None:
@@ -128,8 +145,15 @@ def save_video(
     The mp4 carries the fingerprint of its run, and of the decoder.
     """
     require_writable(path)  # before the decoding
-    tag = tag_of(fingerprint, config, vae)
-    write_mp4(decode(latents, vae).numpy(), path, tag=tag, about=vae.made_by, fps=config.fps)
+    write_mp4(
+        decode(latents, vae).numpy(),
+        path,
+        tag=tag_of(fingerprint, config, vae),
+        about=vae.made_by,
+        model=model_title(config),
+        fps=config.fps,
+        overwrite=True,  # the caller has looked at what is there
+    )
 
 
 def tag_of(run: str, config: RunConfig, vae: VAE | Preview) -> str:
@@ -167,6 +191,8 @@ class LiveVideo:
         self.config, self.path = config, Path(path)
         self.comment = ""  # of the growing file
         self.growing = Path(growing or self.path.with_suffix(".growing.mp4"))
+        if self.growing != self.path:  # of a killed run, or somebody's own
+            outputs.require_replaceable(self.growing, outputs.Contents("video"), mp4.video_contents)
         self.device = decoders_device(config)
         self.stream, self.ahead = None, 0
         if self.device.type == "cuda":
@@ -278,7 +304,7 @@ class LiveVideo:
                 self.submit(latents.to(self.device))
             self.wait()
         assert self.file is not None
-        self.file.finish(self.tag(fingerprint))
+        self.file.finish(self.tag(fingerprint), model_title(self.config))
 
 
 def decoders_device(config: RunConfig) -> torch.device:

@@ -10,39 +10,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.caches.files import CacheError, replacing
+from experiments.caches import outputs
+from experiments.caches.files import replacing
 from experiments.caches.formats import FORMATS
-from experiments.figures.style import drawn, plain, use_size
+from experiments.figures.style import plain, save_figure, use_size
 
 HASHED_BYTES = 256 << 20  # a larger cache is named by its size alone
-CHECKSUM = re.compile(rb"urn:sha256:([0-9a-f]{64})")
-NO_CHECKSUM = "urn:sha256:" + "0" * 64  # of a file that is being made
 CELL_WIDTH, GAP, LABEL, TITLE = 480.0, 16.0, 22.0, 38.0  # points, of a contact sheet
 FONT = 'font-family="Arial, DejaVu Sans, Helvetica, sans-serif"'
-
-
-# --- A file that tells whether it was changed since it was written
-def with_checksum(content: bytes) -> bytes:
-    """Return a file's content with its SHA-256 in the place of the first NO_CHECKSUM in it."""
-    checksum = f"urn:sha256:{hashlib.sha256(content).hexdigest()}"
-    return content.replace(NO_CHECKSUM.encode(), checksum.encode(), 1)
-
-
-def require_unchanged(path: Path, remedy: str) -> None:
-    """Raise CacheError for a file that with_checksum() did not make, or that was changed since.
-
-    A file that is not there may be written, and one that still has NO_CHECKSUM written again.
-    """
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    field = CHECKSUM.search(content)
-    if field is None:
-        raise CacheError(f"{path} was not written by this program; {remedy}")
-    as_made = content[: field.start()] + NO_CHECKSUM.encode() + content[field.end() :]
-    checksums = (NO_CHECKSUM.encode(), b"urn:sha256:" + hashlib.sha256(as_made).hexdigest().encode())
-    if field[0] not in checksums:
-        raise CacheError(f"{path} was changed since this program wrote it; {remedy}")
 
 
 # --- Figures of a notebook
@@ -67,6 +42,8 @@ def about(view: Any, cache_path: str | Path, notebook="", **parameters: Any) -> 
 class FigureFolder:
     """Save figures to one folder, beside an SVG a PDF.
 
+    A file there is replaced if this program wrote it and nobody changed it since; overwrite replaces any.
+
     width is of a journal, "column" or "page", or a number of inches; height too is in inches. None leaves
     both to the figure.
     """
@@ -78,34 +55,32 @@ class FigureFolder:
         width: str | float | None = None,
         pdf=False,
         height: float | None = None,
+        overwrite: bool = False,
     ):
         # Drawing functions know no folder: the width is a setting of the style
         use_size(width, height)
         self.folder, self.metadata, self.pdf = Path(folder), dict(metadata), pdf
+        self.overwrite = overwrite
         self.paths: list[Path] = []
 
     def save(self, figure: Figure, name: str) -> Figure:
         """Write folder/name, an SVG, whole or not at all; returns the figure, to be shown."""
-        metadata: dict[str, Any] = {**self.metadata, "Identifier": NO_CHECKSUM, "Date": None}
-        self._write(self.folder / name, drawn(figure, "svg", metadata))
+        paths = [self.folder / name]
         if self.pdf:
-            subject = [metadata[key] for key in ("Description", "Source", "Relation") if key in metadata]
-            of_pdf = {"Title": metadata.get("Title"), "Subject": "; ".join(subject)}
-            of_pdf |= {"Keywords": NO_CHECKSUM, "CreationDate": None}
-            self._write((self.folder / name).with_suffix(".pdf"), drawn(figure, "pdf", of_pdf))
+            paths.append(paths[0].with_suffix(".pdf"))
+        for path in paths:
+            self.paths.append(save_figure(figure, path, self.metadata, self.overwrite))
         return figure
-
-    def _write(self, path: Path, content: bytes) -> None:
-        with replacing(path) as file:
-            file.write(with_checksum(content))
-        self.paths.append(path)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.paths)) or "none"
 
 
 def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str) -> Path:
-    """Write figures (label -> SVG file) as a grid, in their order, whole or not at all."""
+    """Write figures (label -> SVG file) as a grid, in their order, whole or not at all.
+
+    CacheError for a file there that this program did not write, or that was changed since.
+    """
     # 1. The drawing of each SVG, with its size in points
     bodies = {}
     for i, (label, file) in enumerate(figures.items()):
@@ -124,7 +99,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" version="1.1" '
         f'width="{w:.1f}pt" height="{h:.1f}pt" viewBox="0 0 {w:.1f} {h:.1f}">',
-        f"<!-- {NO_CHECKSUM} -->",
+        f"<!-- Creator: {outputs.MARK}, {outputs.NO_CHECKSUM} -->",
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(title)}</text>',
     ]
@@ -135,6 +110,7 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(label)}</text>')
         size = f'width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" viewBox="0 0 {w:g} {h:g}"'
         parts.append(f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" {size}>{body}</svg>')
+    outputs.require_redrawable(path)
     with replacing(path) as sheet:
-        sheet.write(with_checksum("\n".join([*parts, "</svg>\n"]).encode()))
+        sheet.write(outputs.with_checksum("\n".join([*parts, "</svg>\n"]).encode()))
     return Path(path)

@@ -24,7 +24,7 @@ from experiments.analysis.measures import head_statistics, measure_heads, open_q
 from experiments.analysis.stats import mean_without_nan
 from experiments.analysis.taxonomy import ANCHOR, KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
-from experiments.caches import load_cache
+from experiments.caches import load_cache, outputs
 from experiments.caches.files import CacheError, replacing
 from experiments.caches.formats import MapsCache
 from experiments.caches.legacy import UNRECORDED
@@ -38,7 +38,6 @@ from experiments.caches.view import (
     short_source,
     source_of,
 )
-from experiments.figures.folder import NO_CHECKSUM, with_checksum
 from experiments.figures.style import LABELS
 from experiments.figures.video_maps import pictures_for
 
@@ -58,9 +57,13 @@ SCRIPTS = ("data", "draw", "heads", "detail", "keys", "compare", "on_video", "ex
 Views = dict[str, Profiles]  # by quantity
 
 
-def save_page(path: str | Path, source: str | Path, **options: Any) -> Path:
-    """Write the page of a cache file or a folder of layerN.pt, whole or not at all; options of page_of."""
-    content = with_checksum(page_of(source, **options).encode())
+def save_page(path: str | Path, source: str | Path, overwrite: bool = False, **options: Any) -> Path:
+    """Write the page of a cache file or a folder of layerN.pt, whole or not at all; options of page_of.
+
+    CacheError, unless overwrite, for a file there that this program did not write, or that was changed since.
+    """
+    outputs.require_redrawable(path, overwrite)
+    content = outputs.with_checksum(page_of(source, **options).encode())
     with replacing(path) as file:
         file.write(content)
     return Path(path)
@@ -466,7 +469,7 @@ def page_without_data() -> str:
     # 2. The policy of the page allows the script with this hash, and no other
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = parts["page.html"]
-    contents = {"STYLE": style, "SCRIPT": script, "DIGEST": digest, "CHECKSUM": NO_CHECKSUM}
+    contents = {"STYLE": style, "SCRIPT": script, "DIGEST": digest, "CHECKSUM": outputs.NO_CHECKSUM}
     for name, content in contents.items():
         page = page.replace(f"{name}_GOES_HERE", content, 1)
     return page

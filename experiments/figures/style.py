@@ -35,8 +35,9 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 
-from experiments.caches.files import replacing
-from wan.errors import ConfigError
+from experiments.caches import outputs
+from experiments.caches.files import CacheError, replacing
+from wan.errors import ConfigError, library_writes
 
 TITLE, LABEL, SMALL, TINY = 9, 8, 7, 6  # points; all letters are of these sizes, at every width
 OURS: dict[str, object] = {  # on top of seaborn's theme
@@ -132,8 +133,15 @@ def in_style() -> Iterator[None]:
 class StyledFigure(Figure):
     """A figure that is drawn in this module's style wherever it is saved or shown."""
 
-    def savefig(self, fname: Any, **options: Any) -> None:
-        """Write the figure as matplotlib does; the same figure gives the same bytes."""
+    def savefig(self, fname: Any, overwrite: bool = False, **options: Any) -> None:
+        """Write the figure as matplotlib does; the same figure gives the same bytes.
+
+        CacheError, unless overwrite, for a file there that this program did not write, or that was changed.
+        """
+        if isinstance(fname, str | Path) and Path(fname).suffix:
+            metadata = options.pop("metadata", None)
+            save_figure(self, fname, metadata, overwrite, **options)
+            return
         kind = options.get("format") or Path(str(fname)).suffix[1:] or matplotlib.rcParams["savefig.format"]
         if kind in NO_DATE:
             options["metadata"] = {NO_DATE[kind]: None, **(options.get("metadata") or {})}
@@ -182,21 +190,56 @@ def lay_out(figure: Figure) -> None:
         label.set_y(np.mean([axis.get_position().intervaly for axis in panels_of(figure)]))
 
 
-def save_svg(figure: Figure, path: str | Path, metadata: Mapping[str, str | None] | None = None) -> Path:
-    """Write a figure as SVG, whole or not at all; the same figure gives the same bytes."""
-    with replacing(path) as file:
-        file.write(drawn(figure, "svg", metadata or {}))
+def marks(kind: str, metadata: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the metadata of a file of a kind, with our mark: an SVG's names, of which others take some."""
+    told = {name: text for name, text in metadata.items() if text is not None}
+    of_run = "; ".join(told[name] for name in ("Description", "Source", "Relation") if name in told)
+    if kind == "pdf":
+        names = {"Title": told.get("Title"), "Subject": of_run or None, "Keywords": outputs.NO_CHECKSUM}
+        return {**names, "Creator": outputs.MARK}
+    if kind == "png":
+        names = {"Title": told.get("Title"), "Description": of_run or None}
+        return {**{name: text for name, text in names.items() if text}, "Software": outputs.MARK}
+    if kind == "svg":
+        return {**told, "Creator": outputs.MARK, "Identifier": outputs.NO_CHECKSUM}
+    return dict(metadata)
+
+
+def save_figure(
+    figure: Figure,
+    path: str | Path,
+    metadata: Mapping[str, str | None] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> Path:
+    """Write a figure as its suffix says, whole or not at all; the same figure gives the same bytes.
+
+    metadata has the names of an SVG's; options are matplotlib's. CacheError, unless overwrite, for a file
+    there that this program did not write, or that was changed since.
+    """
+    kind = options.pop("format", None) or Path(path).suffix.lower().removeprefix(".")
+    with library_writes(path, CacheError):
+        outputs.require_redrawable(path, overwrite)
+        content = outputs.with_checksum(drawn(figure, kind, marks(kind, metadata or {}), **options))
+        with replacing(path) as file:
+            file.write(content)
     return Path(path)
+
+
+save_svg = save_figure  # its name until 2.0
+
+
+save_svg = save_figure  # its name until 2.0
 
 
 PLACES = re.compile(rb' (?:d|x|y)="[^"]*"')
 DECIMALS = re.compile(rb"(\d\.\d\d)\d+")  # of points: a hundredth is enough
 
 
-def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a figure as "svg" or "pdf"."""
+def drawn(figure: Figure, kind: str, metadata: Mapping[str, Any], **options: Any) -> bytes:
+    """Return the bytes of a figure as "svg", "pdf" or another kind of matplotlib's."""
     content = BytesIO()
-    figure.savefig(content, format=kind, metadata=dict(metadata))
+    figure.savefig(content, format=kind, metadata=dict(metadata), **options)
     if kind != "svg":
         return content.getvalue()
     return PLACES.sub(lambda place: DECIMALS.sub(rb"\1", place[0]), content.getvalue())

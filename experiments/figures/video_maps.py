@@ -14,9 +14,10 @@ from PIL import Image
 
 import experiments.figures.style as st
 from experiments.analysis.video_maps import VideoMap
+from experiments.caches import mp4
 from experiments.caches.files import CacheError, peek, require_same
 from experiments.caches.formats import FORMATS
-from experiments.caches.mp4 import VideoWriter, mp4_tag
+from experiments.caches.outputs import require_replaceable
 from experiments.caches.store import remedy
 from experiments.figures.style import RED, SMALL, styled
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, video_to_latent_frame
@@ -29,6 +30,7 @@ FADED = 0.65  # share of white in pictures of frames that the query does not see
 NOISE: st.Style = {"fill": False, "hatch": "////", "edgecolor": "white", "linewidth": 0, "alpha": 0.8}
 QUERY: st.Style = {"fill": False, "edgecolor": RED, "linewidth": 2}
 LINE, STRIPE = 3, 16  # pixels of the query's frame, and from stripe to stripe
+OVER_VIDEO = "maps over a video"  # in place of a model, in the mp4
 HEIGHT = 60  # pixels of a thumbnail
 COPIED = 1.0  # seconds by which a video that was copied with its cache may be the older file
 
@@ -205,7 +207,9 @@ def _finish(
     st.label_figure(figure, [], title, subtitle, legend=legend, note=note)
 
 
-def save_word_movie(path: str | Path, video: np.ndarray, words: Mapping[str, np.ndarray]) -> Path:
+def save_word_movie(
+    path: str | Path, video: np.ndarray, words: Mapping[str, np.ndarray], overwrite: bool = False
+) -> Path:
     """Write an mp4 of a video [n, h, w, 3] uint8 under the map of each word [frames, rows, columns].
 
     Words stand side by side, in one scale. The first latent frame is one frame of the video, all others are
@@ -214,19 +218,23 @@ def save_word_movie(path: str | Path, video: np.ndarray, words: Mapping[str, np.
     scale = _scale(np.stack(list(words.values())), "mass")
     num_frames = len(next(iter(words.values())))
     stride = max(1, (len(video) - 1) // max(1, num_frames - 1))
-    with VideoWriter(path, multiple=2) as movie:
+    require_replaceable(path, mp4.contents_of_video(len(video), OVER_VIDEO), mp4.video_contents, overwrite)
+    with mp4.VideoWriter(path, multiple=2) as movie:
         for n, pixels in enumerate(video):
             frame = video_to_latent_frame(n, stride)
             panels = [blend(pixels, grid[frame], scale) for grid in words.values()]
             movie.append(np.concatenate(panels, 1)[None])
-        movie.finish()
+        movie.finish(model=OVER_VIDEO)
     return Path(path)
 
 
-def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA) -> Path:
+def save_map_movie(
+    path: str | Path, frames: Sequence[np.ndarray], seen: VideoMap, *, alpha=ALPHA, overwrite: bool = False
+) -> Path:
     """Write an mp4 of frames [h, w, 3] uint8 with a map over them; unseen frames pale, noise striped."""
     scale, color = scale_of([seen]), np.round(255 * np.array(to_rgb(RED))).astype(np.uint8)
-    with VideoWriter(path, multiple=2) as movie:
+    require_replaceable(path, mp4.contents_of_video(len(frames), OVER_VIDEO), mp4.video_contents, overwrite)
+    with mp4.VideoWriter(path, multiple=2) as movie:
         for n, pixels in enumerate(frames):
             # Video frame n shows the map of its latent frame
             frame, size = video_to_latent_frame(n, VIDEO_FRAMES_PER_LATENT), pixels.shape[:2]
@@ -242,7 +250,7 @@ def save_map_movie(path: str | Path, frames: Sequence[np.ndarray], seen: VideoMa
                 edge[top + LINE : bottom - LINE, left + LINE : right - LINE] = False
                 picture[edge] = color
             movie.append(picture[None])
-        movie.finish()
+        movie.finish(model=OVER_VIDEO)
     return Path(path)
 
 
@@ -296,7 +304,7 @@ def video_of(cache_path: str | Path, video: str | Path | None) -> Path:
     other = "make the cache again with --save_video, or name a video of the same rollout"
     # A fingerprint decides; without one a video must not be older than its cache
     cache = peek(layers[0] if layers else source)
-    fingerprint, tag = cache.get("fingerprint"), mp4_tag(path) or ""
+    fingerprint, tag = cache.get("fingerprint"), mp4.mp4_tag(path) or ""
     if fingerprint and (tag or video is None):
         require_same(path, tag.partition(" ")[0], fingerprint, other)
     elif video is None and not layers and path.stat().st_mtime < source.stat().st_mtime - COPIED:

@@ -807,18 +807,25 @@ def lora_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 # --- A stage from its start to its log
-def train(name: str, output_dir: Path, device: str = "auto", **given: Any) -> dict:
+OF_STAGES = {"vae": "vae", "base": "transformer"}  # the folders that two stages write; others write a file
+
+
+def train(name: str, output_dir: Path, device: str = "auto", overwrite: bool = False, **given: Any) -> dict:
     """Train a stage, write its files, and set its entry in OUTPUT_DIR/training.json; return the entry.
 
     >>> train("vae", Path("outputs/mini"), minutes=8)["psnr"]
 
-    given are fields of Stage that differ from the recipe. ConfigError without files of an earlier stage.
+    given are fields of Stage that differ from the recipe. ConfigError without files of an earlier stage, and,
+    unless overwrite, with weights of this one.
     """
     chosen = choose_device(device)
     dtype = choose_dtype("auto", chosen)
     stage = replace(STAGES[name], output_dir=output_dir, device=chosen, dtype=dtype, **given)
     if missing := [file for file in stage.needs if not (output_dir / file).exists()]:
         raise ConfigError(f"{output_dir / missing[0]} not found; --stage {name} needs it")
+    weights = output_dir / (stage.file or OF_STAGES[name])
+    if weights.exists() and not overwrite:
+        raise ConfigError(f"{weights} is there; choose another --output_dir, or --overwrite replaces it")
     path = output_dir / "training.json"
     require_writable(path)
     torch.manual_seed(stage.seed)

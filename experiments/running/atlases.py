@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from experiments.caches import mp4, store
 from experiments.caches.files import REMEDY, CacheError, claimed, finished, remove_leftovers, require_space
-from experiments.caches.mp4 import mp4_tag
 from experiments.extraction.sweep import cached, call_on_worker, dask_client, work_through
-from experiments.extraction.video import check_video
+from experiments.extraction.video import check_video, require_free
 from experiments.memory import estimate_bytes
 from experiments.progress import Progress, deterministic, observed
 from experiments.prompts import encode_prompts
@@ -27,7 +27,7 @@ from experiments.provenance import (
     video_tag,
 )
 from experiments.running.cli import plan, videos_of
-from experiments.running.run import BuildCache, cache_builders, make_caches, save, video_of
+from experiments.running.run import PlannedCache, cache_builders, make_caches, save, video_of
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
 from wan.checkpoint import read_model_config
@@ -56,7 +56,7 @@ class AtlasSweep:
 
     args: argparse.Namespace
     requests: Sequence[CaptureRequest]
-    build: BuildCache
+    cache: PlannedCache
     fields: Sequence[str]  # optional ones that the caches must have
     prompts: Sequence[str] = ()  # that this process will need, in their order
 
@@ -66,23 +66,31 @@ class AtlasSweep:
             return False
         cache = finished(run.path, run.fingerprint)
         if cache is None:
+            path = Path(run.path)
+            if path.exists() and store.cache_contents(path) is None and not store.is_damaged_cache(path):
+                raise CacheError(f"{run.path} is there, and is no whole cache; move it away, or {REMEDY}")
             return False
         for name in self.fields:
             if name not in cache:
                 raise CacheError(f"{run.path} belongs to a sweep that did not capture {name}; {REMEDY}")
         tag = video_tag(run.fingerprint, run.config, self.args.vae_dtype)
-        return all(mp4_tag(video) == tag for video in videos_of(self.args, [run.path]))
+        return all(mp4.mp4_tag(video) == tag for video in videos_of(self.args, [run.path]))
 
     def make(self, run: PlannedRun, watch: Progress) -> None:
         """Make one cache, after its video if one is wanted."""
         videos = videos_of(self.args, [run.path])
         for path in (run.path, *videos):  # of killed processes
             remove_leftovers(Path(path))
+        for video in videos:
+            if Path(video).exists() and not mp4.shows_nothing(video):
+                require_free(video, run.config, bool(self.args.overwrite))
+        # What is left at these paths is missing, partial or damaged
+        args = argparse.Namespace(**{**vars(self.args), "overwrite": True})
         with deterministic() if self.args.deterministic else nullcontext():
             session = cached("model", run.model, lambda: self.load(run.config, watch))
             with video_of(self.args, run.config, videos[0], watch) if videos else nullcontext():
                 result = session.generate(config=run.config, requests=self.requests, observer=watch)
-                save(self.args, result, {run.path: self.build}, watch)
+                save(args, result, {run.path: self.cache}, watch)
 
     def load(self, config: RunConfig, watch: Progress) -> Session:
         decodes = self.args.save_video is not None
@@ -105,9 +113,9 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
     requests = cache_builders.atlas_requests(
         config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
     )
-    build = cache_builders.atlas_cache
+    cache = PlannedCache("atlas", cache_builders.atlas_cache)
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
-        make_caches(args, config, requests, {args.output_path: build})
+        make_caches(args, config, requests, {args.output_path: cache})
         return
     if config.gpus > 1:
         raise ConfigError(f"--gpus {config.gpus} makes one rollout; a sweep takes --workers N for N GPUs")
@@ -149,10 +157,10 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
         prompts = list(dict.fromkeys(run.prompt for run in planned.values()))
         fields = [name for name, captured in quantities.items() if captured]
         if client is None:
-            work = AtlasSweep(args, requests, build, fields, prompts)
+            work = AtlasSweep(args, requests, cache, fields, prompts)
         else:
             quiet = argparse.Namespace(**{**vars(args), "quiet": True})  # nobody watches a worker
-            work = AtlasSweep(quiet, requests, build, fields)
+            work = AtlasSweep(quiet, requests, cache, fields)
             if missing and config.embeds_dir and not config.prompt_embeds:
                 parts = range(0, len(prompts), PROMPTS_AT_ONCE)
                 batches = [prompts[start : start + PROMPTS_AT_ONCE] for start in parts]

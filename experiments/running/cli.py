@@ -212,6 +212,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
+OVERWRITE = (
+    "replace whatever is at an output's path. Otherwise a file stays that this program did not write or that "
+    "was changed since, that is of another kind, model or weights, or that has layers, steps, frames or "
+    "fields that the new one would lack; one of another prompt or seed is replaced when the new one is "
+    "complete, and the script says so"
+)
+
+
 # --- Flags of a run; those named as a field of RunConfig override it
 BASE = "base"  # of --checkpoints: the weights of ckpt_dir
 FILE_FIELDS = ("cache_policy", "prompt_schedule", "interventions")  # their flags name files
@@ -337,7 +345,7 @@ def add_run_flags(parser: Parser) -> None:
     """Add flags for memory and for the behaviour of a run."""
     add_config_flags(parser, "dtype", "offload", "t5_cpu")
     flag = parser.add_argument
-    flag("--overwrite", action=argparse.BooleanOptionalAction, help="replace existing outputs")
+    flag("--overwrite", action=argparse.BooleanOptionalAction, default=False, help=OVERWRITE)
     flag("--deterministic", action="store_true", help="equal bits in every run on one device")
     flag("--quiet", action="store_true", help="say nothing but errors")
     flag("--log_file", metavar="PATH", help="also log as JSON lines, appended")

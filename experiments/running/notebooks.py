@@ -26,10 +26,10 @@ from papermill.engines import Engine, papermill_engines
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
-from experiments.caches import load_cache
+from experiments.caches import load_cache, outputs
 from experiments.caches.files import CacheError, RunError, claimed, replacing, require_held
 from experiments.caches.store import from_root, open_layers
-from experiments.figures.folder import NO_CHECKSUM, require_unchanged, save_contact_sheet, with_checksum
+from experiments.figures.folder import save_contact_sheet
 from experiments.figures.html_page import save_page
 from experiments.running.parameters import FOLDER, parameter_types, typed
 from wan.checkpoint import sampled_sha256
@@ -80,7 +80,7 @@ class LayerRun:
     def is_done(self) -> bool:
         """Check that the executed notebook ended with the same inputs, and that its figures are there."""
         record = self.record()
-        if not record or record["content"] == NO_CHECKSUM or record["inputs"] != self.inputs:
+        if not record or record["content"] == outputs.NO_CHECKSUM or record["inputs"] != self.inputs:
             return False
         return all((self.figures / name).is_file() for name in record["figures"])
 
@@ -92,7 +92,7 @@ class LayerRun:
                 raise CacheError(f"{self.executed} is of {earlier[name]}, not {self.inputs[name]}; {REMEDY}")
         figures = [path for path in self.figures.rglob("*") if path.suffix in (".svg", ".pdf")]
         for path in (self.executed, *sorted(figures)):
-            require_unchanged(path, REMEDY)
+            outputs.require_unchanged(path, REMEDY)
 
     def execute(self, client: NotebookClient) -> None:
         """Run the notebook in the client's kernel. RunError where it fails."""
@@ -102,7 +102,7 @@ class LayerRun:
             save_dir = save_dir.parent
         parameters = self.inputs["parameters"] | {"SAVE_DIR": str(save_dir)}
         # 1. papermill writes the notebook after every cell; without a checksum it is not done
-        record = {"inputs": self.inputs, "figures": [], "content": NO_CHECKSUM}
+        record = {"inputs": self.inputs, "figures": [], "content": outputs.NO_CHECKSUM}
         options = {"engine_name": "one_kernel", "client": client, "record": record, "progress_bar": False}
         try:
             notebook = papermill.execute_notebook(self.notebook, self.executed, parameters, **options)
@@ -115,7 +115,7 @@ class LayerRun:
         record["figures"] = sorted(path.name for path in self.figures.glob("*.svg"))
         notebook.metadata.papermill["run"] = record
         with replacing(self.executed) as file:
-            file.write(with_checksum(nbformat.writes(notebook).encode()))
+            file.write(outputs.with_checksum(nbformat.writes(notebook).encode()))
 
 
 def layer_files(source: Path) -> dict[int, Path]:
@@ -164,7 +164,7 @@ def run_notebooks(args: argparse.Namespace) -> None:
         for run in waiting:
             run.require_free()
         for result in (sheet, page):
-            require_unchanged(result, REMEDY)
+            outputs.require_unchanged(result, REMEDY)
         if waiting:
             client = NotebookClient(
                 nbformat.v4.new_notebook(),

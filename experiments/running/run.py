@@ -1,19 +1,23 @@
 """One run, from flags to files: check and lock the outputs, roll out on one GPU or several, save."""
 
 import argparse
+import itertools
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from experiments.caches.files import PARTIAL, ROOT, CacheError, RunError, StoppedError, claimed, peek
+from experiments.caches.contents import PlannedCache as PlannedCache  # scripts take it from here, too
+from experiments.caches.contents import contents_of
+from experiments.caches.files import PARTIAL, ROOT, CacheError, RunError, StoppedError, claimed
 from experiments.caches.formats import FORMATS
-from experiments.caches.store import from_root, save_cache
+from experiments.caches.outputs import Contents, require_replaceable
+from experiments.caches.store import cache_contents, from_root, save_cache
 from experiments.extraction import cache_builders as cache_builders  # scripts take both from here
-from experiments.extraction.video import LiveVideo
+from experiments.extraction import video
 from experiments.memory import estimate_bytes
 from experiments.progress import Progress, memory, observed
 from experiments.provenance import check_outputs
@@ -23,17 +27,15 @@ from experiments.session import Session
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
 
-BuildCache = Callable[[Run], dict[str, Any]]
-
 
 def make_caches(
     args: argparse.Namespace,
     config: RunConfig,
     requests: Sequence[CaptureRequest],
-    outputs: Mapping[str, BuildCache],
+    outputs: Mapping[str, PlannedCache],
     kind: type[Session] = Session,
 ) -> None:
-    """Roll out once and write a cache for each path, built by its function.
+    """Roll out once and write the cache that is planned for each path.
 
     Raises CacheError or ConfigError before anything is generated, RunError for later failures, and
     StoppedError after Ctrl-C.
@@ -56,7 +58,13 @@ def make_caches(
     videos = videos_of(args, outputs)
     check_outputs(args, config, [*outputs, *videos])
     sizes = dict.fromkeys(outputs, nbytes) | dict.fromkeys(videos, 0)
-    locks = claimed(sizes, args.overwrite is not False) if writes else nullcontext()
+    locks = claimed(sizes) if writes else nullcontext()
+    if writes and not args.overwrite:
+        for path in filter(os.path.exists, outputs):
+            planned = outputs[path]
+            cache_builders.require_free_cache(path, planned.kind, planned.parts(config, requests), config)
+        for path in filter(os.path.exists, videos):
+            video.require_free(path, config)
     # 3. Roll out and save.
     has_video = videos and writes
     with (
@@ -78,6 +86,23 @@ def make_caches(
         torchrun.end_at_once()
 
 
+def place_of(path: str, cache: Mapping[str, Any], overwrite: bool) -> tuple[str, Contents | None]:
+    """Return where a cache of a finished or stopped run goes, and what it replaces there.
+
+    A partial cache replaces no whole one, and nothing replaces a file that appeared during the run: the new
+    one goes beside it.
+    """
+    names = [path]
+    if cache.get("partial"):
+        names.append(str(Path(path).with_suffix(PARTIAL)))
+        overwrite = False
+    numbered = (str(Path(names[-1]).with_suffix(f".{n}.pt")) for n in itertools.count(2))
+    for name in itertools.chain(names, numbered):
+        with suppress(CacheError):
+            return name, require_replaceable(name, contents_of(cache), cache_contents, overwrite)
+    raise AssertionError("there are infinitely many names")
+
+
 def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the command that draws a run's caches: their notebook, with its parameter."""
     path, cache = next(iter(caches.items()))
@@ -95,7 +120,7 @@ def notebook_command(caches: Mapping[str, Mapping[str, Any]]) -> str:
 @contextmanager
 def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Progress) -> Iterator[None]:
     """Encode blocks to an mp4 while the run generates them."""
-    with LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
+    with video.LiveVideo(config, path, args.vae_dtype, args.preview) as watch.video:
         try:
             yield
         finally:
@@ -105,35 +130,40 @@ def video_of(args: argparse.Namespace, config: RunConfig, path: str, watch: Prog
 def save(
     args: argparse.Namespace,
     result: Run,
-    outputs: Mapping[str, BuildCache],
+    outputs: Mapping[str, PlannedCache],
     watch: Progress,
 ) -> None:
-    """Write a rollout's caches, each built by its function, and its video unless it was stopped.
+    """Write a rollout's caches, and its video unless it was stopped.
 
     Save the finished blocks of a stopped rollout; never overwrite a complete cache with a partial one. Raises
     RunError if writing fails, and StoppedError after saving a stopped rollout.
     """
     caches, lines = dict[str, dict[str, Any]](), list[str]()
     try:
-        for path, build in outputs.items():
+        for path, planned in outputs.items():
             try:
-                cache = build(result)
+                cache = planned.build(result)
             except (RunError, IndexError):  # the blocks that it needs were not reached
                 if not result.stopped:
                     raise
                 continue
-            # A partial cache does not replace a whole one of an earlier run.
-            there = peek(path) if cache.get("partial") else {}
-            at = str(Path(path).with_suffix(PARTIAL)) if there and not there.get("partial") else path
-            caches[at] = cache
-            save_cache(at, cache)
-            lines.append(
-                f"{at}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
+            place, replaced = place_of(path, cache, bool(args.overwrite))
+            caches[place] = cache
+            save_cache(place, cache, overwrite=True)
+            line = (
+                f"{place}: {cache['format']} cache of {cache['model']} ({cache['weights']} weights), "
                 f"{cache['num_frames']} latent frames, seed {cache['seed']}, {cache['prompt']!r}"
             )
+            if replaced is not None:
+                line += f"; it replaced {replaced}"
+            lines.append(line)
         if watch.video is not None and not result.stopped:
+            replaced = video.require_free(watch.video.path, result.config, bool(args.overwrite))
             watch.video.save([result.latents], result.common["fingerprint"])
-            lines.append(f"{watch.video.path}: the generated video")
+            line = f"{watch.video.path}: the generated video"
+            if replaced is not None:
+                line += f"; it replaced {replaced}"
+            lines.append(line)
     except (CacheError, OSError) as error:  # after the rollout: no longer the fault of the input
         raise RunError(str(error)) from error
     watch.log("saved", paths=list(caches), partial="partial" in result.common)

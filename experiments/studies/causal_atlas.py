@@ -22,9 +22,16 @@ from torch import Tensor
 from experiments.caches.files import Record, claimed
 from experiments.caches.store import save_cache
 from experiments.edits import MeanRuns, reference_means
+from experiments.extraction import cache_builders
 from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
 from experiments.progress import Progress, memory, observed
-from experiments.provenance import check_outputs, fingerprint, identity, record_of, threads_for
+from experiments.provenance import (
+    check_outputs,
+    fingerprint,
+    identity,
+    record_of,
+    threads_for,
+)
 from experiments.running.cli import plan
 from experiments.session import Session, load
 from experiments.studies.interventions import ANOTHER_SEED, FLOOR_BIAS, FLOOR_NOISE, distance
@@ -409,6 +416,9 @@ def make_atlas(args: argparse.Namespace, config: RunConfig) -> None:
         observed(args, "layer") as watch,
         dask_client(args, configs[0].device) as client,
     ):
+        parts = {"frames": range(configs[0].num_frames), "prompts": {run.prompt for run in configs}}
+        parts["seeds"] = {run.seed for run in configs}
+        cache_builders.require_free_cache(folder / ATLAS, "causal_atlas", parts, configs[0])
         start = time.monotonic()
         own_watch = [] if client else [watch]
         study = call_on_worker(client, prepared, folder, edits[0], args.each, configs, *own_watch)
@@ -418,6 +428,6 @@ def make_atlas(args: argparse.Namespace, config: RunConfig) -> None:
             work_through(means, means.runs, watch, client)
             call_on_worker(client, reference_means, study.session, configs[0], None, edit.sites)
         run(study, args.batch, watch, client)
-        save_cache(folder / ATLAS, atlas_cache(study))
+        save_cache(folder / ATLAS, atlas_cache(study), overwrite=True)
         seconds = time.monotonic() - start
         watch.print(f"{folder / ATLAS}: {edits[0]}, each {args.each}: {seconds:.1f} s, {memory()}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from experiments.analysis.taxonomy import ABSENT, Thresholds, head_kinds, local_mass_share, locality
-from experiments.caches import load_cache
+from experiments.caches import load_cache, outputs
 from experiments.caches.files import CacheError, replacing, require_held
 from experiments.caches.view import open_profiles
 from experiments.session import load
@@ -114,12 +114,14 @@ def write_classes(args: argparse.Namespace, config: RunConfig | None) -> None:
     """Write the classes of an atlas as a CSV, or the mean queries of a config's rollout as an .npz."""
     if config is not None:
         output = Path(args.output_path or f"outputs/head_classes/{args.rule}.npz")
+        outputs.require_replaceable(output, outputs.Contents("table"), overwrite=args.overwrite)
         means: dict[str, Any] = query_means(config)
         with replacing(output) as file:
             np.savez_compressed(file, **means)
         print(output)
         return
     output = Path(args.output_path or f"outputs/head_classes/{args.rule}.csv")
+    outputs.require_replaceable(output, outputs.Contents("table"), overwrite=args.overwrite)
     atlas = load_cache(args.atlas, expect=("causal_atlas" if args.rule == "effect" else "atlas",))
     classes = classes_of(args.rule, atlas, args.step, args.num, args.block)
     with replacing(output) as file:

@@ -14,18 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments import provenance
 from experiments.analysis import stats
+from experiments.caches import mp4, outputs
 from experiments.caches.files import claimed, replacing, require_same
-from experiments.caches.mp4 import require_ffmpeg, write_mp4
 from experiments.caches.store import save_cache
 from experiments.edits import edited
+from experiments.extraction import cache_builders
 from experiments.extraction.video import to_pixels
 from experiments.miniature.tracking import judge_by_caption
 from experiments.progress import observed
-from experiments.provenance import check_outputs, fingerprint, record_of, video_tag
 from experiments.running.cli import videos_of
 from experiments.session import Session, load
-from wan.blocks import block_ranges
+from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.config import RunConfig
 from wan.errors import library_reads
 from wan.files import load_tensors
@@ -51,11 +52,15 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         args.save_video = ""  # beside the cache
     videos = videos_of(args, [args.output_path])
     written = [args.output_path, *videos]
-    check_outputs(args, config, written)
+    provenance.check_outputs(args, config, written)
     edits, plain = config_edits(config), replace(config, interventions=[])
-    with claimed(dict.fromkeys(written, 0), args.overwrite is not False), observed(args, unit=None) as watch:
+    with claimed(dict.fromkeys(written, 0)), observed(args, unit=None) as watch:
+        parts = {"frames": range(config.num_frames), "fields": ("psnr", "ssim")}
+        cache_builders.require_free_cache(args.output_path, "effects", parts, config, args.overwrite)
+        for video in videos:
+            outputs.require_replaceable(video, side_by_side(config), mp4.video_contents, args.overwrite)
         if videos and not args.dry_run:
-            require_ffmpeg("leave the video out by --no_video")
+            mp4.require_ffmpeg("leave the video out by --no_video")
         for edit in edits:
             edit.check_source(config)
         session = load(plain).prepare(observer=watch, decodes=True)
@@ -65,7 +70,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
         if args.dry_run:
             return
         # 1. Roll out without and with the edits, and measure how far they are apart.
-        run = fingerprint(session.identity(config))
+        run = provenance.fingerprint(session.identity(config))
         base, other = base_runs(args.save_base, session, plain)
         measured = measure(session, plain, edits, base, other)
         # 2. Decode both, compare their pixels, and ask the tracker what it sees in a caption of its own.
@@ -81,7 +86,7 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             "weights_sha256": session.weights_sha256,
             "fingerprint": run,
             "is_logits": False,
-            "interventions": record_of(edits),
+            "interventions": provenance.record_of(edits),
             **measured,
             "psnr": torch.tensor(stats.psnr(without, changed)).float().clamp(max=100),
             "ssim": torch.tensor(stats.ssim(without, changed)).float(),
@@ -92,23 +97,30 @@ def make_effects(args: argparse.Namespace, config: RunConfig) -> None:
             cache["answers_base"] = torch.tensor([*of_base.values()])
             cache["answers_edited"] = torch.tensor([*of_edited.values()])
         # 3. Save the numbers, and both videos side by side.
-        save_cache(args.output_path, cache)
+        save_cache(args.output_path, cache, overwrite=True)
         for video in videos:
             beside = to_pixels(torch.cat(pixels, 3)[None])[0]
-            write_mp4(beside.numpy(), video, tag=video_tag(run, config, "float32"))
+            tag, title = provenance.video_tag(run, config, "float32"), side_by_side(config).facts["model"]
+            mp4.write_mp4(beside.numpy(), video, tag=tag, model=title or "", overwrite=True)
             watch.print(f"{video}: without and with the edits")
         total = measured["total"] / measured["between_seeds"]
         watch.print(f"{args.output_path}: effects; total {total.nanmean():.3f} of the distance between seeds")
 
 
+def side_by_side(config: RunConfig) -> outputs.Contents:
+    """Return what the mp4 of both videos holds."""
+    frames = 1 + VIDEO_FRAMES_PER_LATENT * (config.num_frames - 1)
+    return mp4.contents_of_video(frames, f"with and without edits, {provenance.model_title(config)}")
+
+
 def base_runs(path: str | None, session: Session, config: RunConfig) -> tuple[Tensor, Tensor]:
     """Return latents of the unedited run and of another seed, kept in a file where path names one."""
-    made_of = fingerprint(session.identity(config))
+    made_of = provenance.fingerprint(session.identity(config))
     if path and Path(path).exists():
-        with library_reads(f"{path}: what --save_base writes", remedy="remove it"):
+        with library_reads(f"{path}: what --save_base writes", remedy="choose another --save_base"):
             cached = load_tensors(path, mmap=False)
             run, base, other = (cached[name] for name in ("fingerprint", "base", "other"))
-        require_same(path, run, made_of, "choose another --save_base, or remove it")
+        require_same(path, run, made_of, "choose another --save_base")
         return base, other
     base, other = session.rollout(config), session.rollout(replace(config, seed=config.seed + ANOTHER_SEED))
     if path:

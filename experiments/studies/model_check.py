@@ -21,12 +21,12 @@ from experiments.analysis.rope_waves import (
 )
 from experiments.analysis.stats import mean_without_nan, pearson, rms_difference, spearman
 from experiments.analysis.taxonomy import Thresholds, agreement, kinds
-from experiments.caches import load_cache
+from experiments.caches import load_cache, outputs
 from experiments.caches.files import RunError
 from experiments.caches.view import open_profiles
 from experiments.extraction import cache_builders
 from experiments.figures.heads import HeadPair, heads_by_agreement
-from experiments.figures.style import save_svg
+from experiments.figures.style import save_figure
 from experiments.progress import observed
 from experiments.session import load
 from wan.config import CARDS, RunConfig
@@ -139,6 +139,9 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
         raise ConfigError(
             f"no published curves exist for {config.model}; name an atlas of this model by --reference"
         )
+    outputs.require_replaceable(
+        args.output_path, outputs.marked(args.output_path), outputs.marked_contents, args.overwrite
+    )
     config = replace(config, num_frames=args.frames)
     names = [f"self_forcing_dmd_{name}_{args.frames}f.pt" for name in ("eagle", "castle")]
     paths = [Path(path) for path in args.reference or [published.FOLDER / name for name in names]]
@@ -210,7 +213,7 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     curves = {name: one.r.ravel() for name, one in compared.items()}
     says = verdict(best)
     figure = heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
-    print(save_svg(figure, args.output_path))
+    print(save_figure(figure, args.output_path, overwrite=True))
     reference = ", ".join(titles)
     if not args.reference:
         reference = f"the published runs ({reference})"

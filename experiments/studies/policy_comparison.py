@@ -5,6 +5,7 @@ changes rounding alone.
 """
 
 import argparse
+import json
 import os
 import time
 from collections import Counter
@@ -24,9 +25,9 @@ from experiments.analysis import drift
 from experiments.analysis.drift import MEASURES, SUMMARIES
 from experiments.analysis.panels import table as table_of
 from experiments.analysis.results import CONTROLS
+from experiments.caches import mp4, outputs
 from experiments.caches.blocks import BlockCapture
 from experiments.caches.files import Record, claimed, require_writable, save_report
-from experiments.caches.mp4 import mp4_tag, require_ffmpeg, write_mp4
 from experiments.configs import policy_settings
 from experiments.extraction.sweep import Results, cached, call_on_worker, dask_client, work_through
 from experiments.extraction.video import decoded_blocks, to_pixels
@@ -127,7 +128,7 @@ def measure(
         answers = judge_seconds(torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255, scene)
         measures["tracker"] = {name: getattr(answers, name).int().tolist() for name in ANSWERS}
     for file, shortest in mp4s.items():
-        write_mp4(pixels, file, tag=about["fingerprint"], shortest=shortest)
+        mp4.write_mp4(pixels, file, tag=about["fingerprint"], shortest=shortest, overwrite=True)
     Results(folder).write(about["fingerprint"], {**about, **measures})
 
 
@@ -218,7 +219,7 @@ class PolicyRuns:
 
     def has(self, item: Item) -> bool:
         """Return whether an item's numbers, and the videos and the attention asked for, are there."""
-        if self.store.read(item.name) is None or any(mp4_tag(path) != item.name for path in item.mp4s):
+        if self.store.read(item.name) is None or any(mp4.mp4_tag(path) != item.name for path in item.mp4s):
             return False
         if self.capture.kind == "none" or "control" in item.settings:
             return True
@@ -357,7 +358,7 @@ class PolicyRuns:
 def compare(args: argparse.Namespace, config: RunConfig) -> None:
     """Make missing videos, and the table when all are there. Raises StoppedError after Ctrl-C."""
     if args.videos or args.vbench_dir:
-        require_ffmpeg("write none by --videos 0, without --vbench_dir")
+        mp4.require_ffmpeg("write none by --videos 0, without --vbench_dir")
     runs, scenes = list(plan(args, config).values()), dict[str, Scene]()
     if not args.prompts and not args.prompt:
         scenes = held_out(args.held_out or 16)
@@ -369,6 +370,7 @@ def compare(args: argparse.Namespace, config: RunConfig) -> None:
         observed(args, "policy") as watch,
         dask_client(args, runs[0].device) as client,
     ):
+        outputs.require_replaceable(path, outputs.Contents("comparison"), comparison_contents)
         start = time.monotonic()
         comparison = call_on_worker(client, prepared, planned, args.batch, *([] if client else [watch]))
         work_through(comparison, comparison.groups(), watch, client)
@@ -415,7 +417,19 @@ def policy_runs(args: argparse.Namespace, runs: Sequence[RunConfig], scenes: dic
     longest = {path.parent: path for path in sorted(videos, key=lambda path: len(os.fsencode(path)))}
     for path in (*(folder / TABLE for folder in folders), *longest.values()):
         require_writable(path)
+    for path in videos:
+        if Path(path).exists():
+            outputs.require_replaceable(path, outputs.Contents("video"), mp4.video_contents)
     return planned
+
+
+def comparison_contents(path: Path) -> outputs.Contents | None:
+    """Return what a table holds that compare() wrote; None for any other file."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return outputs.Contents("comparison") if {"measures", "videos"} <= {*table} else None
+    except (OSError, TypeError, ValueError):
+        return None
 
 
 def prepared(planned: PolicyRuns, batch: int | None, watch: Progress | None = None) -> PolicyRuns:

@@ -78,20 +78,20 @@ def test_the_published_atlases_keep_the_order_of_heads_and_others_are_no_sweep(t
     views, note = sweeps.open_sweep(tmp_path / "none", ROOT / "cache/published")
     effect = sweeps.measures_of(views)["effect"]
     assert "published" in note and sweeps.rank_correlations(effect)[0, 1] > 0.8
-    save_cache(tmp_path / "a.pt", synthetic_caches.atlas())
+    save_cache(tmp_path / "a.pt", synthetic_caches.atlas(), overwrite=True)
     with pytest.raises(CacheError, match="sweep"):
         sweeps.open_sweep(tmp_path, tmp_path)
     edits = {"interventions": {"edits": [], "words": "x", "hash": "0" * 16}}
     others = ({"weights_sha256": "1" * 64}, {"pass_timesteps": [1000.0, 3.0]}, edits)
     for other in (*others, {"config": {"cache_policy": {"name": "window"}}}):
-        save_cache(tmp_path / "b.pt", synthetic_caches.atlas() | other)
+        save_cache(tmp_path / "b.pt", synthetic_caches.atlas() | other, overwrite=True)
         with pytest.raises(CacheError, match="a sweep takes atlases of one model and schedule"):
             sweeps.open_sweep(tmp_path, tmp_path)
     for name in ("a.pt", "b.pt"):  # a copy is no second run
-        save_cache(tmp_path / name, synthetic_caches.atlas() | {"fingerprint": "f" * 32})
+        save_cache(tmp_path / name, synthetic_caches.atlas() | {"fingerprint": "f" * 32}, overwrite=True)
     with pytest.raises(CacheError, match="a sweep takes every run once"):
         sweeps.open_sweep(tmp_path, tmp_path)
-    save_cache(tmp_path / "b.pt", synthetic_caches.atlas(H=2))
+    save_cache(tmp_path / "b.pt", synthetic_caches.atlas(H=2), overwrite=True)
     with pytest.raises(CacheError, match="sweep"):
         sweeps.open_sweep(tmp_path, tmp_path)
 

@@ -121,7 +121,7 @@ def test_a_video_that_was_cut_off_names_no_run_and_has_no_frames(tmp_path):
     for size in (0, 5, 40, 428, len(content) // 2, len(content) - 200):
         path.write_bytes(content[:size])
         assert mp4_tag(path) is None and count_frames(path) == 0
-    write_mp4(noise(9), path)
+    write_mp4(noise(9), path, overwrite=True)
     assert mp4_tag(path) is None and mp4_tag(tmp_path / "none.mp4") is None
 
 

@@ -156,7 +156,7 @@ def test_a_whole_video_is_left_alone_and_any_other_is_encoded_again(tiny, tmp_pa
     make(tmp_path, tiny, policy=WINDOW)
     assert place.path.read_bytes() == content
     for frames, name in ((9, tag), (PICTURES, tag.partition(" ")[0])):
-        write_mp4(np.zeros((frames, 64, 64, 3), np.uint8), place.path, tag=name)
+        write_mp4(np.zeros((frames, 64, 64, 3), np.uint8), place.path, tag=name, overwrite=True)
         make(tmp_path, tiny, policy=WINDOW)
         assert place.path.read_bytes() == content
 
@@ -338,8 +338,8 @@ def test_only_what_a_run_wrote_is_gone_on_with_and_what_cannot_be_is_refused(tmp
     pictures = np.zeros((9, 64, 64, 3), np.uint8)
     for write, message in (
         (lambda: path.write_bytes(b"not a video at all"), "is no mp4 of this run"),
-        (lambda: write_mp4(pictures, path), "is no mp4 of this run"),
-        (lambda: write_mp4(pictures, path, tag="another decoder"), "belongs to another run"),
+        (lambda: write_mp4(pictures, path, overwrite=True), "is no mp4 of this run"),
+        (lambda: write_mp4(pictures, path, tag="another decoder", overwrite=True), "belongs to another run"),
     ):
         write()
         before = path.read_bytes()

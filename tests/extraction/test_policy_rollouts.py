@@ -53,7 +53,7 @@ def keeping(run, *names, without=""):
 
 
 def saved(cache: dict, path) -> dict:
-    save_cache(path, cache)
+    save_cache(path, cache, overwrite=True)
     return load_cache(path)
 
 

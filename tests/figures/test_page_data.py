@@ -117,7 +117,7 @@ def test_a_second_cache_is_compared(tmp_path):
         (synthetic_caches.atlas() | own, "t = 3 where"),
         (synthetic_caches.atlas() | {"model": "another"}, "model another and"),
     ):
-        save_cache(tmp_path / "d.pt", other)
+        save_cache(tmp_path / "d.pt", other, overwrite=True)
         with pytest.raises(CacheError, match=said):
             save_page(tmp_path / "p.html", tmp_path / "a.pt", compare=tmp_path / "d.pt")
     with pytest.raises(CacheError, match=r"c\.pt cannot be compared with the page's cache: frames 12 and 9"):

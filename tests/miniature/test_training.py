@@ -37,6 +37,7 @@ from wan.checkpoint import (
     read_self_forcing_state,
     read_transformer_state,
 )
+from wan.errors import ConfigError
 from wan.model import CausalWanModel
 
 LR = 1e-3
@@ -73,7 +74,10 @@ def test_four_stages_make_a_model_that_loads(tmp_path):
     for earlier, later in ((base, causal), (causal, few_step)):
         assert not all(torch.equal(earlier[name], later[name]) for name in later)
     before = (tmp_path / "causal.pt").read_bytes()
-    train_mini.run(["--stage", "causal", "--steps", "3", "--output_dir", str(tmp_path), *SMALL])
+    again = ["--stage", "causal", "--steps", "3", "--output_dir", str(tmp_path), *SMALL]
+    with pytest.raises(ConfigError, match=r"causal.pt is there; .*--overwrite"):
+        train_mini.run(again)
+    train_mini.run([*again, "--overwrite"])
     assert (tmp_path / "causal.pt").read_bytes() == before
 
 

@@ -63,7 +63,7 @@ def run(name, folder, cache=None, parameter="CACHE_PATH", writes=True, **paramet
     be shown: both is for tests/figures. Nor are they written, unless writes.
     """
     if cache is not None:
-        save_cache(folder / "c.pt", cache)
+        save_cache(folder / "c.pt", cache, overwrite=True)
         parameters[parameter] = str(folder / "c.pt")
     source = load_notebook_node(str(ROOT / f"notebooks/{name}.ipynb"))
     notebook = parameterize_notebook(source, {"SAVE_DIR": str(folder / "figures")} | parameters)
@@ -289,7 +289,7 @@ def effects_cache():
 
 
 def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
-    save_cache(tmp_path / "causal.pt", causal_atlas())
+    save_cache(tmp_path / "causal.pt", causal_atlas(), overwrite=True)
     study = effects.read_study(tmp_path / "causal.pt", tmp_path / "none.pt")
     assert study.effects.shape == (2, N, H) and not study.measures
     assert np.allclose(study.effect, 2 * np.arange(N * H).reshape(N, H))
@@ -303,7 +303,7 @@ def test_seeds_of_a_prompt_are_averaged_before_prompts(tmp_path):
 
 
 def test_an_edit_is_run_and_shown(tiny, tmp_path):
-    save_cache(tmp_path / "causal.pt", causal_atlas())
+    save_cache(tmp_path / "causal.pt", causal_atlas(), overwrite=True)
     save_cache(tmp_path / "attribution.pt", synthetic_caches.attribution(F))
     chosen = {"MODEL": tiny.path, "LAYER": 1, "CAUSAL_ATLAS": str(tmp_path / "causal.pt")}
     chosen["ATTRIBUTION"] = str(tmp_path / "attribution.pt")

@@ -18,7 +18,8 @@ from helpers.forked import exit_code, forked
 from experiments import run_notebooks
 from experiments.caches import save_cache
 from experiments.caches.files import CacheError
-from experiments.figures.folder import NO_CHECKSUM, save_contact_sheet, with_checksum
+from experiments.caches.outputs import NO_CHECKSUM, with_checksum
+from experiments.figures.folder import save_contact_sheet
 from experiments.running import cli, notebooks
 from wan.errors import ConfigError
 

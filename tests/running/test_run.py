@@ -110,8 +110,8 @@ def test_what_cannot_be_written_is_refused_before_the_rollout(tmp_path, not_load
     with pytest.raises(CacheError, match="cannot be written: File name too long"):
         extract(tmp_path / ("n" * 245))  # too long for the file beside it
     (tmp_path / "out.pt").write_bytes(b"precious")
-    with pytest.raises(CacheError, match="is there already, and --no-overwrite keeps it"):
-        extract(tmp_path / "out.pt", "--no-overwrite")
+    with pytest.raises(CacheError, match=r"is there, and no layer cache of this program.*--overwrite"):
+        extract(tmp_path / "out.pt")
     assert (tmp_path / "out.pt").read_bytes() == b"precious"
     disk = namedtuple("disk", "free")(1 << 12)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: disk)
@@ -217,7 +217,7 @@ def test_a_bar_of_blocks_and_a_log(tmp_path, capfd, monkeypatch):
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert [event["event"] for event in events] == ["rollout", *["block"] * 4, "saved", "end"]
     assert events[-1]["ok"] and not torch.are_deterministic_algorithms_enabled()
-    extract(tmp_path / "out.pt")
+    extract(tmp_path / "out.pt", "--overwrite")
     assert capfd.readouterr() == ("", "")
     with pytest.raises(CacheError, match="cannot be written"):
         extract(tmp_path / "out.pt", "--log_file", "/proc/log")

@@ -43,7 +43,7 @@ def test_heads_of_the_largest_effect_are_those_of_a_causal_atlas(tmp_path):
     }
     cache |= {"head_norms": torch.ones(2, 3, 4)}
     path, output = tmp_path / "causal.pt", tmp_path / "classes.csv"
-    save_cache(path, cache)
+    save_cache(path, cache, overwrite=True)
     make_head_classes.run([str(path), "--rule", "effect", "--num", "3", "--output_path", str(output)])
     assert output.read_text() == "0,0,0,0\n0,0,0,0\n0,1,1,1\n"
     assert make_policy("per_head", file=str(output), policies={"0": {"name": "full"}, "1": {"name": "full"}})
