@@ -39,6 +39,11 @@ def maxima(distances: np.ndarray, values: np.ndarray, beyond: int, count: int) -
     return [(int(distances[i]), float(values[i])) for i in chosen]
 
 
+def fastest_frequencies(head_dim: int) -> np.ndarray:
+    """Return the temporal frequencies of RoPE, the fastest first, NUM_BANDS at most."""
+    return time_frequencies(head_dim).numpy()[:NUM_BANDS]
+
+
 def fitted_frequencies(view: Profiles, longest_period: float) -> np.ndarray:
     """Return the temporal frequencies of a view's model that have no longer period; none if it is unknown.
 
@@ -47,7 +52,7 @@ def fitted_frequencies(view: Profiles, longest_period: float) -> np.ndarray:
     """
     if view.quantity != "mean_logit" or view.head_dim is None or not view.context_frames:
         return np.empty(0)
-    frequencies = time_frequencies(view.head_dim).numpy()[:NUM_BANDS]
+    frequencies = fastest_frequencies(view.head_dim)
     return frequencies[2 * np.pi / frequencies <= longest_period]
 
 
@@ -121,8 +126,14 @@ class MatrixFit(NamedTuple):
     r_squared_within_rows: np.ndarray  # [...]
 
 
-def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.ndarray) -> MatrixFit:
-    """Fit rows, waves and a first-frame effect to the context cells of matrices [..., F, F]."""
+def fit_matrix(
+    matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.ndarray, ridge: float = 0.0
+) -> MatrixFit:
+    """Fit rows, waves and a first-frame effect to the context cells of matrices [..., F, F].
+
+    ridge, times the number of cells, is a penalty on the squares of cosines and sines: without one, waves
+    that are longer than the video are found by a hair, and say nothing beyond it.
+    """
     num_bands, shape = len(frequencies), np.shape(matrix)[:-2]
     # 1. The context cells: waves of their distance, and whether their key is the first frame.
     q, k = np.nonzero(context_cells(list(block_sizes)))
@@ -136,13 +147,29 @@ def fit_matrix(matrix: np.ndarray, block_sizes: Sequence[int], frequencies: np.n
         return cells - is_of_row @ means
 
     predictors, target = within_rows(columns), within_rows(values.T)
-    # 3. Least squares, and the share of the variance within rows that it explains.
+    # 3. Least squares, and the share of the variance within rows that it explains. s has no penalty.
     coefficients = np.linalg.pinv(predictors) @ target  # [2 B + 1, heads]
+    if ridge > 0:
+        penalty = np.diag([ridge * len(q)] * (2 * num_bands) + [0.0])
+        coefficients = np.linalg.solve(predictors.T @ predictors + penalty, predictors.T @ target)
     rest = ((target - predictors @ coefficients) ** 2).sum(0)
     explained = 1 - rest / varying(target.T, values, RESOLUTION)
     cosine, sine, s = np.split(coefficients.T.reshape(*shape, -1), [num_bands, 2 * num_bands], -1)
     waves = Waves(frequencies=np.asarray(frequencies), constant=np.zeros(shape), cosine=cosine, sine=sine)
     return MatrixFit(waves=waves, s=s[..., 0], r_squared_within_rows=explained.reshape(shape))
+
+
+def first_excess(rows: np.ndarray) -> np.ndarray:
+    """Return key 0's excess [...] over the mean of the other keys of rows [..., queries, keys]."""
+    mean = np.asarray(rows, np.float64).mean(-2)
+    return mean[..., 0] - mean[..., 1:].mean(-1)
+
+
+def predict_first(fit: MatrixFit, queries: Sequence[float], keys: Sequence[float]) -> np.ndarray:
+    """Predict first_excess() [...] of queries and keys at temporal positions; frame 0 is the first key."""
+    distances = np.subtract.outer(np.asarray(queries, float), np.asarray(keys, float))
+    waves = fit.waves.at(distances.ravel()).reshape(*fit.s.shape, *distances.shape)
+    return first_excess(waves) + fit.s
 
 
 class FirstSplit(NamedTuple):

@@ -7,7 +7,7 @@ number is over heads: the draws of scipy.stats.bootstrap, which computes an inte
     sign_flip_p(ours - theirs)         # of paired differences [prompts]
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,6 +190,15 @@ def contrast_of_trainings(differences: np.ndarray) -> dict[str, Any]:
         "p": float(f"{test.pvalue:.2g}"),
         "each": rounded(means),
     }
+
+
+def contrasts_of_trainings(differences: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
+    """Return contrast_of_trainings() by name, with p adjusted for their number (Holm)."""
+    contrasts = {name: contrast_of_trainings(values) for name, values in differences.items()}
+    adjusted = holm([contrast["p"] for contrast in contrasts.values()])
+    for contrast, p in zip(contrasts.values(), adjusted, strict=True):
+        contrast["p_holm"] = float(f"{p:.2g}")
+    return contrasts
 
 
 def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:

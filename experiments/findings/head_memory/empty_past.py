@@ -20,7 +20,7 @@ import torch
 
 from experiments import intervene, load
 from experiments.analysis.panels import table
-from experiments.analysis.stats import contrast_of_trainings, holm, mean_without_nan, rounded
+from experiments.analysis.stats import contrasts_of_trainings, mean_without_nan, rounded
 from experiments.caches.files import save_report
 from experiments.miniature import Scene, held_out_scenes, in_sight, judge, track
 from experiments.provenance import environment
@@ -174,18 +174,16 @@ def values_of(training: Mapping[str, Any], condition: str, size: int, least: int
     return values
 
 
-def contrast(trainings: Mapping[str, Any], more: str, less: str) -> dict[str, Any]:
-    """Return by how much more comes back under one condition than under another one."""
-    pairs = [[values_of(one, name, SIZES[0]) for name in (more, less)] for one in trainings.values()]
-    return contrast_of_trainings(np.stack([a - b for a, b in pairs]))
+def less(trainings: Mapping[str, Any], more: str, fewer: str) -> np.ndarray:
+    """Return how much more comes back under one condition than under another one [trainings, captions]."""
+    pairs = [[values_of(one, name, SIZES[0]) for name in (more, fewer)] for one in trainings.values()]
+    return np.stack([a - b for a, b in pairs])
 
 
 def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     """Return contrasts with Holm's p, and what comes back by edit, set and size, from all answers."""
     trainings = {name: one for name, one in trainings.items() if len(one["rows"]) >= FEWEST_PAIRS}
-    contrasts = {name: contrast(trainings, *pair) for name, pair in CONTRASTS.items()}
-    for row, p in zip(contrasts.values(), holm([row["p"] for row in contrasts.values()]), strict=True):
-        row["p_holm"] = float(f"{p:.2g}")
+    contrasts = contrasts_of_trainings({name: less(trainings, *pair) for name, pair in CONTRASTS.items()})
     names = [("all", len(ALL)), *product(("P", "I", "others of P", "others of I"), SIZES)]
     shares = dict[str, dict[str, list[float]]]()
     for edit, (name, size), question in product(("removed", "empty"), names, QUESTIONS):

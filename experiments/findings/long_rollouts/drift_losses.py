@@ -21,7 +21,12 @@ import torch
 from experiments import load
 from experiments.analysis.drift import FROM, motion
 from experiments.analysis.panels import table
-from experiments.analysis.stats import contrast_of_trainings, holm, mean_without_nan, rounded
+from experiments.analysis.stats import (
+    contrast_of_trainings,
+    contrasts_of_trainings,
+    mean_without_nan,
+    rounded,
+)
 from experiments.caches.files import save_report
 from experiments.miniature import KINDS, SETS, Scene, held_out_scenes, judge_seconds, render_videos
 from experiments.provenance import environment
@@ -146,17 +151,16 @@ def values_of(training: Mapping[str, Any], policy: str, measure: str) -> np.ndar
     return mean_without_nan(value)
 
 
-def contrast(trainings: Mapping[str, Any], measure: str, more: str, less: str) -> dict[str, Any]:
-    """Return by how much a measure of one policy is above that of another one."""
-    pairs = [(values_of(one, more, measure), values_of(one, less, measure)) for one in trainings.values()]
-    return contrast_of_trainings(np.stack([a - b for a, b in pairs]))
+def less(trainings: Mapping[str, Any], measure: str, more: str, fewer: str) -> np.ndarray:
+    """Return how much a measure of one policy is above that of another one [trainings, captions]."""
+    pairs = [[values_of(one, name, measure) for name in (more, fewer)] for one in trainings.values()]
+    return np.stack([a - b for a, b in pairs])
 
 
 def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     """Return contrasts with Holm's p, and every policy's measures: of all scenes, and of each kind."""
-    contrasts = {name: contrast(trainings, *rows) for name, rows in (CONTRASTS | BESIDE).items()}
-    for name, p in zip(CONTRASTS, holm([contrasts[name]["p"] for name in CONTRASTS]), strict=True):
-        contrasts[name]["p_holm"] = float(f"{p:.2g}")
+    contrasts = contrasts_of_trainings({name: less(trainings, *row) for name, row in CONTRASTS.items()})
+    contrasts |= {name: contrast_of_trainings(less(trainings, *row)) for name, row in BESIDE.items()}
     kinds = np.array(next(iter(trainings.values()))["kinds"])
     policies: dict[str, Any] = {}
     for policy, measure in product((*POLICIES, RENDERED), MEASURES):
