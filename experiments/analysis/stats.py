@@ -171,22 +171,30 @@ def head_correlation(
     return percentiles(float(rho(prompts, layers)[0]), resampled((prompts, layers), rho, draws))
 
 
+def bootstrap_of_trainings(values: np.ndarray) -> Interval:
+    """Return the mean of values [trainings, captions] and its interval; NaN was not measured.
+
+    Draws resample trainings crossed with captions. Every training counts alike, however many of its captions
+    were measured.
+    """
+    values = floats(values)
+    groups, columns = values.shape
+    generator = np.random.default_rng(0)
+    chosen = generator.integers(groups, size=(DRAWS, groups, 1))
+    drawn = values[chosen, generator.integers(columns, size=(DRAWS, 1, columns))]
+    return percentiles(float(mean_without_nan(values).mean()), mean_without_nan(drawn).mean(1))
+
+
 def contrast_of_trainings(differences: np.ndarray) -> dict[str, Any]:
     """Return the mean of differences [trainings, captions] with its intervals, and p; NaN was not measured.
 
-    t, its interval of 95 % and p are of the trainings' means; bootstrap resamples trainings crossed with
-    captions. Every training counts alike, however many of its captions were measured.
+    t, its interval of 95 % and p are of the trainings' means; bootstrap is bootstrap_of_trainings().
     """
-    differences = floats(differences)
-    means = mean_without_nan(differences)
-    groups, columns = differences.shape
-    generator = np.random.default_rng(0)
-    chosen = generator.integers(groups, size=(DRAWS, groups, 1))
-    drawn = differences[chosen, generator.integers(columns, size=(DRAWS, 1, columns))]
+    means = mean_without_nan(floats(differences))
     test = scipy.stats.ttest_1samp(means, 0)
     return {
         "t": rounded([means.mean(), *test.confidence_interval()]),
-        "bootstrap": rounded(percentiles(float(means.mean()), mean_without_nan(drawn).mean(1))),
+        "bootstrap": rounded(bootstrap_of_trainings(differences)),
         "p": float(f"{test.pvalue:.2g}"),
         "each": rounded(means),
     }

@@ -36,7 +36,7 @@ def numbers_of(name):
     [
         (attribution, ["attribution_against"]),
         (first_frame, ["figure4_published", "first_frame_by_block"]),
-        (head_memory, ["presence_and_identity", "hidden_shapes", "first_frame_removed"]),
+        (head_memory, ["presence_and_identity", "hidden_shapes", "first_frame_removed", "empty_past"]),
         (long_rollouts, ["long_rollouts"]),
     ],
     ids=["attribution", "first_frame", "head_memory", "long_rollouts"],

@@ -2,8 +2,8 @@
 
     python experiments/findings/head_memory/draw.py
 
-presence_and_identity.json beside this file has the answer of every video, contrasts and shares; results.json
-the effects of removing frame 0, and the budgets.
+presence_and_identity.json and empty_past.json beside this file have the answer of every video, contrasts and
+shares; results.json the effects of removing frame 0, and the budgets.
 """
 
 from collections.abc import Mapping
@@ -27,6 +27,16 @@ PANELS = {  # title -> captions by their colour, edit, question
 }
 
 
+WITHOUT = {"removed": "No past: comes back", "empty": "A past without the shape: comes back"}
+SETS = {  # of empty_past.json -> in words
+    "all, 96": "all 96",
+    "P, 8": "presence heads",
+    "I, 8": "identity heads",
+    "others of P, 8": "presence layers, others",
+    "others of I, 8": "identity layers, others",
+}
+
+
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
@@ -42,6 +52,8 @@ def run(argv=None):
     print(save_svg(edits, folder / "presence_and_identity.svg"))
     print(save_svg(knockout_shares(*presence_panels(presence)), folder / "hidden_shapes.svg"))
     print(save_svg(first_frame_removed(first_frame), folder / "first_frame_removed.svg"))
+    empty_past = read_json(Path(__file__).with_name("empty_past.json"))
+    print(save_svg(emptied(empty_past), folder / "empty_past.svg"))
 
 
 def pairs_of(presence: Mapping[str, Any]) -> str:
@@ -49,6 +61,23 @@ def pairs_of(presence: Mapping[str, Any]) -> str:
     shares = presence["shares"]["all captions"]
     pairs, videos = (shares[f"{edit}, nobody"]["videos"] for edit in ("other seed", "knockout"))
     return f"second panel: the {pairs} of {videos:,} videos whose unedited pair returns alike"
+
+
+def emptied(report: Mapping[str, Any]) -> Figure:
+    """Draw what comes back without the past of heads, and with one that has no shape."""
+    panels = {}
+    for edit, title in WITHOUT.items():
+        rows = {label: report["shares"][f"{edit}, {of}"]["comes back"] for of, label in SETS.items()}
+        panels[title] = {label: (*row["all"], row["each"]) for label, row in rows.items()}
+    videos = sum(len(one["rows"]) for one in report["trainings"].values())
+    return knockout_shares(
+        panels,
+        {},
+        f"wan-mini, {videos} videos of {len(report['trainings'])} trainings, whose shape comes back unedited",
+        title="Take heads' past away, or empty it",
+        y="Heads",
+        note="6 to 8 heads a set, none in two sets",
+    )
 
 
 def first_frame_removed(report: Mapping[str, Any]) -> Figure:

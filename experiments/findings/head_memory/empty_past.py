@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from experiments import intervene, load
+from experiments.analysis import stats
 from experiments.analysis.panels import table
-from experiments.analysis.stats import contrasts_of_trainings, mean_without_nan, rounded
 from experiments.caches.files import save_report
 from experiments.miniature import Scene, held_out_scenes, in_sight, judge, track
 from experiments.provenance import environment
@@ -183,15 +183,15 @@ def less(trainings: Mapping[str, Any], more: str, fewer: str) -> np.ndarray:
 def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     """Return contrasts with Holm's p, and what comes back by edit, set and size, from all answers."""
     trainings = {name: one for name, one in trainings.items() if len(one["rows"]) >= FEWEST_PAIRS}
-    contrasts = contrasts_of_trainings({name: less(trainings, *pair) for name, pair in CONTRASTS.items()})
+    differences = {name: less(trainings, *pair) for name, pair in CONTRASTS.items()}
     names = [("all", len(ALL)), *product(("P", "I", "others of P", "others of I"), SIZES)]
-    shares = dict[str, dict[str, list[float]]]()
+    shares = dict[str, dict[str, Any]]()
     for edit, (name, size), question in product(("removed", "empty"), names, QUESTIONS):
         least, row = QUESTIONS[question], shares.setdefault(f"{edit}, {name}, {size}", {})
         values = np.stack([values_of(one, f"{edit}, {name}", size, least) for one in trainings.values()])
-        means = mean_without_nan(values)
-        row[question] = rounded([means.mean(), *means])
-    return {"contrasts": contrasts, "shares": shares}
+        interval, each = stats.bootstrap_of_trainings(values), stats.mean_without_nan(values)
+        row[question] = {"all": stats.rounded(interval), "each": stats.rounded(each)}
+    return {"contrasts": stats.contrasts_of_trainings(differences), "shares": shares}
 
 
 if __name__ == "__main__":

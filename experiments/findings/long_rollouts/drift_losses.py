@@ -22,6 +22,7 @@ from experiments import load
 from experiments.analysis.drift import FROM, motion
 from experiments.analysis.panels import table
 from experiments.analysis.stats import (
+    bootstrap_of_trainings,
     contrast_of_trainings,
     contrasts_of_trainings,
     mean_without_nan,
@@ -166,10 +167,12 @@ def findings_of(trainings: Mapping[str, Any]) -> dict[str, Any]:
     for policy, measure in product((*POLICIES, RENDERED), MEASURES):
         values = np.stack([values_of(one, policy, measure) for one in trainings.values()])
         row = policies.setdefault(policy, {})
-        row[measure] = rounded([float(mean_without_nan(values).mean()), *mean_without_nan(values)])
+        interval, each = bootstrap_of_trainings(values), mean_without_nan(values)
+        row[measure] = {"all": rounded(interval), "each": rounded(each)}
         for kind in KINDS:
-            of_kind = mean_without_nan(values[:, kinds == kind]).mean()
-            row[f"{measure}, {kind}"] = round(float(of_kind), 3)
+            of_kind = float(mean_without_nan(mean_without_nan(values[:, kinds == kind])))
+            if np.isfinite(of_kind):  # of trainings in which something is in sight
+                row[f"{measure}, {kind}"] = round(of_kind, 3)
     return {"contrasts": contrasts, "policies": policies}
 
 
