@@ -14,6 +14,7 @@ import random
 import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -115,16 +116,11 @@ def generators() -> str:
 
 def state_of(function: Any) -> list[Any]:
     """Return what a function or an object keeps: the variables that it reads, to be compared later."""
-    # 1. The variables: of the function, and of the object that it belongs to
     while isinstance(function, Named | functools.partial):
         function = function.func if isinstance(function, functools.partial) else function.function
-    waiting = deque([getattr(function, "__self__", function)])
-    code = getattr(function, "__func__", function)
-    if inspect.isfunction(code):
-        read = inspect.getclosurevars(code)
-        waiting += [*read.nonlocals.values(), *read.globals.values()]
-    # 2. What changes where one is changed in place, breadth first
-    state, visited = list[Any](), set[int]()
+    home = getattr(function, "__module__", None)  # functions of other modules are a library's
+    # What changes where a value is changed in place, breadth first
+    waiting, state, visited = deque([function]), list[Any](), set[int]()
     while waiting and len(state) < MOST_VALUES:
         value = waiting.popleft()
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
@@ -132,7 +128,7 @@ def state_of(function: Any) -> list[Any]:
         elif id(value) not in visited:
             visited.add(id(value))
             state += [id(value), _version(value)]
-            waiting += _parts(value)
+            waiting += _parts(value, home)
     return state
 
 
@@ -148,19 +144,33 @@ def _version(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, np.ndarray):
         return hashlib.sha256(value.tobytes()).hexdigest()
+    if hasattr(value, "__next__"):  # an iterator says where it stands, if anything does
+        with suppress(AttributeError, TypeError):
+            return repr(value.__reduce__())
     return None
 
 
-def _parts(value: Any) -> list[Any]:
-    """Return the values of a container or of a user's object."""
+def _parts(value: Any, home: str | None) -> list[Any]:
+    """Return the values of a container or of a user's object, and the variables of a function of home."""
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return [*value]
+    if inspect.isfunction(value) and value.__module__ == home:
+        read = inspect.getclosurevars(value)
+        parts = [*read.nonlocals.values(), *read.globals.values(), *vars(value).values()]
+        return [*parts, value.__defaults__, value.__kwdefaults__]
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if inspect.isgenerator(value) and value.gi_frame is not None:
+        return [*value.gi_frame.f_locals.values()]
     is_code = inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value)
     if is_code or type(value).__module__.partition(".")[0] in OURS:
         return []
-    return [*getattr(value, "__dict__", {}).values()]
+    parts = [*getattr(value, "__dict__", {}).values()]
+    if type(value).__module__ == home:
+        parts += [*vars(type(value)).values()]  # of a user's class: its methods, and what it keeps itself
+    return parts
 
 
 def identity_of_class(kind: type) -> dict[str, Any]:

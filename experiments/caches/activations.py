@@ -410,6 +410,7 @@ class StoredRun:
         tables: dict[str, Activations] = {}
         for path in self.blocks:
             content = load_activations(path)
+            self.require_own(path, content)
             # Calls of later blocks follow those of earlier ones, site by site
             for site, table in content.items():
                 if isinstance(table, Activations):
@@ -449,8 +450,18 @@ class StoredRun:
         """Return the calls of a site, by the headers of its files. CacheError where one is damaged."""
         sites = self.about["request"]["sites"]
         require_known(site, sites, f"no {{}} in {self.path}, but {', '.join(sites)}", CacheError)
-        headers = [read_header(path) for path in self.blocks]
-        return [call for _, by_site in headers for call in by_site.get(site, ())]
+        calls = list[StoredCall]()
+        for path in self.blocks:
+            about, by_site = read_header(path)
+            self.require_own(path, about)
+            calls += by_site.get(site, ())
+        return calls
+
+    def require_own(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Raise CacheError for a file of another run in its folder."""
+        with reading(path):
+            if any(about[name] != self.about[name] for name in ("fingerprint", "seed")):
+                raise ValueError("it is of another run than its folder")
 
     def write(self, tables: Mapping[str, Activations]) -> None:
         """Add a block."""
@@ -570,7 +581,7 @@ class ActivationStore:
         """Read every file of complete runs once. CacheError for the first that is not what was written."""
         for run in self.runs:
             for path in [*run.blocks, run.path / LATENTS]:
-                load_activations(path)
+                run.require_own(path, load_activations(path))
 
     # --- For capture(..., stream_to=)
     def require(self, request: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:

@@ -1,5 +1,6 @@
 """What was asked for is what comes: in its order, with its numbers, whole, or refused in one line."""
 
+import itertools
 import json
 import os
 import shutil
@@ -292,6 +293,24 @@ class Counts:
 def counting():
     calls = []
     return lambda z: z * (calls.append(1) or len(calls))
+
+
+def iterating():
+    numbers = itertools.count(1)
+    return lambda z: z * next(numbers)
+
+
+def keeping():
+    def function(z, calls=[]):  # noqa: B006  a default that is changed
+        calls.append(1)
+        return z * len(calls)
+
+    return function
+
+
+def calling():
+    inner = counting()
+    return lambda z: inner(z)
 
 
 def drawing():
@@ -592,3 +611,12 @@ def test_a_changed_function_is_not_blamed_on_weights(session, tmp_path):
         context = nullcontext() if by == 1.0 else refused("what a named function reads", CacheError)
         with context, edit, seen_by_another, capture(session, "z", stream_to=tmp_path):
             session.generate(PROMPT, seed=1)
+
+
+def test_a_block_of_another_run_is_none_of_this_one(tmp_path):
+    store = ActivationStore(tmp_path)
+    first, second = add_run(store, "a", [1.0]), add_run(store, "b", [2.0])
+    shutil.copy(second.block(0), first.block(0))
+    for read in (lambda: store.rows("z", 0), store.check, lambda: [run.tables for run in store.runs]):
+        with refused("it is of another run than its folder", CacheError):
+            read()
