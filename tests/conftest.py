@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,22 @@ def pytest_runtest_makereport(item, call):
     if report.failed and (reason := absent_library(str(call.excinfo.value))):
         report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {reason}")
     return report
+
+
+def handle_ignored_signals() -> None:
+    """Handle what a shell has this process ignore, so that processes which tests start do not.
+
+    `command &` in a script ignores Ctrl-C, nohup a hang-up. What is ignored is inherited; a handler is not.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+def pytest_configure():
+    handle_ignored_signals()
 
 
 def require_forks() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, handle_ignored_signals
 from helpers.sleeping import STOPPED
 
 from experiments.caches import load_cache
@@ -88,6 +88,21 @@ def test_a_signal_within_an_import_ends_the_process_at_once(tmp_path):
         time.sleep(0.3)
         os.killpg(running.pid, by)
         assert running.communicate(timeout=60)[1] == "error: stopped\n" and running.returncode == 130
+
+
+def test_children_of_tests_ignore_no_signal_that_the_shell_had_these_ignore():
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPS}
+    try:
+        handle_ignored_signals()
+        script = "import signal; print(*(signal.getsignal(n) is signal.SIG_IGN for n in (2, 15, 1)))"
+        assert started(["-c", script]).communicate(timeout=60)[0].split() == ["False"] * 3
+        os.kill(os.getpid(), signal.SIGHUP)  # as before, it does not end this process
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_an_import_installs_no_handler():
