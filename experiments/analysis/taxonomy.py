@@ -7,7 +7,6 @@ hold what the rule needs.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ from wan.errors import ConfigError, check_fields, from_values, in_context
 from wan.files import Count, Frames, Share, read_yaml
 
 ANCHOR, WAVE, VEIL, STATIC, DYNAMIC, ABSENT = 1, -1, 2, 1, 0, -9
-KINDS: Mapping[int, str] = MappingProxyType({ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"})
-LOCALITY: Mapping[int, str] = MappingProxyType({STATIC: "static", DYNAMIC: "dynamic"})
+KINDS: Mapping[int, str] = {ANCHOR: "anchor", WAVE: "wave", VEIL: "veil"}
+LOCALITY: Mapping[int, str] = {STATIC: "static", DYNAMIC: "dynamic"}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
+import resource
 import statistics
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +41,7 @@ from experiments.configs import policy_settings
 from experiments.extraction import video
 from experiments.provenance import choose_device, choose_dtype, environment
 from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.notebooks import SHEET
 from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends, diffusers_attention, diffusers_capture
@@ -78,7 +83,8 @@ class Row:
 
 
 def run(argv=None):
-    groups: dict[str, Group] = {**dict.fromkeys(OF_ROLLOUTS, rollouts), "pipeline": pipeline}
+    groups: dict[str, Group] = dict.fromkeys(OF_ROLLOUTS, rollouts)
+    groups |= {"pipeline": pipeline, "notebooks": notebooks}
     parser = row_parser(__doc__, groups, default=["plain", "logits", "mass"])
     parser.add_argument("--policies", nargs="+", default=[], help="more rows, as --cache_policy takes them")
     args = parser.parse_args(argv)
@@ -454,6 +460,40 @@ def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]
             sampler.row(f"{title}, one word", "2 steps, one word, all layers", partial(sampler.sample, WORD)),
             sampler.row(f"{title}, all layers, second attention call", measured, by_second_call),
         ]
+
+
+# --- A notebook for each layer
+ATLAS, FURTHER = "cache/atlas.pt", 2  # layers after the first
+
+
+def notebooks(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
+    """Yield the first layer of each notebook that run_notebooks.py runs, beside each further one."""
+    if not Path(ATLAS).is_file():
+        raise ConfigError(f"{ATLAS} is not there; run: bash experiments/quickstart.sh")
+    for notebook in SHEET:
+        stem = notebook.removesuffix(".ipynb")
+        yield [
+            Row(f"{stem}, first layer", "CPU seconds of the command", partial(cpu_seconds, notebook, 0)),
+            Row(f"{stem}, each further layer", "CPU seconds", partial(seconds_of_further, notebook)),
+        ]
+
+
+def cpu_seconds(notebook: str, last_layer: int) -> float:
+    """Return the CPU seconds of run_notebooks.py and its kernel for layers 0..last_layer, on one thread."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "experiments/run_notebooks.py", notebook, ATLAS, f"0-{last_layer}"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [*command, "--output_dir", folder], env=environment, check=True, stdout=subprocess.DEVNULL
+        )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def seconds_of_further(notebook: str) -> float:
+    """Return what each further layer adds to the command of one layer, in CPU seconds."""
+    return (cpu_seconds(notebook, FURTHER) - cpu_seconds(notebook, 0)) / FURTHER
 
 
 if __name__ == "__main__":

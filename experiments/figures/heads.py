@@ -18,7 +18,7 @@ import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
 from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, ProfileMap
 from experiments.caches.view import NOTHING, Caption
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, Style, styled
+from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SMALL, Style, styled
 
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
@@ -158,7 +158,7 @@ def head_grid(
     for axis, values, title in zip(axes, profiles, titles, strict=True):
         # [F + averages]
         if F <= BARS_UP_TO:
-            axis.bar(np.arange(F), values[:F], width=0.85, color=BLUE, linewidth=0)
+            st.bars(axis, values[:F], BLUE, width=0.85)
         else:
             axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
         axis.yaxis.set_major_locator(MaxNLocator(3))
@@ -291,11 +291,12 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
         middles = starts + 1
         colors = [ORANGE if start == SHOWN else "0.6" for start in starts]
-        axis.bar(middles, measured, width=2.2, color=colors, linewidth=0)
+        st.bars(axis, measured, colors, width=2.2, places=middles)
         axis.plot(middles, predicted, "o-", color=BLUE, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name)
         st.label_places(axis.xaxis, middles, places=middles)
+    st.hide_inner_labels(figure, axes)
     queries = f"queries {SHOWN}–{SHOWN + 2}"
     if of_paper:
         queries += ", those of the paper"
@@ -310,14 +311,34 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
 
 
 @styled
-def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") -> Figure:
-    """Draw context curves beside their waves; a line shows what s adds to frame 0, and the rest follows."""
-    figure, axes = st.panels(len(parts), columns=3, size=(2.9, 1.7))
-    values = np.concatenate([[p.waves[0] + p.s, *p.measured, *p.waves, 0] for p in parts.values()])
-    for axis, (name, (measured, waves, s)) in zip(axes, parts.items(), strict=True):
-        _bars_and_line(axis, measured, waves, [ORANGE, *[GREY] * (len(measured) - 1)])
-        axis.plot([0, 0], [waves[0], waves[0] + s], color=RED, linewidth=2.5)
-        axis.set(ylim=(values.min() - 0.5, values.max() + 0.5), title=name)
+def curves_in_parts(parts: Mapping[str, Sequence[PartsPanel]], title: str, subtitle="") -> Figure:
+    """Draw context curves beside their waves, a panel a head, with blocks of queries side by side.
+
+    A line shows what s adds to frame 0, and the rest follows.
+    """
+    figure, axes = st.panels(len(parts), columns=1, size=(7.0, 1.7))
+    blocks = [block for of_head in parts.values() for block in of_head]
+    values = np.concatenate([[b.waves[0] + b.s, *b.measured, *b.waves, 0] for b in blocks])
+    bottom, top = values.min() - 0.5, values.max() + 0.5
+    height = top - bottom
+    for axis, (name, of_head) in zip(axes, parts.items(), strict=True):
+        axis.set(ylim=(bottom, top + 0.2 * height), title=name)  # above: which queries
+        ticks: dict[float, str] = {}
+        left = 0
+        for block in of_head:
+            frames = left + np.arange(len(block.measured))
+            colors = [ORANGE, *[GREY] * (len(frames) - 1)]
+            st.bars(axis, block.measured, colors, places=frames)
+            axis.plot(frames, block.waves, "o-", color=BLUE, markersize=2.5)
+            axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=RED, linewidth=2.5)
+            label = axis.text(left - 0.4, top + 0.1 * height, block.name, va="center", fontsize=SMALL)
+            label.set_in_layout(False)  # it is inside the panel
+            ticks |= {left + frame: str(frame) for frame in range(0, len(frames), 3)}
+            left += len(frames) + 2
+        axis.axhline(0, color=DARK, linewidth=0.6)
+        axis.set_xlim(-1, left - 2)
+        st.label_places(axis.xaxis, ticks.values(), places=ticks)
+    st.hide_inner_labels(figure, axes)
     legend: dict[str, Artist] = {
         "first": Patch(color=ORANGE, label="measured, frame 0"),
         "others": Patch(color=GREY, label="measured, other context"),
@@ -356,7 +377,7 @@ def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], t
 
 
 def _bars_and_line(axis: Axes, bars: np.ndarray, line: np.ndarray, color: str | list[str]) -> None:
-    axis.bar(np.arange(len(bars)), bars, color=color, width=0.8, linewidth=0)
+    st.bars(axis, bars, color)
     axis.plot(line, "o-", color=BLUE, markersize=2.5)
     axis.axhline(0, color=DARK, linewidth=0.6)
     st.label_places(axis.xaxis, range(len(bars)))

@@ -138,12 +138,58 @@ def test_bytes_are_the_same_again_and_absent_frames_are_not_zero(tmp_path):
     assert one == style.save_svg(again, tmp_path / "b.svg").read_bytes()
     assert one == style.save_svg(first, tmp_path / "a.svg").read_bytes()  # saving lays nothing out again
     assert b"<dc:date>" not in one and b"Arial" in one and b">not attended<" in one
-    heights = [np.isnan(bar.get_height()) for bar in first.axes[0].containers[0]]
-    assert np.flatnonzero(heights).tolist() == [3, 4, 9]
+    heights = first.axes[0].patches[0].get_data().values[::2]  # between two bars stands a gap
+    assert np.flatnonzero(np.isnan(heights)).tolist() == [3, 4, 9]
     hatched = [patch for patch in first.axes[0].patches if patch.get_hatch()]
     assert len(hatched) == 2  # frames 3 and 4, frame 9
     image = figures.survival_map(values, "x").axes[0].images[0].get_array()
     assert np.flatnonzero(np.ma.getmaskarray(image)[0]).tolist() == [3, 4, 9]
+
+
+def test_a_notebook_shows_what_it_has_saved_drawn_once(tmp_path, monkeypatch):
+    draws, shown = [], []
+    draw = Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda self, renderer: (draws.append(self), draw(self, renderer)))
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["image/svg+xml"]))
+    figure = figures.head_grid(np.ones((2, 12)), ["a", "b"], CAPTION, layer=1)
+    saved = style.save_svg(figure, tmp_path / "a.svg", {"Title": "A title"}).read_text()
+    figure._ipython_display_()
+    assert draws.count(figure) == 1
+    assert "<title>A title</title>" in saved and "A title" not in shown[0]
+    assert saved.partition("</metadata>")[2] == shown[0].partition("</metadata>")[2]
+    figure.axes[0].set_title("changed since")
+    figure._ipython_display_()
+    assert "changed since" in shown[1] and draws.count(figure) == 2
+
+
+def test_equal_arguments_are_drawn_once_where_the_environment_asks_for_it(monkeypatch):
+    def grid(values, title="a"):
+        return figures.head_grid(values, [title, "b"], CAPTION, layer=1)
+
+    values = np.ones((2, 12))
+    assert grid(values) is not grid(values)
+    monkeypatch.setenv(style.REMEMBER, "1")
+    monkeypatch.setattr(style, "_remembered", {})
+    first = grid(values)
+    assert grid(values.copy()) is first
+    others = [grid(values, "c"), grid(2 * values)]
+    style.use_size("column")
+    others.append(grid(values))
+    style.use_size()
+    assert first not in others
+    monkeypatch.setattr(style, "REMEMBERED_FIGURES", 4)
+    grid(values)
+    grid(values, "d")  # the one that was not asked for longest leaves, and that is not the first
+    assert grid(values) is first and len(style._remembered) == 4
+
+
+def test_bars_are_an_artist_a_color_and_absent_where_nan():
+    axis = Figure().subplots()
+    style.bars(axis, np.array([1.0, np.nan, -2.0]), [style.RED, style.BLUE, style.BLUE])
+    red, blue = (patch.get_data() for patch in axis.patches)
+    np.testing.assert_array_equal(red.values, [1, np.nan, np.nan, np.nan, np.nan])
+    np.testing.assert_array_equal(blue.values, [np.nan, np.nan, np.nan, np.nan, -2])
+    np.testing.assert_allclose(blue.edges, [-0.4, 0.4, 0.6, 1.4, 1.6, 2.4])
 
 
 def test_seaborn_is_imported_by_the_style_alone_and_its_palette_is_ours():
@@ -258,7 +304,7 @@ def test_the_first_figure_imports_seaborn_and_leaves_a_notebooks_display_on():
 def test_a_notebook_shows_a_figure_as_it_is_saved(tmp_path, monkeypatch):
     """With its title, which Jupyter's own PNG leaves out."""
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda svg: shown.append(svg.data))
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data["image/svg+xml"]))
     figure = figures.survival_map(open_profiles(synthetic_caches.atlas()).frame_profile(1), "the title")
     figure._ipython_display_()
     saved = style.save_svg(figure, tmp_path / "f.svg").read_text()

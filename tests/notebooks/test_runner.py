@@ -98,7 +98,7 @@ def test_ctrl_c_keeps_finished_layers_and_the_same_command_continues(command, tm
     stopped = forked(exit_code(lambda: cli.main(run_notebooks.run, command)))
     assert time.monotonic() - start < 60
     assert stopped.value == 130 and stopped.said.splitlines()[-1] == "error: stopped"
-    first = executed(tmp_path)[0]
+    first = (tmp_path / "out/notebooks/layer0.ipynb").read_bytes()
     assert not (tmp_path / "out/contact_sheet.svg").exists()
     continued = forked(exit_code(lambda: cli.main(run_notebooks.run, command)))
     assert continued.value == 0 and executed(tmp_path)[0] == first
@@ -136,7 +136,7 @@ def parameters_given(monkeypatch):
         return notebook
 
     monkeypatch.setattr(papermill, "execute_notebook", execute)
-    monkeypatch.setattr(nbclient.NotebookClient, "setup_kernel", lambda self: nullcontext())
+    monkeypatch.setattr(nbclient.NotebookClient, "setup_kernel", lambda self, env: nullcontext())
     return calls
 
 
