@@ -35,29 +35,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan import cache as kv
+from wan import capture, sites
+from wan import model as wan_model
 from wan.activations import SiteCapture
 from wan.attention import Call
-from wan.cache import AnyCache, CachePolicy, KVCache
-from wan.capture import SMALL, Capture, CapturedCall, CaptureRequest
 from wan.errors import one_line
 from wan.keys import KeyLayout
-from wan.model import (
-    Block,
-    Cache,
-    CausalWanModel,
-    Mask,
-    Rope,
-    SelfAttention,
-    gated_add,
-    modulated_norm,
-    multiply,
-)
-from wan.sites import current_pass, is_hidden, observed, observer, watchers
 
 Replay = Callable[[], None]
 
 
-def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None = None) -> None:
+def apply_cuda_graphs(model: wan_model.CausalWanModel, after: int = 1, whole: bool | None = None) -> None:
     """Replay the layers of rollouts after so many calls of a shape, since recording takes time.
 
     Under gradients, edits or captured text attention they run as before. whole: whether passes become one
@@ -78,13 +67,13 @@ def apply_cuda_graphs(model: CausalWanModel, after: int = 1, whole: bool | None 
     vars(model)["_apply"] = forget_and_move
 
 
-def forget_cuda_graphs(model: CausalWanModel) -> None:
+def forget_cuda_graphs(model: wan_model.CausalWanModel) -> None:
     """Free all recordings, for example before moving weights; they are made again when needed."""
     for block in model.blocks:
         layer = vars(block).get("forward")
         if isinstance(layer, ReplayedBlock):
-            for kept in (layer.graphs, layer.texts, layer.copied, layer.inputs):
-                kept.clear()
+            for recordings in (layer.graphs, layer.texts, layer.copied, layer.inputs):
+                recordings.clear()
             layer.recorder.renew()
     whole = vars(model).get("run_layers")
     if isinstance(whole, ReplayedPass):
@@ -123,7 +112,7 @@ class Recorder:
     def renew(self) -> None:
         """Take a new memory pool; PyTorch refuses one whose graphs were all freed."""
         self.graphs.clear()
-        self.pool: Any = None
+        self.pool: torch.cuda._POOL_HANDLE | None = None
         if self.stream:
             self.pool = torch.cuda.graph_pool_handle()
 
@@ -168,11 +157,11 @@ class OnOneGPU:
     The methods define what runs in which graph, and what runs between them.
     """
 
-    def __init__(self, x: Tensor, time: Tensor, rope: Rope, num_heads: int):
+    def __init__(self, x: Tensor, time: Tensor, rope: wan_model.Rope, num_heads: int):
         self.x = torch.empty_like(x, memory_format=torch.contiguous_format)  # at the end, what a layer gives
         self.time = torch.empty_like(time)
-        self.rope = Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
-        self._taken: tuple[Tensor, Rope] | None = None
+        self.rope = wan_model.Rope(*((torch.empty_like(cos), torch.empty_like(sin)) for cos, sin in rope))
+        self._taken: tuple[Tensor, wan_model.Rope] | None = None
         self.allocate(num_heads)
 
     def allocate(self, num_heads: int) -> None:
@@ -181,7 +170,7 @@ class OnOneGPU:
         self.keys = torch.empty_like(self.x)  # before their norm
         self.queries = torch.empty_like(self.x).unflatten(-1, (num_heads, -1))
 
-    def take(self, x: Tensor, time: Tensor, rope: Rope) -> None:
+    def take(self, x: Tensor, time: Tensor, rope: wan_model.Rope) -> None:
         """Copy a layer's input in: x unless the layer before wrote it here, the rest once per forward."""
         if x is not self.x:
             self.x.copy_(x)
@@ -190,29 +179,29 @@ class OnOneGPU:
             copy_all([*self.rope.queries, *self.rope.keys], [*rope.queries, *rope.keys])
             self._taken = time, rope  # also so that nothing else can be the same object
 
-    def project(self, block: Block, with_raw: bool) -> None:
+    def project(self, block: wan_model.Block, with_raw: bool) -> None:
         """Compute the recorded part before attention."""
         attend, attn = block.modulations(self.time)[0], block.self_attn
-        modulated_norm(self.x, attend.scale, attend.shift, block.eps, self.normed)
+        wan_model.modulated_norm(self.x, attend.scale, attend.shift, block.eps, self.normed)
         attn.norm_q(attn.q(self.normed), self.rope.queries, self.queries)
-        multiply(attn.k, self.normed, self.keys)
+        wan_model.multiply(attn.k, self.normed, self.keys)
 
-    def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
+    def attend(self, attn: wan_model.SelfAttention, kv_cache: kv.AnyCache) -> None:
         """Compute what is not recorded: keys, values, attention and the product after it."""
         projected = [self.queries, attn.norm_k(self.keys, self.rope.keys), attn.values(self.normed)]
         if kv_cache.stores_raw:
             projected.append(attn.norm_k(self.keys))
         attn.merge(attn.attend(projected, kv_cache), self.normed)
 
-    def merged(self, attn: SelfAttention) -> Tensor:
+    def merged(self, attn: wan_model.SelfAttention) -> Tensor:
         """Return self-attention's output, inside the second recorded part."""
         return self.normed
 
-    def finish(self, block: Block, text: tuple[Tensor, Tensor]) -> None:
+    def finish(self, block: wan_model.Block, text: tuple[Tensor, Tensor]) -> None:
         """Compute the recorded part after attention, into x."""
         attend, feed = block.modulations(self.time)
         x, fed = block.feed(self.x, self.merged(block.self_attn), attend, feed, text)
-        gated_add(x, fed, feed.gate, self.x)
+        wan_model.gated_add(x, fed, feed.gate, self.x)
 
 
 class OnSeveralGPUs(OnOneGPU):
@@ -222,20 +211,20 @@ class OnSeveralGPUs(OnOneGPU):
         self.projected: tuple[Tensor, ...] = ()
         self.heads: Tensor | None = None  # what its heads saw
 
-    def project(self, block: Block, with_raw: bool) -> None:
+    def project(self, block: wan_model.Block, with_raw: bool) -> None:
         attend = block.modulations(self.time)[0]
-        normed = modulated_norm(self.x, attend.scale, attend.shift, block.eps)
+        normed = wan_model.modulated_norm(self.x, attend.scale, attend.shift, block.eps)
         projected = block.self_attn.project(normed, self.rope, with_raw)
         self.projected = self.projected or projected
         copy_all(self.projected, projected)
 
-    def attend(self, attn: SelfAttention, kv_cache: AnyCache) -> None:
+    def attend(self, attn: wan_model.SelfAttention, kv_cache: kv.AnyCache) -> None:
         heads = attn.attend(self.projected, kv_cache)
         if self.heads is None:
             self.heads = heads
         copy_all([self.heads], [heads])
 
-    def merged(self, attn: SelfAttention) -> Tensor:
+    def merged(self, attn: wan_model.SelfAttention) -> Tensor:
         assert self.heads is not None
         return attn.merge(self.heads)
 
@@ -243,7 +232,13 @@ class OnSeveralGPUs(OnOneGPU):
 class ReplayedBlock:
     """The forward of a layer: two graphs, and self-attention between them."""
 
-    def __init__(self, block: Block, recorder: Recorder, inputs: dict[Hashable, OnOneGPU], after: int):
+    def __init__(
+        self,
+        block: wan_model.Block,
+        recorder: Recorder,
+        inputs: dict[Hashable, OnOneGPU],
+        after: int,
+    ):
         self.block, self.recorder, self.inputs, self.after = block, recorder, inputs, after
         self.eager: Callable[..., Tensor] = block.forward
         if isinstance(self.eager, ReplayedBlock):
@@ -257,20 +252,20 @@ class ReplayedBlock:
         self,
         x: Tensor,
         time: Tensor,
-        rope: Rope,
+        rope: wan_model.Rope,
         text: tuple[Tensor, Tensor],
-        kv_cache: Cache = None,
-        mask: Mask = None,
+        kv_cache: wan_model.Cache = None,
+        mask: wan_model.Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         # 1. Training and whoever looks inside a layer need its Python; so do the first calls of a shape, and
         #    the recording of a whole pass.
         if self.recorder.is_whole:
             return self.eager(x, time, rope, text, kv_cache)
-        by = observer()  # who may need the call itself
-        hidden = is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
+        by = sites.observer()  # who may need the call itself
+        hidden = sites.is_hidden(self.block.layer) or (by and by.wants(self.block.cross_attn.site))
         if kv_cache is None or mask is not None or hidden or torch.is_grad_enabled():
-            if any(isinstance(watcher, SiteCapture) for watcher in watchers()):
+            if any(isinstance(watcher, SiteCapture) for watcher in sites.watchers()):
                 say_that_graphs_wait()
             return self.eager(x, time, rope, text, kv_cache, mask, layout)
         attn = self.block.self_attn
@@ -320,7 +315,7 @@ class WholePass:
 
     x: Tensor  # [B, L, dim]
     replay: Replay = field(init=False)
-    calls: list[CapturedCall] = field(default_factory=list)  # what a capture keeps of the pass
+    calls: list[capture.CapturedCall] = field(default_factory=list)  # what a capture keeps of the pass
     flat: Tensor | None = None  # their values, one behind the other
 
 
@@ -335,7 +330,11 @@ class ReplayedPass:
     AT_MOST = 128  # graphs; caches at ever new addresses would make more and more of them
 
     def __init__(
-        self, model: CausalWanModel, layers: list[ReplayedBlock], recorder: Recorder, whole: bool | None
+        self,
+        model: wan_model.CausalWanModel,
+        layers: list[ReplayedBlock],
+        recorder: Recorder,
+        whole: bool | None,
     ):
         self.model, self.layers, self.recorder, self.whole = model, layers, recorder, whole
         self.in_turn = MethodType(type(model).run_layers, model)
@@ -348,21 +347,22 @@ class ReplayedPass:
         self.inputs: dict[Hashable, OnOneGPU] = {}
         self.passes: dict[Hashable, WholePass | None] = {}  # None: what is captured of it does not fit
         self.counts: Counter[Hashable] = Counter()
-        self.addresses: tuple[Any, Hashable] = (None, ())  # of the newest cache
+        self.newest: weakref.ref[kv.KVCache] | None = None  # the newest cache, and its addresses
+        self.addresses: tuple[int, ...] = ()
 
     def __call__(
         self,
         x: Tensor,
         time: Tensor,
-        rope: Rope,
+        rope: wan_model.Rope,
         text: list[tuple[Tensor, Tensor]],
-        kv_cache: Cache = None,
-        mask: Mask = None,
+        kv_cache: wan_model.Cache = None,
+        mask: wan_model.Mask = None,
         layout: KeyLayout | None = None,
     ) -> Tensor:
         # 1. Can this pass be replayed, and was it seen before?
-        by = observer()
-        if mask is not None or type(kv_cache) is not KVCache:
+        by = sites.observer()
+        if mask is not None or type(kv_cache) is not kv.KVCache:
             return self.in_turn(x, time, rope, text, kv_cache, mask, layout)
         key = self.key_of(x, time, rope, text, kv_cache, by)
         if key is None or self.passes.get(key, key) is None:
@@ -398,7 +398,7 @@ class ReplayedPass:
         return whole.x
 
     def key_of(
-        self, x: Tensor, time: Tensor, rope: Rope, text: Any, kv_cache: KVCache, by: Any
+        self, x: Tensor, time: Tensor, rope: wan_model.Rope, text: Any, kv_cache: kv.KVCache, by: Any
     ) -> tuple[Hashable, ...] | None:
         """Return the key under which a pass is recorded; None if it needs Python."""
         shard, policy = self.model.head_shard, type(kv_cache.policy)
@@ -407,25 +407,25 @@ class ReplayedPass:
             (by_peers or (self.whole and shard is None))
             and self.whole is not False
             # a policy that chooses by queries, or between passes, runs Python in write()
-            and policy.written is CachePolicy.written
-            and policy.own_slots is CachePolicy.own_slots
-            and policy.layout is CachePolicy.layout
+            and policy.written is kv.CachePolicy.written
+            and policy.own_slots is kv.CachePolicy.own_slots
+            and policy.layout is kv.CachePolicy.layout
             and not kv_cache.stores_raw
             and kv_cache.layouts[0].is_plain
-            and not watchers()
+            and not sites.watchers()
             and not torch.is_grad_enabled()
             and not any(self.hooks())
         )
         if not is_plain:
             return None
-        asked = self.asked_of(by, len(x))
-        if asked is None:
+        requests = self.requests_of(by, len(x))
+        if requests is None:
             return None
-        if self.addresses[0] is None or self.addresses[0]() is not kv_cache:
-            numbers = tuple(buffer.data_ptr() for buffer in (*kv_cache.keys, *kv_cache.values))
-            self.addresses = weakref.ref(kv_cache), numbers
+        if self.newest is None or self.newest() is not kv_cache:
+            self.newest = weakref.ref(kv_cache)
+            self.addresses = tuple(buffer.data_ptr() for buffer in (*kv_cache.keys, *kv_cache.values))
         shapes = x.shape, time.shape, rope.keys[0].shape, text[0][0].shape
-        return *shapes, self.addresses[1], len(kv_cache.slots), kv_cache.own.start, kv_cache.own.stop, asked
+        return *shapes, self.addresses, len(kv_cache.slots), kv_cache.own.start, kv_cache.own.stop, requests
 
     def hooks(self) -> Iterator[Any]:
         """Yield hooks between layers that a replay would skip; those marked is_replayed are recorded."""
@@ -435,61 +435,63 @@ class ReplayedPass:
                 if not getattr(hook, "is_replayed", False):
                     yield hook
 
-    def asked_of(self, by: Any, batch: int) -> tuple[Hashable, ...] | None:
+    def requests_of(self, by: Any, batch: int) -> tuple[Hashable, ...] | None:
         """Return what a capture asks of each layer; None if it is more than frame values of one video."""
         if by is None:
             return ()
-        at = current_pass()
-        if type(by) is not Capture or batch > 1 or at is None or at.parts:
+        at = sites.current_pass()
+        if type(by) is not capture.Capture or batch > 1 or at is None or at.parts:
             return None
-        sites = [attn.site for block in self.model.blocks for attn in (block.self_attn, block.cross_attn)]
-        asked: list[Hashable] = []
+        layers = [attn.site for block in self.model.blocks for attn in (block.self_attn, block.cross_attn)]
+        wanted: list[Hashable] = []
         for request in by.requests:
-            layers = tuple(site.layer for site in sites if request.wants(site, at))
+            chosen = tuple(site.layer for site in layers if request.wants(site, at))
             by_frame = request.granularity == "frame" and request.kinds == ("self",)
-            if layers and (not by_frame or request.query_key_means or request.call_indices is not None):
+            if chosen and (not by_frame or request.query_key_means or request.call_indices is not None):
                 return None
-            asked.append((layers, request.mass, request.rope_bands))
-        return tuple(asked)
+            wanted.append((chosen, request.mass, request.rope_bands))
+        return tuple(wanted)
 
-    def run(self, whole: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: KVCache, by: Any) -> None:
+    def run(self, whole: WholePass, inputs: OnOneGPU, texts: Any, kv_cache: kv.KVCache, by: Any) -> None:
         """Run the layers one by one and concatenate the values that a capture keeps."""
-        capture: CaptureBeside | None = None
+        beside: CaptureBeside | None = None
         if by:
-            capture = CaptureBeside(by.requests, self.beside)
+            beside = CaptureBeside(by.requests, self.beside)
         self.recorder.is_whole = True
         try:
-            with observed(capture):
+            with sites.observed(beside):
                 whole.x = self.in_turn(inputs.x, inputs.time, inputs.rope, texts, kv_cache)
         finally:
             self.recorder.is_whole = False
-        if capture and capture.calls:
-            capture.join()
-            whole.calls = capture.calls
+        if beside and beside.calls:
+            beside.join()
+            whole.calls = beside.calls
             whole.flat = torch.cat([x.reshape(-1) for call in whole.calls for x in call.values.values()])
 
     def calls_of(
-        self, whole: WholePass, parts: Iterator[Tensor], kv_cache: KVCache
-    ) -> Iterator[CapturedCall]:
+        self, whole: WholePass, parts: Iterator[Tensor], kv_cache: kv.KVCache
+    ) -> Iterator[capture.CapturedCall]:
         """Yield the captured calls of the current pass."""
-        at = current_pass()
+        at = sites.current_pass()
         for call in whole.calls:
             values = {name: next(parts).view(like.shape) for name, like in call.values.items()}
             layout = kv_cache.layouts[call.site.layer].on_host
             yield replace(call, at=at, values=values, layout=layout)
 
 
-class CaptureBeside(Capture):
+class CaptureBeside(capture.Capture):
     """Compute captured values on a second stream beside the layers; the streams join when the pass ends.
 
     Layers leave part of a GPU idle while they exchange tokens and where a product is too small to fill it;
     the smaller a GPU's share of the heads, the larger that part.
     """
 
-    def __init__(self, requests: tuple[CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
+    def __init__(self, requests: tuple[capture.CaptureRequest, ...], stream: "torch.cuda.Stream | None"):
         super().__init__(requests)
         self.stream = stream
-        self.in_use: list[Any] = []  # keeps memory that the stream reads from being reused
+        self.in_use: list[
+            tuple[Tensor | None, ...]
+        ] = []  # keeps memory that the stream reads from being reused
 
     def observe(self, call: Call) -> None:
         if self.stream is not None and self.wants(call.site):
@@ -510,16 +512,16 @@ class CaptureBeside(Capture):
 class Inputs(OnOneGPU):
     """Hold the inputs of a pass at fixed addresses."""
 
-    def __init__(self, x: Tensor, time: Tensor, rope: Rope):
+    def __init__(self, x: Tensor, time: Tensor, rope: wan_model.Rope):
         super().__init__(x, time, rope, 1)
 
     def allocate(self, num_heads: int) -> None:
         """Allocate nothing: everything else is in the graph's own memory."""
 
 
-def fits_a_graph(call: CapturedCall) -> bool:
+def fits_a_graph(call: capture.CapturedCall) -> bool:
     """Return whether a call's values stay on the GPU until the capture ends and can be concatenated."""
-    return all(x.numel() <= SMALL and x.dtype == torch.float32 for x in call.values.values())
+    return all(x.numel() <= capture.SMALL and x.dtype == torch.float32 for x in call.values.values())
 
 
 @cache

@@ -27,14 +27,13 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from wan.attention import Call, attention
-from wan.capture import BY_FRAME, SMALL, CapturedCall, joint_layout, spread
+from wan import attention, capture, keys, sites
+from wan import model as wan_model
 from wan.config import RunConfig
 from wan.errors import ConfigError
-from wan.keys import HeadShard
-from wan.model import CausalWanModel, CrossAttention, Rope, SelfAttention
-from wan.sites import current_pass, observer, watchers
-from wan.wings.peer_memory import TIMEOUT, AllToAll, Group, PeerMemory, peer_memory_of
+from wan.wings import peer_memory as exchanges
+
+Group = dist.ProcessGroup
 
 # The processes: torchrun starts them; NCCL connects GPUs, and gloo CPUs and what was captured.
 
@@ -56,7 +55,7 @@ def on_own_device(config: RunConfig) -> RunConfig:
 
 def join(device: torch.device) -> Group:
     """Join the group of all processes that were started together."""
-    store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+    store, rank, size = next(rendezvous("env://", timeout=exchanges.TIMEOUT))
     _errors.append(PrefixStore("errors", store))
     backend = "gloo"
     if device.type == "cuda":
@@ -65,7 +64,7 @@ def join(device: torch.device) -> Group:
         # torch's flight recorder walks through Python's frames at every exchange, and every layer has two.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     group_store = PrefixStore("group", store)
-    dist.init_process_group(backend, store=group_store, timeout=TIMEOUT, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=group_store, timeout=exchanges.TIMEOUT, rank=rank, world_size=size)
     if threading.current_thread() is threading.main_thread():
         # A process that waits in NCCL or gloo runs no Python: let a signal end it all the same.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -110,28 +109,30 @@ def is_first_to_fail(message: str) -> bool:
     """Return True if no other process of the group has reported an error yet; this one is about to."""
     if _errors:
         with suppress(Exception):  # the store is gone with the process that had it
-            mine = f"{os.getpid()} {message}"
-            return _errors[-1].compare_set("first", "", mine) == mine.encode()
+            report = f"{os.getpid()} {message}"
+            return _errors[-1].compare_set("first", "", report) == report.encode()
     return True
 
 
 # The model.
 
+Alike = Sequence[tuple[Any, int]]  # runs of calls: names, shapes and dtypes of their values, and how many
+
 
 @dataclass(frozen=True, eq=False)
-class ProcessShard(HeadShard):
+class ProcessShard(keys.HeadShard):
     """One process's share of a group's work: some of the heads, and an equal part of every call's tokens."""
 
     group: Group
-    all_to_all: AllToAll
-    peer_memory: PeerMemory | None  # where the processes have it
+    all_to_all: exchanges.AllToAll
+    peer_memory: exchanges.PeerMemory | None  # where the processes have it
 
     @property
     def size(self) -> int:
         return self.group.size()
 
     @property
-    def exchange(self) -> AllToAll | PeerMemory:
+    def exchange(self) -> exchanges.AllToAll | exchanges.PeerMemory:
         """Return the exchange to use: peer memory is overwritten and has no gradients."""
         if self.peer_memory is None or torch.is_grad_enabled():
             return self.all_to_all
@@ -150,21 +151,21 @@ class ProcessShard(HeadShard):
     def any_process(self, flag: bool) -> bool:
         return bool(self.sum(torch.tensor([float(flag)])).item())
 
-    def gather_calls(self, calls: Sequence[CapturedCall]) -> list[CapturedCall]:
+    def gather_calls(self, calls: Sequence[capture.CapturedCall]) -> list[capture.CapturedCall]:
         """Join calls, which must be on the CPU, in portions of at most BYTES_AT_ONCE."""
         # Processes may hold different amounts of a call, but all must send the same calls together.
         sizes = torch.tensor([sum(value.nbytes for value in call.values.values()) for call in calls])
         if calls:
             dist.all_reduce(sizes, dist.ReduceOp.MAX, group=self.group)
-        whole: list[CapturedCall] = []
+        whole: list[capture.CapturedCall] = []
         for rows in _portions(sizes.tolist(), BYTES_AT_ONCE):
             portion = calls[rows.start : rows.stop]
             # 1. Describe the values by a few objects: most calls of a pass have the same shapes.
             runs = [list(run) for _, run in groupby(portion, lambda call: (id(call.at), _kinds_of(call)))]
             alike = [(_kinds_of(run[0]), len(run)) for run in runs]
-            of_all: list[Any] | None = None
+            of_all: list[Alike] | None = None
             if self.group.rank() == 0:
-                of_all = [None] * self.size
+                of_all = [()] * self.size
             dist.gather_object(alike, of_all, group=self.group, group_dst=0)
             # 2. Send the numbers as one tensor of bytes.
             packed = self._gather_bytes(_as_bytes(runs))
@@ -211,7 +212,7 @@ class ProcessShard(HeadShard):
         return torch.cat(parts, 1)
 
 
-def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
+def apply_head_parallel(model: wan_model.CausalWanModel, group: Group) -> None:
     """Make the processes of a group compute each call of a model together, split by heads.
 
     All processes must make the same calls with the whole input; each gets the whole output and holds all
@@ -223,16 +224,22 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
         return
     share = heads // size
     own_heads = range(group.rank() * share, (group.rank() + 1) * share)
-    shard = ProcessShard(own_heads, heads, group, AllToAll(group), peer_memory_of(group, model.device))
+    shard = ProcessShard(
+        heads=own_heads,
+        total=heads,
+        group=group,
+        all_to_all=exchanges.AllToAll(group),
+        peer_memory=exchanges.peer_memory_of(group, model.device),
+    )
     model.head_shard = shard
 
     # Between the patch embedding and the head's output, each process has its share of the tokens.
     tables = model.rope_tables
 
-    def own_tables(*args: Any) -> Rope:
+    def own_tables(*args: Any) -> wan_model.Rope:
         (q_cos, q_sin), (k_cos, k_sin) = tables(*args)
         queries = shard.tokens(q_cos, 0), shard.tokens(q_sin, 0)
-        return Rope(queries, (shard.tokens(k_cos, 0), shard.tokens(k_sin, 0)))
+        return wan_model.Rope(queries, (shard.tokens(k_cos, 0), shard.tokens(k_sin, 0)))
 
     # Layer 0 takes this process's tokens, the head's output is joined: [B, L/P, dim] in between.
     def own_tokens(block: nn.Module, args: tuple) -> tuple:
@@ -252,7 +259,7 @@ def apply_head_parallel(model: CausalWanModel, group: Group) -> None:
         _exchange_cross(block.cross_attn, shard)
 
 
-def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
+def _exchange_self(attn: wan_model.SelfAttention, shard: ProcessShard) -> None:
     """Exchange once before attention and once after it."""
     project, attend, merge = attn.project, attn.attend, attn.merge
 
@@ -260,7 +267,7 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
         return (shard.exchange.send(project(x, *args)),)
 
     def attend_whole(projected: Sequence[Tensor], kv_cache: Any, *args: Any) -> Tensor:
-        whole = shard.exchange.receive(projected[0], lasts=bool(watchers()))
+        whole = shard.exchange.receive(projected[0], lasts=bool(sites.watchers()))
         return shard.exchange.send_back(attend(whole, kv_cache, *args))
 
     def merge_all(seen: Tensor) -> Tensor:
@@ -270,7 +277,7 @@ def _exchange_self(attn: SelfAttention, shard: ProcessShard) -> None:
     vars(attn).update(project=sent, attend=attend_whole, merge=merge_all)
 
 
-def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
+def _exchange_cross(attn: wan_model.CrossAttention, shard: ProcessShard) -> None:
     """Compute cross-attention without an exchange, since every process has the whole text.
 
     Captures and edits still get whole sequences of this process's heads.
@@ -278,17 +285,17 @@ def _exchange_cross(attn: CrossAttention, shard: ProcessShard) -> None:
     attn.site = replace(attn.site, shard=shard)
 
     def whole(q: Tensor) -> Tensor:
-        return shard.exchange.receive(shard.exchange.send([q]), lasts=bool(watchers()))[0]
+        return shard.exchange.receive(shard.exchange.send([q]), lasts=bool(sites.watchers()))[0]
 
     def forward(x: Tensor, text: tuple[Tensor, Tensor]) -> Tensor:
-        q, by = attn.norm_q(attn.q(x)), observer()
+        q, by = attn.norm_q(attn.q(x)), sites.observer()
         k, v = shard.of_text([text])[0]
-        if watchers():
-            z = attention(whole(q), k, v, attn.site)  # [B, L, H/P, D]
+        if sites.watchers():
+            z = attention.attention(whole(q), k, v, attn.site)  # [B, L, H/P, D]
             return attn.o(shard.exchange.receive_back(shard.exchange.send_back(z)).flatten(2))
         if by and by.wants(attn.site):
-            by.observe(Call(attn.site, current_pass(), whole(q), k, v))
-        return attn.o(attention(q, *text).flatten(2))
+            by.observe(attention.Call(attn.site, sites.current_pass(), whole(q), k, v))
+        return attn.o(attention.attention(q, *text).flatten(2))
 
     vars(attn)["forward"] = forward
 
@@ -329,7 +336,7 @@ def _portions(sizes: Sequence[int], limit: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
+def _kinds_of(call: capture.CapturedCall) -> tuple[Any, ...]:
     """Return names, shapes and dtypes of a call's values, and the frames of its columns."""
     kinds = tuple((name, value.shape, value.dtype) for name, value in call.values.items())
     if call.layout is None:
@@ -337,7 +344,7 @@ def _kinds_of(call: CapturedCall) -> tuple[Any, ...]:
     return kinds, tuple(call.layout.frames)
 
 
-def _as_bytes(runs: Sequence[Sequence[CapturedCall]]) -> Tensor:
+def _as_bytes(runs: Sequence[Sequence[capture.CapturedCall]]) -> Tensor:
     """Concatenate the values of runs of similar calls, name by name, as uint8 [n]."""
     named = [[call.values[name] for call in run] for run in runs for name in run[0].values]
     parts = [torch.stack(values).flatten().view(torch.uint8) for values in named]
@@ -347,7 +354,7 @@ def _as_bytes(runs: Sequence[Sequence[CapturedCall]]) -> Tensor:
 Values = dict[str, Tensor]  # of n calls alike, [n, B, H, ...] each
 
 
-def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Values, Sequence[int]]]:
+def _unpacked(alike: Alike, packed: Tensor) -> list[tuple[Values, Sequence[int]]]:
     """Split a process's bytes into values of runs of similar calls, with the frames of their columns."""
     runs, start = [], 0
     for (kinds, frames), count in alike:
@@ -364,7 +371,7 @@ def _unpacked(alike: Sequence[tuple[Any, int]], packed: Tensor) -> list[tuple[Va
 
 
 def _one_by_one(
-    runs: Sequence[tuple[Values, Sequence[int]]], alike: Sequence[tuple[Any, int]]
+    runs: Sequence[tuple[Values, Sequence[int]]], alike: Alike
 ) -> Iterator[tuple[Values, Sequence[int]]]:
     """Yield the calls of all runs one by one."""
     for (values, frames), (_, count) in zip(runs, alike, strict=True):
@@ -373,16 +380,16 @@ def _one_by_one(
 
 
 def _joined(
-    calls: Sequence[CapturedCall], parts: Sequence[tuple[Values, Sequence[int]]], num_heads: int
-) -> Iterator[CapturedCall]:
+    calls: Sequence[capture.CapturedCall], parts: Sequence[tuple[Values, Sequence[int]]], num_heads: int
+) -> Iterator[capture.CapturedCall]:
     """Join the values of similar calls over all processes, head by head and frame by frame."""
     values, seen = [part[0] for part in parts], [part[1] for part in parts]
     layout, edited = calls[0].layout, [of["attended"] for of in values if "attended" in of]
     differ = layout is not None and len({*map(tuple, seen)}) > 1
     if layout is not None and differ:  # under per_head: their heads see different frames
-        layout = joint_layout(seen, layout)
+        layout = capture.joint_layout(seen, layout)
         values = [
-            {name: spread(of[name], has, layout.frames) for name in BY_FRAME if name in of}
+            {name: capture.spread(of[name], has, layout.frames) for name in capture.BY_FRAME if name in of}
             for of, has in zip(values, seen, strict=True)
         ]
     if edited:
@@ -399,7 +406,7 @@ def _joined(
         else:
             of_calls = torch.cat([of[name] for of in values], 2).unbind()
         # Small values of a pass share memory; a large one has its own, so that it can be freed alone
-        if of_calls[0].numel() > SMALL:
+        if of_calls[0].numel() > capture.SMALL:
             of_calls = [x.clone() for x in of_calls]
         whole.append(of_calls)
     for call, *of_call in zip(calls, *whole, strict=True):
@@ -408,7 +415,7 @@ def _joined(
         q_shape, k_shape = ((*shape[:2], num_heads, shape[3]) for shape in (call.q_shape, call.k_shape))
         if layout is not None:
             k_shape = (k_shape[0], len(layout.slots) * layout.tokens_per_slot, *k_shape[2:])
-        yield CapturedCall(
+        yield capture.CapturedCall(
             site=call.site,
             at=call.at,
             values=dict(zip(names, of_call, strict=True)),

@@ -171,21 +171,21 @@ class PeerMemory:
         batch, share, heads, head_dim = parts[0].shape
         rows = slice(self.rank * share, (self.rank + 1) * share)
         shape = (batch, share * self.size, len(parts), heads // self.size, head_dim)
-        return self._buffer("heads", shape, parts[0], lambda x: x[:, rows].flatten(3))
+        return self._buffer("heads", shape, like=parts[0], part=lambda x: x[:, rows].flatten(3))
 
     def to_tokens(self, seen: Tensor) -> Buffer:
         """Return the buffer for [B, L, H/P, D]."""
         batch, length, heads, head_dim = seen.shape
         columns = slice(self.rank * heads, (self.rank + 1) * heads)
         shape = (batch, length // self.size, heads * self.size, head_dim)
-        return self._buffer("tokens", shape, seen, lambda x: x[:, :, columns])
+        return self._buffer("tokens", shape, like=seen, part=lambda x: x[:, :, columns])
 
     def _buffer(
         self, name: str, shape: tuple[int, ...], like: Tensor, part: Callable[[Tensor], Tensor]
     ) -> Buffer:
         key = name, shape, like.dtype
         if key not in self._buffers:
-            self._buffers[key] = Buffer(shape, like, self.group, part)
+            self._buffers[key] = Buffer(shape, like=like, group=self.group, part=part)
         return self._buffers[key]
 
 
@@ -250,20 +250,20 @@ def are_linked(group: Group, device: torch.device) -> bool:
     Barriers use atomics, and over PCIe they would wait forever. A process reaches only GPUs that it sees. One
     host means one boot of one kernel, and one container.
     """
-    number = ""
+    boot = ""
     with suppress(OSError):
-        number = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    of_all: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_all, ((platform.node(), number), uuid), group=group)
-    hosts, uuids = zip(*of_all, strict=True)
+    places: list[tuple[tuple[str, str], str]] = [(("", ""), "")] * group.size()  # host and GPU of each
+    dist.all_gather_object(places, ((platform.node(), boot), uuid), group=group)
+    hosts, uuids = zip(*places, strict=True)
     here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    others = {here.index(name) for name in uuids if name != uuid and name in here}
+    peers = {here.index(name) for name in uuids if name != uuid and name in here}
     driver, answer = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
 
     def has_atomics(other: int) -> bool:
-        mine = here.index(uuid)
-        failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, mine, other)
+        number = here.index(uuid)
+        failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), NATIVE_ATOMICS, number, other)
         return not failed and bool(answer.value)
 
-    return len(set(hosts)) == 1 and len(others) == group.size() - 1 and all(map(has_atomics, others))
+    return len(set(hosts)) == 1 and len(peers) == group.size() - 1 and all(map(has_atomics, peers))
