@@ -125,7 +125,8 @@ class SiteCapture(Watcher):
         if self.frames is not None and self.frame_axis(x, where) is not None:
             frames = tuple(frame for frame in self.frames if frame in where.frames)
         for item, part in enumerate(parts):
-            self.kept.append(Activation(where, self.taken(part.detach(), where), item, frames))
+            value = self.taken(part.detach(), where)
+            self.kept.append(Activation(where=where, value=value, item=item, frames=frames))
 
     def taken(self, x: Tensor, where: ActivationSite) -> Tensor:
         """Return the values to keep of an activation, perhaps still being copied to the host."""
@@ -133,11 +134,9 @@ class SiteCapture(Watcher):
         value = self.chosen(x, where)
         if self.reduce:
             value = call_hook(self.reduce, value.clone(), where)
-            problem = ""
             if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
-                problem = short_repr(value)
-            if problem:
-                raise ConfigError(f"reduce at {where}: it returned {problem}, not a tensor with its numbers")
+                shown = short_repr(value)
+                raise ConfigError(f"reduce at {where}: it returned {shown}, not a tensor with its numbers")
         if self.dtype and value.is_floating_point():  # counts and indices of reduce stay what they are
             value = value.to(self.dtype)
         # 2. Copy to the host while the next layers compute.
@@ -170,7 +169,8 @@ class SiteCapture(Watcher):
 
     def flush(self) -> None:
         """Wait for copies to the host; pass the last block to on_block."""
-        if any(kept.value.is_pinned() for kept in self.kept if kept.value.device.type == "cpu"):
+        on_host = [item.value for item in self.kept if item.value.device.type == "cpu"]
+        if any(value.is_pinned() for value in on_host):
             wait_for_host()
         if self.on_block and self.kept:
             self.on_block(self.kept)

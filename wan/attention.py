@@ -12,11 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan import backends
+from wan import backends, keys, sites
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
-from wan.keys import HeadGroup, HeadShard, KeyBias, KeyLayout, as_index, select, send
-from wan.sites import FrameCheck, Pass, Site, current_pass, hook_point, is_changed, observer, wanted, watchers
 
 # Of q, k, v [B, H, L, D], under a mask of its own.
 MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,13 +24,13 @@ MaskedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Call:
     """An attention call in progress: edits change q, k, v and bias before the softmax."""
 
-    site: Site
-    at: Pass | None  # None where nobody announced the forward
+    site: sites.Site
+    at: sites.Pass | None  # None where nobody announced the forward
     q: Tensor  # [B, Lq, H, D]
     k: Tensor  # [B, Lk, H, D]
     v: Tensor
     layout: Any = None  # KeyLayout; None for cross-attention
-    bias: KeyBias | None = None
+    bias: keys.KeyBias | None = None
     of_heads: tuple[int, ...] | None = None  # the heads that q has, where a call is of some of those here
     layer_heads: int = 0  # and how many of the layer are here then
     lse: Tensor | None = None  # log-sum-exp of its logits [B, H, Lq], once the softmax is done
@@ -43,7 +41,7 @@ class Call:
     around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
     around_q: tuple[int, int] = (0, 0)  # and queries
     beside: tuple[tuple[str, int], ...] = ()  # what keys before and behind those of frames are, how many
-    check: FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
+    check: sites.FrameCheck | None = None  # of somebody's model: how sure it is where its frames lie
     text: int | None = None  # the key of the text's first token; cross-attention has no other keys
 
     def __post_init__(self) -> None:
@@ -51,9 +49,9 @@ class Call:
             self.text = 0
 
     @property
-    def shard(self) -> HeadShard:
+    def shard(self) -> keys.HeadShard:
         """The heads of this process."""
-        return self.site.shard or HeadShard.whole(self.layer_heads or self.q.shape[2])
+        return self.site.shard or keys.HeadShard.whole(self.layer_heads or self.q.shape[2])
 
     @property
     def numbers(self) -> list[int]:
@@ -91,16 +89,16 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    site: Site | None = None,
+    site: sites.Site | None = None,
     mask: Tensor | MaskedAttention | None = None,
-    layout: KeyLayout | None = None,
+    layout: keys.KeyLayout | None = None,
 ) -> Tensor:
     """Multi-head attention of queries [B, Lq, H, D] over keys and values [B, Lk, H, D] -> [B, Lq, H, D].
 
     mask [Lq, Lk] (True: may attend), or attention that knows its mask, is for training, which nobody watches.
     site says who calls and layout what the keys are, for edits and captures.
     """
-    is_seen = site is not None and (watchers() or observer())
+    is_seen = site is not None and (sites.watchers() or sites.observer())
     if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k, v)):
         raise ConfigError("attention takes tensors q, k, v [B, L, H, D]")
     if mask is not None:
@@ -115,15 +113,15 @@ def attention(
     if site is None or not is_seen:
         return attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))[0].transpose(1, 2)
     # Somebody looks: the call goes by as a value, which edits replace before the softmax.
-    call = Call(site, current_pass(), q, k, v, layout)
+    call = Call(site=site, at=sites.current_pass(), q=q, k=k, v=v, layout=layout)
     out = _attend_watched(call)
-    by = observer()
+    by = sites.observer()
     if by:
         by.observe(call)
-    return hook_point(site_name(site, "z"), site.layer, out, site.shard)
+    return sites.hook_point(site_name(site, "z"), site.layer, out, site.shard)
 
 
-def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) -> Tensor:
+def attention_by_heads(groups: Sequence[keys.HeadGroup], site: sites.Site, batch: int = 1) -> Tensor:
     """attention() of heads that see keys of their own: groups of h heads each -> [B, Lq, H, D].
 
     Where q of the groups has one item for a larger batch, their heads list all items' heads in turn.
@@ -134,7 +132,7 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
     items, len_q, _, head_dim = groups[0].q.shape
     num_heads = sum(len(group.numbers) for group in groups)
     out, calls = groups[0].q.new_empty(items, len_q, num_heads, head_dim), []
-    is_watched, by = bool(watchers()), observer()
+    is_watched, by = bool(sites.watchers()), sites.observer()
     for numbers, heads, q, k, v, parts in groups:
         if not is_watched:
             whole, lse = attention_with_lse(*(x.transpose(1, 2) for x in (q, k, v)))
@@ -149,10 +147,10 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
             of_heads = tuple(numbers[row] for row in rows)
             q_part, k_part, v_part = q, k, v
             if len(rows) < len(numbers):
-                q_part, k_part, v_part = (select(x, rows, 2) for x in (q, k, v))
+                q_part, k_part, v_part = (keys.select(x, rows, 2) for x in (q, k, v))
             call = Call(
                 site=site,
-                at=current_pass(),
+                at=sites.current_pass(),
                 q=q_part,
                 k=k_part,
                 v=v_part,
@@ -161,19 +159,19 @@ def attention_by_heads(groups: Sequence[HeadGroup], site: Site, batch: int = 1) 
                 layer_heads=num_heads,
             )
             if is_watched:  # before the next: a source stops in each call
-                out[:, :, as_index(of_heads, q.device)] = _attend_watched(call)
+                out[:, :, keys.as_index(of_heads, q.device)] = _attend_watched(call)
             else:
-                call.lse = select(lse, rows, 1)
+                call.lse = keys.select(lse, rows, 1)
             calls.append(call)
     # 3. Captures see all heads of the layer at once.
     if by:
         by.observe_groups(calls)
     if items != batch:
         out = out[0].unflatten(1, (batch, -1)).transpose(0, 1)
-    return hook_point(site_name(site, "z"), site.layer, out, site.shard)
+    return sites.hook_point(site_name(site, "z"), site.layer, out, site.shard)
 
 
-def site_name(site: Site, name: str) -> str:
+def site_name(site: sites.Site, name: str) -> str:
     """Return the name of a site of one of a layer's two attentions."""
     if site.kind == "self":
         return name
@@ -184,11 +182,11 @@ def _attend_watched(call: Call) -> Tensor:
     """Compute a call's output [B, Lq, H, D], showing the call to watchers before and after."""
     # 1. Edits change q, k, v and the bias.
     layer, shard, of_heads = call.site.layer, call.site.shard, call.of_heads
-    hook_point(call.site.kind, layer, call, shard, of_heads)
+    sites.hook_point(call.site.kind, layer, call, shard, of_heads)
     q, k, v = readable(*(x.transpose(1, 2) for x in (call.q, call.k, call.v)))  # as edits left them
     call.q, call.k, call.v = (x.transpose(1, 2) for x in (q, k, v))  # captures have kernels, too
     # 2. The softmax. FlashAttention-4 gives the mass of key frames beside it, where that is captured.
-    slots, by = 0, observer()
+    slots, by = 0, sites.observer()
     if call.of_heads is None and by and backends.gives_tails(q, k, v):
         slots = by.slots_weighed(call.site, call.layout)
     if call.bias is not None:
@@ -200,16 +198,16 @@ def _attend_watched(call: Call) -> Tensor:
     out = out.transpose(1, 2)
     # 3. Only who watches scores or pattern pays for the matrix [B, H, Lq, Lk].
     names = site_name(call.site, "scores"), site_name(call.site, "pattern")
-    if not any(wanted(name, layer) for name in names):
+    if not any(sites.wanted(name, layer) for name in names):
         return out
     bias = None
     if call.bias is not None:
-        bias = send(call.bias.per_token(), q.device)[:, None]
+        bias = keys.send(call.bias.per_token(), q.device)[:, None]
     plain = logits_of(q, k, bias)
-    scores = hook_point(names[0], layer, plain, shard, of_heads)
+    scores = sites.hook_point(names[0], layer, plain, shard, of_heads)
     softmax = scores.softmax(-1)
-    pattern = hook_point(names[1], layer, softmax, shard, of_heads)
-    if not is_changed(scores, plain) and not is_changed(pattern, softmax):
+    pattern = sites.hook_point(names[1], layer, softmax, shard, of_heads)
+    if not sites.is_changed(scores, plain) and not sites.is_changed(pattern, softmax):
         return out  # the fused kernel's bits
     mixed = (pattern.to(v.dtype) @ v).transpose(1, 2)
     if torch.equal(scores, plain) and torch.equal(pattern, softmax):
@@ -282,7 +280,7 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend_by_groups(
-    q: Tensor, k: Tensor, v: Tensor, bias: KeyBias, call: Call | None = None
+    q: Tensor, k: Tensor, v: Tensor, bias: keys.KeyBias, call: Call | None = None
 ) -> tuple[Tensor, Tensor]:
     """attention_with_lse of q [B, H, Lq, D] over k, v [B, H, Lk, D] under a bias.
 
@@ -300,13 +298,14 @@ def attend_by_groups(
             "(own) where there is no past, or choose blocks="
         )
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        logits = logits_of(q, k, send(bias.per_token(), q.device)[:, None])  # kernels' LSE has no gradient
+        # Kernels' LSE has no gradient
+        logits = logits_of(q, k, keys.send(bias.per_token(), q.device)[:, None])
         return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)
     parts = []
     for tokens, added in bias.runs():
         out, lse = attention_with_lse(q, k[:, :, tokens], v[:, :, tokens])
         if any(added):
-            lse = lse + send(torch.tensor(added), lse.device)[:, None]
+            lse = lse + keys.send(torch.tensor(added), lse.device)[:, None]
         parts.append((out, lse))
     if len(parts) == 1:
         return parts[0]

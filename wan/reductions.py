@@ -56,9 +56,11 @@ def frame_values(
     if mass and tails is not None:
         parts["mass"] = mass_of_tails(tails, num_query_frames)
     elif mass and by_slot:
-        parts["mass"] = frame_mass(q, k, lse, num_query_frames, num_slots, added)
+        parts["mass"] = frame_mass(
+            q, k, lse, num_query_frames=num_query_frames, num_key_frames=num_slots, bias=added
+        )
     elif mass:
-        parts["mass"] = token_mass(q, k, num_query_frames, added, lse)
+        parts["mass"] = token_mass(q, k, num_query_frames, bias=added, lse=lse)
     by_band = []  # a bias belongs to no band: only what was left out shows in it
     if bands:
         for band in frame_logits_by_band(q, means, num_query_frames, bands).unbind(-1):
@@ -165,7 +167,8 @@ def frame_mass(
         return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
     if bias is not None:
         bias = bias.repeat_interleave(k.shape[1] // num_key_frames, 1)
-    return token_mass(q, k, num_query_frames, bias).unflatten(-1, (num_key_frames, -1)).sum(-1)
+    by_token = token_mass(q, k, num_query_frames, bias=bias)
+    return by_token.unflatten(-1, (num_key_frames, -1)).sum(-1)
 
 
 def _weighted(mass: Tensor, bias: Tensor) -> Tensor:
@@ -209,12 +212,12 @@ def word_mass(
             bias = select(bias, keys, 1)
         if mask is not None:
             mask = select(mask, keys, 3)
-        for logits in scaled_logits(q, select(k, keys, 1), bias, mask):
+        for logits in scaled_logits(q, select(k, keys, 1), bias=bias, mask=mask):
             stop = start + logits.shape[2]
             parts.append((logits - lse[:, :, start:stop, None]).exp() @ members)
             start = stop
     else:
-        for logits in scaled_logits(q, k, bias, mask):
+        for logits in scaled_logits(q, k, bias=bias, mask=mask):
             softmax = logits.softmax(-1).nan_to_num()  # a query that sees no key has no mass
             parts.append(select(softmax, keys, 3) @ members)
     return torch.cat(parts, 2)
@@ -235,7 +238,7 @@ def mass_of_queries(
             of_word = select(mask, word, 2)
         parts = [
             logits.softmax(-1).nan_to_num().sum(2)
-            for logits in scaled_logits(select(q, word, 1), k, bias, of_word)
+            for logits in scaled_logits(select(q, word, 1), k, bias=bias, mask=of_word)
         ]
         sums.append(torch.stack(parts).sum(0))
     return torch.stack(sums, 2)
@@ -299,7 +302,7 @@ def key_token_means(
         if bias is not None:
             mass = _weighted(mass, bias)
     else:
-        logits, mass = key_curve(q, k), token_mass(q, k, 1, bias)[:, :, 0]
+        logits, mass = key_curve(q, k), token_mass(q, k, 1, bias=bias)[:, :, 0]
     return with_bias(logits, bias), mass
 
 
@@ -327,7 +330,7 @@ def token_matrix(
     batch, len_q, heads, _ = q.shape
     out = torch.empty(batch, heads, len_q, k.shape[1], dtype=dtype)
     start = 0
-    for rows in scaled_logits(q, k, bias, mask):
+    for rows in scaled_logits(q, k, bias=bias, mask=mask):
         if not is_logits:
             rows = rows.softmax(-1)
         elif bias is not None or mask is not None:
@@ -377,7 +380,7 @@ def visible_sums(
     for group in range(groups):
         rows = slice(group * size, (group + 1) * size)
         parts = []
-        for logits in scaled_logits(q[:, rows], k, bias, rows_of_mask(mask, rows)):
+        for logits in scaled_logits(q[:, rows], k, bias=bias, mask=rows_of_mask(mask, rows)):
             is_seen = logits > -torch.inf
             # A query that sees no key at all gives 0 / 0; it has no mass.
             mass = logits.softmax(-1).nan_to_num().sum(2)

@@ -1,6 +1,6 @@
 """Choose optional fast paths: a module of kernels, or None for the plain path. Start and launch them."""
 
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,10 @@ def start_triton(device: torch.device) -> None:
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *args: Any, **constants: Any) -> None:
     """Launch a Triton kernel on (x, *args) on the GPU of x; Triton alone would use the current GPU."""
     is_elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
-    with torch.cuda.device(x.device) if is_elsewhere else nullcontext():
+    on_device: AbstractContextManager[object] = nullcontext()
+    if is_elsewhere:
+        on_device = torch.cuda.device(x.device)
+    with on_device:
         kernel[grid](x, *args, **constants)
 
 

@@ -176,12 +176,14 @@ def merge_parts(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]
 
 def modulated_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """LayerNorm(x) * (1 + scale) + shift: x [B, L, dim], scale and shift float32 [B, F or 1, dim]."""
-    return _launch(x, None, None, (scale, shift), eps, False, (None, out))[1]
+    _, normed = _launch(x, rows=(scale, shift), eps=eps, normed=out)
+    return normed
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
     """x + gate * y: x, y [B, L, dim], gate float32 [B, F or 1, dim]; out may be x."""
-    return _launch(x, y, gate, None, 0.0, False, (out, None))[0]
+    total, _ = _launch(x, y, gate, total=out)
+    return total
 
 
 def add_norm(
@@ -191,29 +193,35 @@ def add_norm(
 
     x, y [B, L, dim]; gate, scale and shift [B, F or 1, dim], affine: scale and shift [dim].
     """
-    return _launch(x, y, gate, (scale, shift), eps, affine, (None, None))
+    return _launch(x, y, gate, rows=(scale, shift), eps=eps, affine=affine)
 
 
 def _launch(
     x: Tensor,
-    y: Tensor | None,
-    gate: Tensor | None,
-    rows: tuple[Tensor, Tensor] | None,
-    eps: float,
-    affine: bool,
-    outs: tuple[Tensor | None, Tensor | None],
+    y: Tensor | None = None,
+    gate: Tensor | None = None,
+    *,
+    rows: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    affine: bool = False,
+    total: Tensor | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum and its norm, contiguous [B, L, dim]; x in place of one that is not computed."""
+    """Return the sum and its norm, contiguous [B, L, dim]; x in place of one that is not computed.
+
+    total and normed are written where they are given. rows are scale and shift.
+    """
     x, (batch, length, dim) = x.contiguous(), x.shape
-    total = out = x
-    if y is not None:
+    # 1. Where results go.
+    if y is None:
+        total = x
+    elif total is None:
         total = torch.empty_like(x)
-        if outs[0] is not None:
-            total = outs[0]
-    if rows is not None:
-        out = torch.empty_like(x)
-        if outs[1] is not None:
-            out = outs[1]
+    if rows is None:
+        normed = x
+    elif normed is None:
+        normed = torch.empty_like(x)
+    # 2. Rows of the tables, and for how many tokens each is.
     scale, shift = rows or (x, x)
     stride_scale = stride_shift = stride_gate = 0
     tokens = tokens_per_row = tokens_per_gate = batch * length
@@ -223,6 +231,7 @@ def _launch(
     if gate is not None:
         gate, stride_gate = _rows(gate)
         tokens_per_gate = length // gate.shape[1]
+    # 3. The constants that the kernel is compiled for.
     numbers = eps, dim, tokens_per_gate, tokens_per_row, stride_gate, stride_scale, stride_shift
     block = power_of_2(dim)
     constants = {"BLOCK": block, "num_warps": 4}
@@ -235,8 +244,9 @@ def _launch(
         added = y.contiguous()
     if gate is not None:
         gates = gate
-    launch(_add_norm_kernel, (tokens,), x, added, gates, scale, shift, total, out, *numbers, **constants)
-    return total, out
+    tensors = added, gates, scale, shift, total, normed
+    launch(_add_norm_kernel, (tokens,), x, *tensors, *numbers, **constants)
+    return total, normed
 
 
 def norm_rotate(

@@ -93,7 +93,10 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
     q [B, Lq, H, D], k [B, Lk, H, D], lse [B, H, Lq]. A program takes KEYS_EACH keys, in whole key frames.
     """
     batch, len_q, heads, head_dim = q.shape
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if k.stride(-1) != 1:
+        k = k.contiguous()
     frame_size = k.shape[1] // num_key_frames
     frames_each = max(1, KEYS_EACH // frame_size)
     mass = torch.empty(batch, heads, num_key_frames, len_q, dtype=torch.float32, device=q.device)
@@ -183,21 +186,29 @@ def key_token_means(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1
     by_frame = q.unflatten(1, (num_query_frames, -1))
     q_mean = (by_frame.mean(2, dtype=torch.float32) * q.shape[-1] ** -0.5).transpose(1, 2).contiguous()
     logits = torch.empty(*q_mean.shape[:3], k.shape[1], device=q.device)
-    return logits, _columns(q, k, lse, num_query_frames, q_mean, logits)
+    return logits, _columns(q, k, lse, num_query_frames, q_mean=q_mean, logits=logits)
 
 
 def key_token_mass(q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int = 1) -> Tensor:
     """Return the mass of key_token_means alone, float32 [B, H, F, Lk]."""
-    return _columns(q, k, lse, num_query_frames, None, None)
+    return _columns(q, k, lse, num_query_frames)
 
 
 def _columns(
-    q: Tensor, k: Tensor, lse: Tensor, num_query_frames: int, q_mean: Tensor | None, logits: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    num_query_frames: int,
+    q_mean: Tensor | None = None,
+    logits: Tensor | None = None,
 ) -> Tensor:
     """Return the mass of every key token; with q_mean [B, H, F, D] write its mean logit to logits, too."""
     batch, len_q, heads, head_dim = q.shape
     rows = (heads * head_dim, head_dim, 1)
-    q, k = (x if x.stride()[1:] == rows else x.contiguous() for x in (q, k))
+    if q.stride()[1:] != rows:
+        q = q.contiguous()
+    if k.stride()[1:] != rows:
+        k = k.contiguous()
     mass = torch.empty(batch, heads, num_query_frames, k.shape[1], device=q.device)
     grid = (triton.cdiv(k.shape[1], COLUMN_BLOCK_K), batch * heads, num_query_frames)
     sizes = q.stride(0), k.stride(0), heads, num_query_frames, len_q // num_query_frames, k.shape[1]

@@ -122,16 +122,17 @@ def feed(
         fed = y.new_empty((batch, frames + 2, *shape[2:]))
     elif stack:
         fed = y.new_empty((*shape[:4], stack * channels))
+    inputs = [bias, residual, gamma, past]
+    for place, tensor in enumerate(inputs):
+        if tensor is None:
+            inputs[place] = y  # a pointer that is not read
     block_c = triton.next_power_of_2(channels)
     block_p = max(1, PIXELS // block_c)
     launch(
         _feed_kernel,
         (triton.cdiv(height * width, block_p), batch),
         y,
-        y if bias is None else bias,
-        y if residual is None else residual,
-        y if gamma is None else gamma,
-        y if past is None else past,
+        *inputs,
         total,
         fed,
         frames,

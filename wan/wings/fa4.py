@@ -29,7 +29,7 @@ from torch import Tensor
 from wan.backends import TILE
 
 TYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-OPTIONS: dict[str, Any] = {  # as flash_attn.cute.interface has them for this head dim
+OPTIONS: dict[str, int | bool] = {  # as flash_attn.cute.interface has them for this head dim
     "tile_m": TILE,
     "tile_n": TILE,
     "num_stages": 2,
