@@ -829,7 +829,7 @@ def x0_lens(
             t = x.new_full((len(x), 1), where.timestep, dtype=torch.float32)
             time = model.time_embedding(sinusoidal_embedding(t, model.config.freq_dim).to(model.dtype))
             flow = model.flow_of(x, time, h // ph, w // pw).transpose(1, 2)
-            x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step])
+            x0 = flow_to_x0(flow, noisy[0], pipeline.sigmas[where.step], where.at.num_held)
             found[where.layer or 0, where.block, where.step] = x0.cpu()
         return x.new_zeros(())
 

@@ -406,9 +406,9 @@ class Attribution(Gradients):
                 tuple(map(lambda a, b: a.lerp(b, share), *pair)) for pair in zip(text, others, strict=True)
             ]
             here = x.lerp(theirs, share)
-            flow = model.forward(here, t, mixed, kv_cache)
+            flow, sigma = model.forward(here, t, mixed, kv_cache), self.sigmas[where.at.step or 0]
             with torch.enable_grad():
-                hook_point("x0", None, flow_to_x0(flow, here, self.sigmas[where.at.step or 0]))
+                hook_point("x0", None, flow_to_x0(flow, here, sigma, where.at.num_held))
 
         watching, self._runs_again, self._own_x0 = self._beside(self), True, own_x0
         try:

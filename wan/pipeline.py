@@ -44,9 +44,15 @@ class FlowSchedule:
         return table[NUM_TRAIN_TIMESTEPS - torch.as_tensor(steps, dtype=torch.long)]
 
 
-def flow_to_x0(flow: Tensor, x: Tensor, sigma: float) -> Tensor:
-    """Return the clean latents that a flow points to, x0 = x - sigma flow: in float64, in flow's dtype."""
-    return (x.double() - sigma * flow.double()).to(flow.dtype)
+def flow_to_x0(flow: Tensor, x: Tensor, sigma: float, num_held: int = 0) -> Tensor:
+    """Return the clean latents that a flow points to, x0 = x - sigma flow: in float64, in flow's dtype.
+
+    The first num_held frames of x [B, n, C, h, w] are clean already.
+    """
+    x0 = (x.double() - sigma * flow.double()).to(flow.dtype)
+    if num_held == 0:
+        return x0
+    return torch.cat([x[:, :num_held].to(x0.dtype), x0[:, num_held:]], 1)
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: float | Tensor) -> Tensor:
@@ -178,19 +184,27 @@ class CausalInferencePipeline:
         if recompute_context:
             self.cache_policy.check_recompute(recompute_context, num_frame_per_block)
 
-    def at(self, block: int, frames: range, step: int | None) -> Pass:
-        """Announce a pass; None, where the cache is computed again, has the clean pass's timestep."""
+    def at(self, block: int, frames: range, step: int | None, num_held: int = 0) -> Pass:
+        """Announce a pass; None, where the cache is computed again, has the clean pass's timestep.
+
+        Of its frames the first num_held are at t = 0.
+        """
         last = len(self.timesteps)
         of_timestep = last
         if step is not None:
             of_timestep = step
+        timestep, levels = self.pass_timesteps[of_timestep], list[tuple[int, float]]()
+        if num_held:
+            levels += [(frame, 0.0) for frame in frames[:num_held]]
+            levels += [(frame, timestep) for frame in frames[num_held:]]
         return Pass(
             query_frames=tuple(frames),
             block=block,
             step=step,
-            timestep=self.pass_timesteps[of_timestep],
+            timestep=timestep,
             is_clean_pass=of_timestep == last,
             is_recache=step is None,
+            levels=tuple(levels),
         )
 
     @torch.no_grad()
@@ -302,7 +316,7 @@ class CausalInferencePipeline:
                 x0 = video.denoise(block, frames, held)
 
             # 3. Remember: the clean pass overwrites this block's keys and values, which later blocks see.
-            video.predict_flow(x0, block, frames, step=len(self.timesteps))
+            video.predict_flow(x0, self.at(block, frames, step=len(self.timesteps)))
             if video.keeps_past:
                 video.past += x0.split(1, 1)
                 del video.past[: -(video.kv_cache.policy.recomputed_frames or len(video.past))]
@@ -404,7 +418,8 @@ class Rollout:
         if again:
             past = range(self.kv_cache.newest.stop - again, self.kv_cache.newest.stop)
             self.kv_cache.recache(past, text, lasts=not self.context)
-            self.predict_flow(torch.cat(self.past[-again:], 1), block, past, step=None)
+            again_at = self.pipeline.at(block, past, step=None)
+            self.predict_flow(torch.cat(self.past[-again:], 1), again_at)
         # 3. Slots for the block; what has no room leaves.
         self.kv_cache.advance(frames, text, cut=how == "cut")
 
@@ -427,28 +442,21 @@ class Rollout:
             x = self.noise.first(free)
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
-            flow = self.predict_flow(behind(held, x), block, frames, step, num_held)
-            x0 = behind(held, flow_to_x0(flow[:, num_held:], x, sigmas[number]))
-            with during(self.pipeline.at(block, frames, step)):
+            at, whole = self.pipeline.at(block, frames, step, num_held), behind(held, x)
+            x0 = flow_to_x0(self.predict_flow(whole, at), whole, sigmas[number], num_held)
+            with during(at):
                 x0 = hook_point("x0", None, x0)
             # 2. Go back to the next, lower noise level.
             if number + 1 < len(steps):
                 x = solver.step(number, x, x0[:, num_held:])
         return x0
 
-    def predict_flow(
-        self, x: Tensor, block: int, frames: range, step: int | None, num_held: int = 0
-    ) -> Tensor:
-        """Run the model once, announced to those who observe it; step None computes the cache again.
-
-        The first num_held frames of the block are at t = 0.
-        """
-        at = self.pipeline.at(block, frames, step)
+    def predict_flow(self, x: Tensor, at: Pass) -> Tensor:
+        """Run the model once in a pass, announced to those who observe it."""
         self.kv_cache.begin_pass(at.is_clean_pass)
         t = x.new_full((), at.timestep, dtype=torch.float32)
-        if num_held:
-            t = t.repeat(*x.shape[:2])  # [B, n]
-            t[:, :num_held] = 0
+        if at.levels:
+            t = t.new_tensor([level for _, level in at.levels]).expand(len(x), -1)  # [B, n]
         with during(at):
             flow = self.model(x, t, self.text, self.kv_cache)
         if self.on_pass:

@@ -112,7 +112,12 @@ class Pass:
     branch: str | None = "cond"  # classifier-free guidance runs a second branch, "uncond"; None: not told
     model: str | None = None  # the name of the transformer in its pipeline, of two experts that which ran
     parts: tuple["Pass", ...] = ()  # of blocks at several noise levels: each block's own pass
-    levels: tuple[tuple[int, float], ...] = ()  # there: every frame that is denoised, and its timestep
+    levels: tuple[tuple[int, float], ...] = ()  # where they differ: every frame, and its timestep
+
+    @property
+    def num_held(self) -> int:
+        """First frames of a block that are given, and clean at t = 0 while the others are denoised."""
+        return sum(timestep == 0 for _, timestep in self.levels)
 
 
 Checked = Literal["verified", "told", "unverified"]

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan
 from helpers.longlive2_oracle import MARK
 from helpers.tiny_longlive2 import SMALL_VAE
 
-from experiments import capture, load
+from experiments import capture, load, x0_lens
 from experiments.caches import load_cache
 from experiments.caches.blocks import LatentBlocks
 from experiments.caches.mp4 import count_frames
@@ -98,6 +98,18 @@ def test_a_picture_is_the_first_frame_of_block_0(session, picture):
     assert torch.equal(again.latents, run.latents)
     with pytest.raises(ConfigError, match=r"has 3 latent frames; .* of 1, 8, 16, 24, 32 frames"):
         session.generate(first_frames=run.latents[:, :3])
+
+
+def test_a_held_frame_is_clean_to_everyone_who_looks(session, picture):
+    """The lens of the last layer is x0; calls tell the timestep of each frame."""
+    config = replace(session.config, first_frames=str(picture), num_frames=16)
+    begun = session.replaced(config=config)
+    lens = x0_lens(begun, seed=1, layers=[1], blocks=[0])
+    torch.testing.assert_close(lens.latents[1, 0, 3], lens.run.latents[:, :8], atol=1e-5, rtol=0)
+    with capture(begun, granularity="key", layers=[1], blocks=[0], steps=[0]) as seen:
+        begun.generate(seed=1)
+    [call] = seen.calls
+    assert call["frame_timesteps"] == {0: 0.0} | dict.fromkeys(range(1, 8), 999.0)
 
 
 @pytest.mark.parametrize("first", [1, 3, 4])
