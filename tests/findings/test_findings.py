@@ -4,6 +4,7 @@ import ast
 import json
 import re
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -11,9 +12,11 @@ from experiments.analysis import stats
 from experiments.analysis.results import attribution_rows
 from experiments.findings.attribution import draw as attribution
 from experiments.findings.first_frame import draw as first_frame
+from experiments.findings.first_frame import sink_forecast
 from experiments.findings.head_memory import draw as head_memory
-from experiments.findings.head_memory import recount
+from experiments.findings.head_memory import empty_past, recount
 from experiments.findings.long_rollouts import draw as long_rollouts
+from experiments.findings.long_rollouts import drift_losses
 
 RESULTS = ROOT / "experiments/findings"
 
@@ -102,6 +105,60 @@ def test_the_page_has_the_shares_of_long_rollouts():
         told = [means["visible"], means["right"] / means["visible"], means["motion"]]
         told += [policy["by_kind"][kind][0] for kind in ("wall", "crossing")]
         assert cells == [f"{value:.2f}" for value in told], name
+
+
+def test_the_page_has_the_contrasts_of_an_empty_past():
+    page, report = (ROOT / "docs/head_memory.md").read_text().replace("−", "-"), empty_past_of_answers()
+    for one in report["contrasts"].values():
+        estimate, low, high = one["t"]
+        assert f"| {estimate:.2f} | {low:.2f}, {high:.2f} | {one['p_holm']:.2g} |" in page
+    pairs = [len(one["rows"]) for one in report["trainings"].values()]
+    assert f"{', '.join(map(str, pairs[:-1]))} and {pairs[-1]} pairs" in page
+
+
+def empty_past_of_answers():
+    report = numbers_of("head_memory/empty_past.json")
+    assert json.loads(json.dumps(empty_past.findings_of(report["trainings"]))).items() <= report.items()
+    return report
+
+
+def test_the_page_has_what_drift_loses():
+    page, report = (ROOT / "docs/long_rollouts.md").read_text(), numbers_of("long_rollouts/drift_losses.json")
+    computed = drift_losses.findings_of(report["trainings"])
+    assert json.loads(json.dumps(computed)).items() <= report.items()
+    for name, row in report["policies"].items():
+        measures = ("visible", "right | visible", "color | visible", "motion", "motion | visible")
+        told = [row[measure]["all"][0] for measure in measures]
+        told += [row[f"visible, {kind}"] for kind in ("wall", "crossing")]
+        assert f"| {name} | {' | '.join(f'{value:.2f}' for value in told)} |" in page
+    for name, one in report["contrasts"].items():
+        estimate, low, high = one["t"]
+        if name[0] in "56":  # told as what is lost
+            estimate, low, high = -estimate, -high, -low
+        assert f"{estimate:.2f} [{low:.2f}, {high:.2f}]" in page.replace("−", "-"), name
+
+
+def test_the_page_has_the_forecasts_of_the_sink():
+    page, report = (ROOT / "docs/first_frame.md").read_text(), numbers_of("first_frame/sink_forecast.json")
+    page = page.replace("−", "-").replace("*", "")
+    assert json.loads(json.dumps(sink_forecast.findings_of(report["trainings"]))).items() <= report.items()
+    conditions = [row for name, row in report["r"].items() if name.endswith("another caption")]
+    assert len(conditions) == 7
+    for row in conditions:
+        null = "{:.2f}, {:.2f}".format(*row["jittered: median, best"])
+        told = [f"{row[name]:.2f}" if name in row else "" for name in ("s alone", "persistence")]
+        told = [
+            f"{row['waves and s']:.2f}",
+            *told,
+            f"{row['Fourier and s']:.2f}",
+            null,
+            f"{row['no ridge']:.2f}",
+        ]
+        assert f"| {' | '.join(told)} |".replace("  ", " ") in page.replace("-0.00", "-0.00"), told
+    for one in report["contrasts"].values():
+        assert "{:.2f} [{:.2f}, {:.2f}]".format(*one["t"]) in page
+    r = report["published"]["eagle from castle"]
+    assert f"seen before) | {np.mean(r['waves and s']):.2f} | {np.mean(r['s alone']):.2f} |" in page
 
 
 def test_the_page_has_the_heads_that_put_frame_0_first():
