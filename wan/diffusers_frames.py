@@ -286,29 +286,34 @@ def place_by_experiment(
     tokens are of a frame nobody but the pipeline or the user knows ("told"). ConfigError where queries show
     another place.
     """
-    # 1. The frame of each slice of the input, from 1 on; a frame may have several.
-    axis = family.frame_axis
+    # 1. The frame of each slice of the input, from 1 on: a frame may have several, and several one slice.
+    axis, num_frames, tokens = family.frame_axis, video.skipped + video.frames, video.tokens
     place: Checked = "verified"
+    is_part = False
     if axis is None or x.ndim == 3:
         axis, place = 1, "told"
         first, last = video.before, video.before + video.total
         slices = torch.zeros(x.shape[1], dtype=torch.int64)
-        slices[first:last] = 1 + torch.arange(video.total) // video.tokens
+        slices[first:last] = 1 + torch.arange(video.total) // tokens
+    elif x.shape[axis] % num_frames == 0:
+        slices = 1 + torch.arange(x.shape[axis]) // (x.shape[axis] // num_frames)
+    elif num_frames % x.shape[axis] == 0 and not video.skipped:
+        slices, place = 1 + torch.arange(x.shape[axis]), "told"
+        tokens *= num_frames // x.shape[axis]
     else:
-        count, num_frames = x.shape[axis], video.skipped + video.frames
-        if count % num_frames and family.is_told:
-            return "told"
-        if count % num_frames:
-            return "unverified"
-        slices = 1 + torch.arange(count) // (count // num_frames)
+        slices, is_part = 1 + torch.arange(x.shape[axis]), True
     if not bool(x.isfinite().all()):
         return "unverified"
     # 2. The frame of each row of the queries; negative where it is none of the video's.
     rows = slices_of_rows(queries_of, x, plain, slices.to(x.device), axis).cpu()
-    frames = (rows - 1 - video.skipped).clamp(min=-1)
-    start = len(rows) - num_behind - video.total
+    start, skipped = len(rows) - num_behind - video.total, video.skipped
+    if is_part:  # the user knows what the others are
+        skipped = int(rows[start]) - 1
+    frames = (rows - 1 - skipped).clamp(min=-1)
+    if is_part:
+        frames[frames >= num_frames] = -1
     expected = torch.full_like(frames, -1)
-    expected[start : start + video.total] = torch.arange(video.total) // video.tokens
+    expected[start : start + video.total] = torch.arange(video.total) // tokens
     if torch.equal(frames, expected):
         return place
     wrong = int((frames != expected).nonzero()[0])
