@@ -302,11 +302,12 @@ def place_by_experiment(
         tokens *= num_frames // x.shape[axis]
     else:
         slices, is_part = 1 + torch.arange(x.shape[axis]), True
-    if not bool(x.isfinite().all()):
+    start = plain.shape[1] - num_behind - video.total
+    if min(start, num_behind) < 0 or not bool(x.isfinite().all()):  # too many tokens: the call refuses them
         return "unverified"
     # 2. The frame of each row of the queries; negative where it is none of the video's.
     rows = slices_of_rows(queries_of, x, plain, slices.to(x.device), axis).cpu()
-    start, skipped = len(rows) - num_behind - video.total, video.skipped
+    skipped = video.skipped
     if is_part:  # the user knows what the others are
         skipped = int(rows[start]) - 1
     frames = (rows - 1 - skipped).clamp(min=-1)
