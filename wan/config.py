@@ -278,7 +278,7 @@ class RolloutSettings:
         "A majestic eagle soaring through a cloudy sky, cinematic lighting", flag="text to generate from"
     )
     num_frames: Count = setting(21, flag="latent frames; 21 are 81 video frames")
-    height: Side = setting(60)  # of a latent frame, 1/8 of the video's
+    height: Side = setting(60)  # of a latent frame
     width: Side = setting(104)
     seed: Seed = setting(42, flag="of all noise")
     noise: Noise = setting(

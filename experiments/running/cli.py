@@ -267,7 +267,7 @@ def run_parser(
     parser.exclude("no_checkpoint", "checkpoint_path")
     flag("--output_path", default=output_path, help="where the cache goes")
     add_config_flags(parser, "ckpt_dir", "prompt", "num_frames", "independent_first_frame")
-    flag("--size", metavar="HEIGHTxWIDTH", help="of the video in pixels, in whole patches of 16")
+    flag("--size", metavar="HEIGHTxWIDTH", help="of the video in pixels, in whole patches")
     add_config_flags(parser, "seed", "noise", "device", "use_ema", "step", "prompt_embeds", "first_frames")
     if steps:
         flag("--steps", type=int, nargs="+", help="several passes, in place of one --step")

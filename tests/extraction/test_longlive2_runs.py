@@ -156,6 +156,25 @@ def test_a_figure_4_and_its_notebook(tiny_longlive2, tmp_path):
     assert any("layer1" in name for name in drawn)
 
 
+def test_the_lora_of_a_generator_without_it(tiny_longlive2, tmp_path):
+    """Ten layers a block, in PEFT's names, scaled by alpha / rank = 1."""
+    model, generator = tiny_longlive2.session.model, torch.Generator().manual_seed(0)
+    linear = [f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in "qkvo"]
+    layers = [f"blocks.{n}.{name}" for n in range(2) for name in (*linear, "ffn.0", "ffn.2")]
+    state = {}
+    for layer in layers:
+        outputs, inputs = model.get_submodule(layer).weight.shape
+        state[f"base_model.model.{layer}.lora_A.weight"] = torch.randn(4, inputs, generator=generator)
+        state[f"base_model.model.{layer}.lora_B.weight"] = torch.randn(outputs, 4, generator=generator)
+    torch.save({"generator_lora": state}, tmp_path / "lora.pt")
+    lora = {"lora_path": str(tmp_path / "lora.pt"), "lora_rank": 4, "lora_alpha": 4.0}
+    merged = load(replace(tiny_longlive2.config, **lora)).model
+    for layer in layers:
+        down, up = (state[f"base_model.model.{layer}.lora_{half}.weight"] for half in "AB")
+        change = merged.get_submodule(layer).weight - model.get_submodule(layer).weight
+        torch.testing.assert_close(change, up @ down, atol=1e-5, rtol=0)
+
+
 # --- What is refused
 def test_no_published_attention(tiny_longlive2):
     from argparse import Namespace

@@ -1,5 +1,6 @@
 """LongLive 2.0 against its own inference, and against a naive second way where shots and images meet."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -11,10 +12,11 @@ from helpers.longlive2_oracle import MARK, attended_blocks, naive_latents, rando
 from helpers.rollouts import TINY, drawn, tiny_pipeline
 
 from wan.cache import PromptSwitch
-from wan.config import RunConfig
+from wan.config import ModelConfig, RunConfig
 from wan.errors import ConfigError
 from wan.gradients import Gradients
 from wan.interventions import at, intervene
+from wan.noise import draw_noise
 from wan.pipeline import CausalInferencePipeline, UniPC
 from wan.policies import make_policy, policy_of
 from wan.sites import watched
@@ -95,6 +97,18 @@ def test_levels_of_the_schedule():
     config, _ = read_run(RUNS / "a")
     close(torch.tensor(sigmas), torch.tensor(config["sigmas"][:-1]), atol=1e-7)
     assert UniPC.levels([1000, 500], shift=5.0, warp=True)[0] == [999, 833]
+
+
+def test_no_noise_is_drawn_between_steps():
+    """Of the released noise only the first draw is made, in any sampler the same."""
+    config = RunConfig(num_frames=6, height=2, width=4, noise="H100")
+    sizes = ModelConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=1, in_dim=48, out_dim=48)
+    draw = partial(draw_noise, model_config=sizes, dtype=torch.float32, device=torch.device("cpu"))
+    for noise in ("H100", "seeded"):
+        config = replace(config, noise=noise)
+        first, between = draw(config)
+        only, none = draw(replace(config, solver="unipc"))
+        assert torch.equal(only, first) and len(between) == 3 and len(none) == 0
 
 
 # --- What is refused, in one line
