@@ -296,8 +296,15 @@ class CausalInferencePipeline:
                 remedy = "take noise that is drawn again (renoise), and cache_policy full or window"
                 raise ConfigError(f"a probe would change noise or cache ({policy.name}); {remedy}")
         check_watchers(self.sizes(num_frames, num_given, resumes))
-        video = Rollout(self, noise, prompt_embeds, num_given + num_frames, prompt_schedule, on_pass)
-        video.first_block = first_denoised(blocks, num_given, resumes)
+        video = Rollout(
+            self,
+            noise,
+            prompt_embeds,
+            num_frames=num_given + num_frames,
+            first_block=first_denoised(blocks, num_given, resumes),
+            prompt_schedule=prompt_schedule,
+            on_pass=on_pass,
+        )
 
         for block, frames in enumerate(blocks):
             # 1. Make room for the block in the KV cache. A new prompt may begin here.
@@ -359,7 +366,7 @@ def first_denoised(blocks: Sequence[range], num_given: int, resumes: bool) -> in
     """Return the block that takes the first block's steps: the first one that is not given whole."""
     if resumes:
         return 0
-    return next(block for block, frames in enumerate(blocks) if frames.stop > num_given)
+    return next((block for block, frames in enumerate(blocks) if frames.stop > num_given), 0)
 
 
 def behind(held: Tensor | None, x: Tensor) -> Tensor:
@@ -377,7 +384,9 @@ class Rollout:
         pipeline: CausalInferencePipeline,
         noise: Noise,
         prompt_embeds: Tensor,
+        *,
         num_frames: int,
+        first_block: int,
         prompt_schedule: Sequence[PromptSwitch],
         on_pass: Callable[[], None] | None,
     ):
@@ -388,7 +397,7 @@ class Rollout:
         self.kv_cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, size)
         self.kv_cache.has_switches = bool(prompt_schedule)
         self.switches = {switch.frame: switch for switch in prompt_schedule}
-        self.first_block = 0  # which takes the first block's steps
+        self.first_block = first_block  # which takes the first block's steps
         self.past: list[Tensor] = []  # clean latents [B, 1, C, h, w], where keys are computed again
         self.context = pipeline.recompute_context
         self.keeps_past = self.context > 0 or any(switch.how == "recache" for switch in prompt_schedule)
