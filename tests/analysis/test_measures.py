@@ -267,6 +267,28 @@ def test_a_matrix_of_rows_waves_and_a_first_frame_is_taken_apart(block_sizes):
         split = rope_waves.split_first(matrix, block_sizes, fit, block)
         np.testing.assert_allclose(split.rest, 0, atol=1e-6)
         np.testing.assert_allclose(split.total, split.waves + split.s, atol=1e-6)
+    # Beyond the video, where the first key stands elsewhere: by the formula, key by key
+    queries, keys = [F + 4, F + 5], [2, *range(1, F + 3)]
+    logits = np.stack([waves.at(query - np.array(keys)) for query in queries], -2)  # [3, queries, keys]
+    expected = (logits[..., 0] - logits[..., 1:].mean(-1)).mean(-1) + s
+    np.testing.assert_allclose(rope_waves.predict_first(fit, queries, keys), expected, atol=1e-5)
+
+
+def test_a_ridge_is_more_rows_of_least_squares():
+    block_sizes, waves, ridge = [3] * 6, some_waves(3), 0.02
+    matrix = np.random.default_rng(1).normal(size=(3, 18, 18))
+    q, k = np.nonzero(first_frame.context_cells(block_sizes))
+    angles = np.outer(q - k, waves.frequencies)
+    rows = (q[:, None] == np.unique(q)).astype(float)
+    columns = np.concatenate([np.cos(angles), np.sin(angles), (k == 0)[:, None], rows], 1)
+    penalty = np.eye(2 * len(waves.frequencies), columns.shape[1]) * np.sqrt(ridge * len(q))
+    target = np.concatenate([matrix[:, q, k], np.zeros((3, len(penalty)))], 1).T
+    found = np.linalg.lstsq(np.concatenate([columns, penalty]), target, rcond=None)[0].T
+    fit = rope_waves.fit_matrix(matrix, block_sizes, waves.frequencies, ridge)
+    B = len(waves.frequencies)
+    np.testing.assert_allclose(fit.waves.cosine, found[:, :B], atol=1e-9)
+    np.testing.assert_allclose(fit.waves.sine, found[:, B : 2 * B], atol=1e-9)
+    np.testing.assert_allclose(fit.s, found[:, 2 * B], atol=1e-9)
 
 
 def test_the_papers_head_comes_and_goes_with_the_block_of_queries():

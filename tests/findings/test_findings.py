@@ -116,6 +116,18 @@ def test_the_page_has_the_contrasts_of_an_empty_past():
     assert f"{', '.join(map(str, pairs[:-1]))} and {pairs[-1]} pairs" in page
 
 
+def test_the_kept_weights_give_the_states_of_the_trials():
+    trials = numbers_of("head_memory/presence_and_identity.json")["trainings"]
+    same = []
+    for name, one in empty_past_of_answers()["trainings"].items():
+        # The same captions with their first seed: a letter is 8 x state and more, a digit the state, or 3
+        letters = trials[name]["answers"]["unedited"][empty_past.SEEN : empty_past.CAPTIONS]
+        pairs = zip(letters, one["unedited"], strict=True)
+        same += [(ord(letter) - ord("A")) // 8 == min(int(digit), 2) for letter, digit in pairs]
+    told = f"{sum(same)} of {len(same)} videos"
+    assert told in (RESULTS / "head_memory/presence_and_identity.md").read_text()
+
+
 def empty_past_of_answers():
     report = numbers_of("head_memory/empty_past.json")
     assert json.loads(json.dumps(empty_past.findings_of(report["trainings"]))).items() <= report.items()
