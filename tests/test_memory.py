@@ -1,6 +1,7 @@
 """The estimate of memory against what was measured, and what is refused before a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,14 @@ def test_predictions_of_other_models_are_within_4_percent(row):
     """Their cache policies, blocks and samplers; of the window that a second prompt computes again, too."""
     needs = needs_on_gpu(load_config(f"configs/{row['name']}.yaml"), [FRAME])
     assert abs(sum(parts(needs).values()) / row["peak_bytes"] - 1) < 0.04
+
+
+@pytest.mark.parametrize("frames", ["24 frames", "120 frames"])
+def test_predictions_of_longlive2_are_within_2_percent(frames):
+    row = json.loads((ROOT / "docs/benchmarks/longlive2.json").read_text())[frames]["rows"]["logits"]
+    config = load_config("configs/longlive2.yaml", {"num_frames": int(frames.split()[0])})
+    needs = needs_on_gpu(config, [replace(FRAME, mass=False)])
+    assert abs(sum(parts(needs).values()) / 2**20 / row["used_mib"] - 1) < 0.02
 
 
 def test_decoding_is_predicted_too(tmp_path):
