@@ -1,6 +1,6 @@
 """Attention of Wan2.1 videos: load a model, capture while it generates, look at what came of it.
 
-    from experiments import at, capture, compare, intervene, load, x0_lens
+    from experiments import at, capture, compare, intervene, x0_lens
 
 session.py loads and generates, captured.py looks at what happens inside. They are imported when a name of
 theirs is asked for: other users of this package need no model.

@@ -18,14 +18,14 @@ from experiments.memory import out_of_memory
 from experiments.progress import Progress
 from experiments.provenance import threads_for
 from experiments.running.run import PlannedCache, make_caches
-from experiments.runs import Run, capturing
+from experiments.runs import Run, all_edits, capturing, note_calls
 from experiments.session import Session, build_model, check_numbers
 from wan import checkpoint
 from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import RunConfig, as_one_block, load_config
 from wan.errors import ConfigError, require_known
-from wan.interventions import config_edits, intervene
+from wan.interventions import config_edits, counted_edits, intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
 from wan.sites import active_edits, require_no_data
@@ -83,6 +83,7 @@ class BaseSession(Session):
             observer.video.ready()
         observer.log("rollout", prompt=config.prompt, seed=config.seed)
         with (
+            counted_edits() as touched,
             threads_for(noise, self.model_config),
             intervene(*config_edits(config)) if config_edits(config) else nullcontext(),
             watching,
@@ -91,6 +92,9 @@ class BaseSession(Session):
             files = self.files_now(config, edits)
             texts = (prompt, negative)
             latents, calls, done = sample(self.pipeline, texts, noise, requests, observer)
+        if len(touched.keys() - edits):  # contexts that were opened while it ran
+            edits = all_edits(edits, touched)
+            files = self.files_now(config, edits)
         common = self.common(config, edits, files=files) | {  # how it was sampled
             "orig_num_frames": base.num_video_frames,
             "vae_stride_t": VIDEO_FRAMES_PER_LATENT,
@@ -100,6 +104,7 @@ class BaseSession(Session):
             "negative_prompt": base.negative_prompt,
             "config": {"height": config.height, "width": config.width},  # others are the causal rollout's
         }
+        note_calls(common, edits, touched)
         # A stopped run keeps the steps that it reached, and its cache says which are absent.
         stopped = f"{done} of {base.num_steps} steps" if done < base.num_steps else ""
         asked = {step for request in requests for step in request.steps or ()}
@@ -107,7 +112,8 @@ class BaseSession(Session):
             note = f"partial: the run was stopped after {stopped}; of what was asked for, steps "
             common |= {"partial": True, "notes": [f"{note}{', '.join(absent)} are absent"]}
         timesteps, layers = self.pipeline.pass_timesteps, self.model_config.num_layers
-        return [Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)]
+        run = Run(config, layers, calls, latents, timesteps, words, common, stopped, self.preview)
+        return [replace(run, bidirectional=True)]
 
 
 def sample(

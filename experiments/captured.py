@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from experiments.caches.activations import (
     Activations,
     ActivationStore,
     Place,
+    StoredRun,
     chosen_numbers,
     save_activations,
     texts_by_name,
@@ -41,48 +42,22 @@ from experiments.caches.formats import AtlasCache, declared_fields
 from experiments.caches.mp4 import write_mp4
 from experiments.caches.store import layer_from_atlas, layers_of, require_one_model
 from experiments.caches.view import Profiles, open_profiles
-from experiments.extraction.cache_builders import (
-    atlas_cache,
-    atlas_requests,
-    map_requests,
-    patches_of_mask,
-    token_grid,
-)
-from experiments.extraction.diffusers_runs import (
-    PipelineRun,
-    pipeline_atlas,
-    pipeline_requests,
-    pipeline_runs,
-    streamed_runs,
-)
+from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
-from experiments.provenance import model_title
-from experiments.runs import CAPTURES, Run
+from experiments.pipeline_session import PipelineSession, is_pipeline, session_of
+from experiments.runs import CAPTURES, AnySession, Run
 from experiments.session import Session, load
+from wan import sites as watching
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
 from wan.capture import CapturedCall, CaptureRequest
 from wan.config import RunConfig
-from wan.diffusers_capture import transformers_of, watching
 from wan.errors import ConfigError, as_numbers, in_context, require_ascending, require_known, short_repr
 from wan.identity import identity_of
-from wan.interventions import Edits, config_edits, reusable
+from wan.interventions import Edits, reusable
 from wan.interventions import intervene as edited
 from wan.model import sinusoidal_embedding
 from wan.pipeline import flow_to_x0
-from wan.sites import (
-    OF_FORWARD,
-    OF_HEADS,
-    PIPELINES,
-    ActivationSite,
-    active_edits,
-    check_indices,
-    check_site,
-    observer,
-    pushed,
-    watched,
-    watchers,
-)
 from wan.vae import VAE
 
 if TYPE_CHECKING:
@@ -102,12 +77,25 @@ UNITS = {
 
 
 # --- Capture
-def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] | None:
+def as_session(x: Any) -> Any:
+    """Return a session as it is, and that of a pipeline or a transformer. ConfigError for anything else."""
+    if isinstance(x, AnySession):
+        return x
+    if is_pipeline(x):
+        return session_of(x)
+    raise ConfigError(f"{short_repr(x)} is no session, no pipeline of diffusers and no transformer")
+
+
+def resolved_steps(session: Any, steps: Sequence[int] | None) -> list[int] | None:
     """Return steps with the number of the last denoising step in place of -1.
 
-    ConfigError where blocks end with different steps.
+    ConfigError where blocks end with different steps, or nobody knows how many there are.
     """
     config = session.config
+    if isinstance(session, PipelineSession) and min(steps or (), default=0) < 0:
+        raise ConfigError(
+            f"step {min(steps or ())}: a pipeline tells its steps when it runs; name them from 0"
+        )
     if -1 not in (steps or ()):
         return None if steps is None else [*steps]
     lasts = {config.base.num_steps - 1}
@@ -121,7 +109,7 @@ def resolved_steps(session: Session, steps: Sequence[int] | None) -> list[int] |
 
 @reusable
 def capture(
-    session: Any, *sites: Any, stream_to: str | Path | None = None, **chosen: Any
+    session: Any, *sites: Any, stream_to: str | Path | None = None, layout: Any = None, **chosen: Any
 ) -> Iterator["Captured"]:
     """Capture activations of a session's videos, or of a diffusers pipeline's, at sites (wan.sites.SITES).
 
@@ -130,7 +118,8 @@ def capture(
     and reduce(x, where) or reduce(x), which returns the value to keep. stream_to is a folder for any number
     of runs (experiments/caches/activations.py): memory holds one block at a time, and runs that the folder
     has are not repeated. Without a site, attention is captured by the fields of attention_requests. Each
-    video of a batch is captured and reduced on its own. Raises ConfigError for a selection that the model
+    video of a batch is captured and reduced on its own. layout says where frames lie in a transformer that is
+    not known (wan.diffusers_capture.watching). Raises ConfigError for a selection that the model
     lacks or that does not fit in memory, CacheError for a folder of another capture.
     """
     if sites and not isinstance(sites[0], str):  # capture(session, [1, 5]): the layers of an atlas
@@ -139,80 +128,29 @@ def capture(
         chosen[name] = as_numbers(name, chosen[name])
     if stream_to is not None and not sites:
         raise ConfigError('stream_to= takes activations: name a site, as capture(session, "resid_post", ...)')
+    session = as_session(session)
     captured = Captured([], None, stream_to)
-    if not isinstance(session, Session):
-        with _captured_pipeline(session, captured, sites, chosen):
-            yield captured
-        return
     chosen["steps"] = resolved_steps(session, chosen.get("steps"))
-    if sites:
-        check_chosen(chosen)
-        captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
-        check_capture(session, captured.watcher, stream_to is not None)
-        if captured.folder is not None:
-            captured.folder.require(captured.request)
-            captured.folder.require_folder()
-    else:
-        require_parameters(attention_requests, chosen)
-        captured.requests = attention_requests(session.config, **chosen)
-        memory.check_requests(session.config, session.model_config, captured.requests)
-    # An inner capture would leave the outer one without calls.
-    if id(session) in dict(CAPTURES.get()):
-        raise ConfigError("this session is captured already; ask one capture for all layers: layers=[0, 1]")
-    with pushed(CAPTURES, (id(session), captured)):
-        yield captured
-
-
-@contextmanager
-def _captured_pipeline(x: Any, captured: "Captured", sites: Sequence[Any], chosen: dict) -> Iterator[None]:
-    """Capture a diffusers pipeline, or its transformer; captured gets its runs when the context exits."""
-    layout, steps = chosen.pop("layout", None), chosen.get("steps") or ()
-    if min(steps, default=0) < 0:
-        raise ConfigError(f"step {min(steps)}: a pipeline tells its steps when it runs; name them from 0")
-    if sites:
-        check_chosen(chosen)
-        captured.watcher = SiteCapture(tuple(check_site(name) for name in sites), **chosen)
-        if (folder := captured.folder) is not None:
-            begin = partial(folder.add, captured.request)
-            streaming = streamed_runs(x, captured.watcher, layout, begin, captured.tables_of)
-            with only_pipeline(x), streaming as captured.runs:  # type: ignore[assignment]
-                yield
-            return
-    else:
-        require_parameters(pipeline_requests, chosen)
-        captured.requests = pipeline_requests(**chosen)
-    runs: list[PipelineRun] = []
-    try:
-        with (
-            only_pipeline(x, is_attention=not sites),
-            pipeline_runs(x, captured.requests, captured.watcher, layout) as runs,
-        ):
-            yield
-    finally:  # also of an error: videos before it are whole
-        for run in runs:
-            run.activations.update(captured.tables_of(run.kept, 0) if run.kept else {})
-            captured.runs.append(run)
-
-
-@contextmanager
-def only_pipeline(x: Any, is_attention: bool = False) -> Iterator[None]:
-    """Restrict captures and edits of this context to one pipeline, since they would mix with another's.
-
-    Only one capture can receive attention calls; ConfigError for more.
-    """
-    models = {id(model) for model in transformers_of(x).values()}
-    for others, is_taken in PIPELINES.get():
-        if models.isdisjoint(others):
+    with session.opened(layout):
+        if sites:
+            check_chosen(chosen)
+            captured.watcher = SiteCapture(tuple(watching.check_site(name) for name in sites), **chosen)
+            check_capture(session, captured.watcher, stream_to is not None)
+            if captured.folder is not None:
+                captured.folder.require(captured.request)
+                captured.folder.require_folder()
+        else:
+            require_parameters(attention_requests, chosen)
+            captured.requests = attention_requests(session, **chosen)
+            check_requests(session, captured.requests)
+        # An inner capture would leave the outer one without calls.
+        others = session.captures()
+        if others and (not session.can_nest or (not sites and any(other.requests for other in others))):
             raise ConfigError(
-                "another pipeline is captured or edited here, and what was asked of it would hold for this "
-                "one: leave that context first"
+                f"this {session.kind} is captured already; ask one capture for all layers: layers=[0, 1]"
             )
-        if is_attention and is_taken:
-            raise ConfigError(
-                "this pipeline is captured already; ask one capture for all layers: layers=[0, 1]"
-            )
-    with pushed(PIPELINES, (models, is_attention)):
-        yield
+        with watching.pushed(CAPTURES, (id(session), captured)), session.beside_calls(captured):
+            yield captured
 
 
 @reusable
@@ -222,13 +160,12 @@ def intervene(*edits: Any, data: Any = None, layout: Any = None) -> Iterator[Edi
     To edit a diffusers pipeline or its transformer, pass it first: intervene(pipe, Knockout(frames=0, ...)).
     Its frames are named by number; for layout see wan.diffusers_capture.watching.
     """
-    theirs = bool(edits) and (isinstance(edits[0], torch.nn.Module) or hasattr(edits[0], "transformer"))
-    rest = edits[1:] if theirs or (edits and isinstance(edits[0], Session)) else edits
-    with (
-        only_pipeline(edits[0]) if theirs else nullcontext(),
-        watching(edits[0], layout) if theirs else nullcontext(),
-        edited(*rest, data=data) as active,
-    ):
+    if not edits or not (isinstance(edits[0], AnySession) or is_pipeline(edits[0])):
+        with edited(*edits, data=data) as active:
+            yield active
+        return
+    session = as_session(edits[0])
+    with session.opened(layout), edited(*edits[1:], data=data, models=session.models_watched) as active:
         yield active
 
 
@@ -239,7 +176,15 @@ def require_parameters(function: Callable[..., Any], chosen: Collection[str]) ->
         require_known(name, parameters, "capture knows no {}")
 
 
-INTERNAL = ("sites", "on_block", "kept", "items", "newest")  # of SiteCapture, not for a caller
+INTERNAL = (
+    "sites",
+    "on_block",
+    "kept",
+    "items",
+    "newest",
+    "by_step",
+    "step",
+)  # of SiteCapture, not for a caller
 
 
 def check_chosen(chosen: dict[str, Any]) -> None:
@@ -252,7 +197,7 @@ def check_chosen(chosen: dict[str, Any]) -> None:
 
 
 def attention_requests(
-    config: RunConfig,
+    session: Any,
     granularity: str = "frame",
     layers: list[int] | None = None,
     blocks: list[int] | None = None,
@@ -272,12 +217,22 @@ def attention_requests(
     map_mass [B, heads, n, Lk]; of the pass config.step where steps are not given.
 
     mass per frame, key_curve (the last block's), cross (of every prompt token), rope_bands, query_key_means
-    (before RoPE).
+    (before RoPE). A pipeline has the first six and rope_bands.
     """
+    config = session.config
+    if isinstance(session, PipelineSession):
+        absent = {"blocks": blocks, "key_curve": key_curve, "query_key_means": query_key_means}
+        for name, value in (absent | {"queries": queries, "heads": heads}).items():
+            if value is not None and value is not False:
+                raise ConfigError(
+                    f"{name} belong to causal models; a pipeline makes all frames at once: leave {name} out"
+                )
+        of_text: Any = ("self", "cross", "cross_image") if cross else ("self",)
+        return [CaptureRequest(layers, of_text, None, steps, granularity, mass=mass, rope_bands=rope_bands)]  # type: ignore[arg-type]
     if queries is not None:
-        grid = token_grid(config)
-        places = patches_of_mask(queries, config)
-        return map_requests(config, grid, places, layers, heads, blocks, steps, words=cross)
+        grid = cache_builders.token_grid(config)
+        places = cache_builders.patches_of_mask(queries, config)
+        return cache_builders.map_requests(config, grid, places, layers, heads, blocks, steps, words=cross)
     if heads is not None:
         raise ConfigError("heads go with a site, or with queries=; attention has all heads")
     # An atlas has its layers in any order; calls, and passes, come in the order of the rollout
@@ -286,23 +241,38 @@ def attention_requests(
         if not (is_atlas and name == "layers"):
             require_ascending(name, numbers, "calls come in the order of the rollout")
     if is_atlas:
-        return atlas_requests(config, mass, key_curve, cross, rope_bands, query_key_means, layers)
+        return cache_builders.atlas_requests(
+            config, mass, key_curve, cross, rope_bands, query_key_means, layers
+        )
     kinds: Any = ("self", "cross") if cross else ("self",)
     level: Any = granularity
     return [CaptureRequest(layers, kinds, blocks, steps, level, mass=mass, rope_bands=rope_bands)]
 
 
-def check_capture(session: Session, watcher: SiteCapture, streams: bool) -> None:
+def check_requests(session: Any, requests: Sequence[CaptureRequest]) -> None:
+    """Raise ConfigError for layers, blocks or passes that a run of the session lacks."""
+    if not isinstance(session, PipelineSession):
+        memory.check_requests(session.config, session.model_config, requests)
+        return
+    for request in requests:
+        watching.check_indices("layer", request.layers, session.model_config.num_layers)
+
+
+def check_capture(session: Any, watcher: SiteCapture, streams: bool) -> None:
     """Raise ConfigError for a selection that a run lacks or that does not fit in memory."""
     config, model, sites = session.config, session.model_config, {*watcher.sites}
-    if watcher.heads is not None and not sites & OF_HEADS:
+    if watcher.heads is not None and not sites & watching.OF_HEADS:
         raise ConfigError(f"{watcher.sites[0]} has no heads: leave heads out")
-    if watcher.layers is not None and sites <= {*OF_FORWARD}:
+    if watcher.layers is not None and sites <= {*watching.OF_FORWARD}:
         raise ConfigError(f"{watcher.sites[0]} belongs to no layer: leave layers out")
+    if isinstance(session, PipelineSession):  # steps and frames are known when it runs
+        watching.check_indices("layer", watcher.layers, model.num_layers)
+        watching.check_indices("head", watcher.heads, model.num_heads)
+        return
     there = {"layers": model.num_layers, "blocks": len(config.block_sizes), "steps": config.num_passes}
     with in_context(config.model):
         for name, count in (there | {"frames": config.num_frames, "heads": model.num_heads}).items():
-            check_indices(name.removesuffix("s"), getattr(watcher, name), count)
+            watching.check_indices(name.removesuffix("s"), getattr(watcher, name), count)
     if watcher.reduce is None and watcher.to == "cpu":
         parts = {"activations": memory.bytes_of_sites(config, model, watcher, streams)}
         need = memory.Need(f"capturing {', '.join(watcher.sites)}", "host", parts)
@@ -326,6 +296,8 @@ def tables(
             is_clean_pass=at.is_clean_pass,
             timestep=at.timestep,
             branch=at.branch,
+            evaluation=at.evaluation,
+            model=at.at.model,
         )
         places.append(place)
         values.append(activation.value)
@@ -339,7 +311,7 @@ def is_seen(session: Session) -> bool:
     """Return whether edits, other captures or hooks also see the session's forwards."""
     hooks = "_forward_hooks", "_forward_pre_hooks"
     has_hooks = any(getattr(part, name) for part in session.model.modules() for name in hooks)
-    return bool(has_hooks or watchers() or observer())
+    return bool(has_hooks or watching.watchers() or watching.observer())
 
 
 class Captured:
@@ -370,75 +342,47 @@ class Captured:
         has_frames_by_value: bool = False,
     ) -> list[Run]:
         """Generate runs and keep the requested values of each, in memory or in the folder."""
-        if self.watcher is None:
-            runs = make(nullcontext())
-        elif self.folder is None:
-            watcher = replace(self.watcher, kept=[], items=len(configs))
-            runs = make(watched(watcher))
-            watcher.flush()
-            for item, run in enumerate(runs):
-                run.activations.update(self.tables_of(watcher.kept, item))
-        elif has_frames_by_value:
-            raise ConfigError("runs of a folder are told apart by files: give first_frames as one")
-        else:
-            runs = self._stream(session, configs, make, self.folder)
-        self.runs += runs
+        recording = Recording(self, session, configs)
+        if self.folder is not None:
+            if has_frames_by_value:
+                raise ConfigError("runs of a folder are told apart by files: give first_frames as one")
+            # What is whole is read, unless somebody else wants to see the run again.
+            facts = session.facts_of(configs)
+            recording.begin(facts)
+            if not recording.missing and not is_seen(session) and not configs[0].first_frames:
+                runs = [
+                    Run(
+                        config=config,
+                        num_layers=session.model_config.num_layers,
+                        records=[],
+                        latents=stored.latents,
+                        pass_timesteps=session.pipeline.pass_timesteps,
+                        prompt_tokens=session.texts[config.prompt][1],
+                        common=common,
+                        preview=session.preview,
+                    )
+                    for config, stored, common in zip(configs, recording.stored, facts, strict=True)
+                ]
+                self.runs += runs
+                return runs
+        runs = make(recording.watching())
+        recording.finish(runs)
         return runs
 
-    def _stream(
-        self,
-        session: Session,
-        configs: Sequence[RunConfig],
-        make: Callable[[AbstractContextManager[None]], list[Run]],
-        folder: ActivationStore,
-    ) -> list[Run]:
-        """Generate runs and write their activations to the folder, about a block at a time."""
-        # 1. Which runs these are, and which of them the folder has. Equal ones of a batch are one.
-        facts = [session.common(each, [*active_edits(), *config_edits(each)]) for each in configs]
-        request = self.request
-        begun = [folder.begin(request, each, len(configs)) for each in facts]
-        by_path = {run.path: run for run in begun}
-        stored = [by_path[run.path] for run in begun]
-        missing = {stored.index(run): run for run in by_path.values() if not run.is_complete}
-        # 2. What is whole is read, unless somebody else wants to see the run again.
-        if not missing and not is_seen(session) and not configs[0].first_frames:
-            return [
-                Run(
-                    *(each, session.model_config.num_layers, [], run.latents),
-                    *(session.pipeline.pass_timesteps, session.texts[each.prompt][1], common),
-                    preview=session.preview,
-                )
-                for each, run, common in zip(configs, stored, facts, strict=True)
-            ]
+    @contextmanager
+    def recording(
+        self, session: Any, configs: Sequence[Any], runs: list[Run], models: Any = None
+    ) -> Iterator[None]:
+        """Keep the requested values of runs that are made in this context and put into a list.
 
-        # 3. Each run writes what came of it when a later block begins.
-        def write(kept: list[Activation]) -> None:
-            for item, run in missing.items():
-                activations = self.tables_of(kept, item)
-                if activations:
-                    run.write(activations)
-
-        assert self.watcher is not None
-        watcher = replace(self.watcher, kept=[], items=len(configs), on_block=write)
-        runs = make(watched(watcher) if missing else nullcontext())
-        watcher.flush()
-        # 4. Hooks and changed weights are in no fingerprint: they would leave another run's activations.
-        for item, (run, stored_run) in enumerate(zip(runs, stored, strict=True)):
-            if run.stopped:
-                continue
-            if item in missing:
-                stored_run.finish(run.latents)
-                continue
-            is_same_batch = stored_run.about["batch"] == len(runs)
-            if is_same_batch and not torch.equal(run.latents.cpu(), stored_run.latents):
-                of_functions = ""
-                if texts_by_name(stored_run.about["edits"]):
-                    of_functions = "what a named function reads (give it another name then), "
-                raise CacheError(
-                    f"{stored_run.path} holds this run with other latents: {of_functions}torch hooks and "
-                    "weights that were changed in place are in no fingerprint; choose another folder"
-                )
-        return runs
+        Also of those that an error ends. models are the transformers whose activations are kept.
+        """
+        recording = Recording(self, session, configs, models)
+        try:
+            with recording.watching():
+                yield
+        finally:
+            recording.finish(runs)
 
     def tables_of(self, kept: Sequence[Activation], item: int) -> dict[str, Activations]:
         """Return the captured activations of one video of a batch, a table per site."""
@@ -490,15 +434,20 @@ class Captured:
         about = {name: common[name] for name in ("model", "prompt", "seed", "fingerprint")}
         return save_activations(path, self.tables, about, overwrite)
 
-    def atlas(self, run: Run | None = None, branch: str | None = None) -> "Atlas":
+    def atlas(self, run: Run | None = None, branch: str | None = None, **chosen: Any) -> "Atlas":
         """Return a run's attention (None: the last one's), as experiments/run_extraction_all.py writes it.
 
-        branch, cond or uncond, is of a pipeline with guidance; None: cond.
+        branch, cond or uncond, is of a pipeline with guidance; None: cond. chosen are a block, an evaluation
+        or a model where a pipeline has several that one atlas cannot hold.
         """
         run = run or self._last()
         if not getattr(run, "records", None):
             raise ConfigError(f"atlas: {short_repr(run)} has no attention: make it inside capture(session)")
-        cache = pipeline_atlas(run, branch) if isinstance(run, PipelineRun) else atlas_cache(run)
+        cache = (
+            cache_builders.bidirectional_atlas(run, branch, **chosen)
+            if run.bidirectional
+            else cache_builders.atlas_cache(run)
+        )
         layers = self.requests[0].layers if self.requests else None
         return Atlas(cache if layers is None else layers_of(cache, list(layers)))
 
@@ -514,6 +463,77 @@ class Captured:
         calls = len(self.runs[-1].records) if self.runs else 0
         kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
         return f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
+
+
+class Recording:
+    """What a capture keeps of the runs of one batch while they are made: in memory, or in its folder."""
+
+    def __init__(self, captured: Captured, session: Any, configs: Sequence[Any], models: Any = None):
+        self.captured, self.session, self.configs = captured, session, configs
+        self.stored: list[StoredRun] = []  # of the folder, a video each
+        self.missing: dict[int, StoredRun] = {}  # those that the folder lacks, by the number of the video
+        self.watcher: SiteCapture | None = None
+        if captured.watcher is not None:
+            self.watcher = replace(
+                captured.watcher,
+                kept=[],
+                items=session.items_of(configs),
+                on_block=self.write if captured.folder is not None else None,
+                by_step=session.bidirectional,
+            )
+            self.watcher.models = models
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Let the capture see activations; nothing where the folder has all runs."""
+        if self.watcher is None or (self.stored and not self.missing):
+            return nullcontext()
+        return watching.watched(self.watcher)
+
+    def begin(self, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Find the runs of these facts in the folder. Equal ones of a batch are one."""
+        folder = self.captured.folder
+        assert folder is not None
+        begun = [folder.begin(self.captured.request, each, len(facts)) for each in facts]
+        by_path = {run.path: run for run in begun}
+        self.stored = [by_path[run.path] for run in begun]
+        self.missing = {self.stored.index(run): run for run in by_path.values() if not run.is_complete}
+
+    def write(self, kept: list[Activation]) -> None:
+        """Write what came of each run when a later block begins, or a later step of all frames."""
+        if not self.stored:  # a pipeline's runs are known once the first step is done
+            count = 1 + max(activation.item for activation in kept)
+            self.begin(self.session.facts_of(self.configs, count, len(kept[0].where.frames)))
+        for item, run in self.missing.items():
+            activations = self.captured.tables_of(kept, item)
+            if activations:
+                run.write(activations)
+
+    def finish(self, runs: Sequence[Run]) -> None:
+        """Keep what came last, and file each run of the folder as what it turned out to be."""
+        if self.watcher is not None:
+            self.watcher.flush()
+        for item, run in enumerate(runs):
+            if self.watcher is not None and self.captured.folder is None:
+                run.activations.update(self.captured.tables_of(self.watcher.kept, item))
+            if item >= len(self.stored) or run.stopped:
+                continue
+            stored = self.stored[item]
+            if item in self.missing:
+                latents = run.latents if run.latents.numel() else None
+                stored.finish(latents, run.common)
+                continue
+            # Random numbers of one's own are in no fingerprint: they would leave another run's activations.
+            is_same_batch = stored.about["batch"] == len(runs)
+            is_same = run.bidirectional or torch.equal(run.latents.cpu(), stored.latents)
+            if is_same_batch and not is_same:
+                of_functions = "what changed them"
+                if texts_by_name(stored.about["edits"]):
+                    of_functions = "what a named function reads (give it another name then)"
+                raise CacheError(
+                    f"{stored.path} holds this run with other latents: {of_functions} is in no fingerprint; "
+                    "choose another folder"
+                )
+        self.captured.runs += runs
 
 
 def drawing() -> Any:
@@ -788,7 +808,7 @@ class Comparison:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the three side by side as an mp4. CacheError where it cannot."""
         require_writable(path)
-        about = f"comparison, {model_title(self.runs[0].config)}"
+        about = f"comparison, {self.runs[0].model_title}"
         write_mp4(self.video.numpy(), path, model=about, fps=self.fps, overwrite=overwrite)
 
     def __repr__(self) -> str:
@@ -819,7 +839,7 @@ def x0_lens(
     check_capture(session, watcher, streams=True)
     found, noisy = dict[tuple[int, int, int], Tensor](), [torch.empty(0)]
 
-    def read(x: Tensor, where: ActivationSite) -> Tensor:
+    def read(x: Tensor, where: watching.ActivationSite) -> Tensor:
         pipeline, model = session.pipeline, session.pipeline.model
         if where.site == "x_t":  # comes once a pass, before the layers: [B, n, C, h, w]
             noisy[0] = x
@@ -833,7 +853,7 @@ def x0_lens(
             found[where.layer or 0, where.block, where.step] = x0.cpu()
         return x.new_zeros(())
 
-    with watched(replace(watcher, reduce=read)):
+    with watching.watched(replace(watcher, reduce=read)):
         run = session.generate(prompt, seed)
     if chosen is not None:  # layers in the asked order
         found = dict(sorted(found.items(), key=lambda item: chosen.index(item[0][0])))

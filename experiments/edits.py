@@ -36,7 +36,7 @@ from wan.interventions import (
     intervene,
     record_head_outputs,
 )
-from wan.sites import observed, require_no_data, watchers
+from wan.sites import observed, require_no_data
 
 if TYPE_CHECKING:
     from experiments.session import Session
@@ -53,7 +53,7 @@ def edited(
 
     Those of one's own intervene() around this get what they lack, too.
     """
-    own = [one for one in watchers() if isinstance(one, Edits)]
+    own = [one for one in session.watchers() if isinstance(one, Edits)]
     lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
     if batch > 1:
         require_no_data((*edits, *lacking), "videos that are made together")

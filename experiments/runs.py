@@ -8,7 +8,7 @@ somebody's pipeline.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -31,10 +31,13 @@ from experiments.caches.frames import (
 )
 from experiments.caches.mp4 import write_mp4
 from experiments.extraction.video import decode, load_vae, require_free, save_video
+from experiments.provenance import model_title
 from wan.blocks import block_frames
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
+from wan.interventions import Edit, config_edits
+from wan.sites import Watcher, watchers
 
 if TYPE_CHECKING:
     from experiments.caches.activations import Activations
@@ -55,9 +58,84 @@ def require_no_run() -> None:
         )
 
 
-def capturing(requests: Sequence[CaptureRequest]) -> AbstractContextManager[list[CapturedCall]]:
-    """Capture what is requested; nothing where there is no request."""
-    return ATTENTION_WEIGHT_CAPTURE.capture(*requests) if requests else nullcontext([])
+def capturing(
+    requests: Sequence[CaptureRequest], models: frozenset[int] | None = None
+) -> AbstractContextManager[list[CapturedCall]]:
+    """Capture what is requested, of the models of these ids alone; nothing where there is no request."""
+    if not requests:
+        return nullcontext([])
+    capture: Any = ATTENTION_WEIGHT_CAPTURE.capture(*requests)
+    capture.models = models
+    return capture
+
+
+def all_edits(edits: Sequence[Edit], touched: Mapping[Edit, int]) -> list[Edit]:
+    """Return the edits of a run: those around it, and those that changed calls of it from later on."""
+    return [*edits, *(edit for edit in touched if edit not in edits)]
+
+
+def note_calls(common: dict[str, Any], edits: Sequence[Edit], touched: Mapping[Edit, int]) -> None:
+    """Add to what caches say of edits how many calls of the run each has changed."""
+    if edits:
+        common["interventions"]["calls"] = [touched.get(edit, 0) for edit in edits]
+
+
+class AnySession:
+    """What captures, edits, gradients and studies know of a session, whatever its model is.
+
+    session.py has that of the causal model, base_session.py of the base model, and pipeline_session.py of a
+    pipeline of somebody else's. Each has config, the settings of its next run; model_config, with num_layers,
+    num_heads and head_dim; generate(), rollout(), common() and identity().
+    """
+
+    bidirectional = False  # all frames at once, with branches of guidance
+    config: Any
+    model_config: Any
+
+    kind = "session"  # how messages name it
+    can_nest = False  # several captures of activations at once
+    models_watched: frozenset[int] | None = (
+        None  # ids of its transformers; None: edits of it are of any model
+    )
+
+    def opened(self, layout: Any = None) -> AbstractContextManager[None]:
+        """Let captures and edits see this session's model while the context lasts."""
+        return nullcontext()
+
+    def beside_calls(self, capture: Any) -> AbstractContextManager[None]:
+        """Let a capture see forwards that are in no run of generate(): of somebody's pipeline alone."""
+        return nullcontext()
+
+    def items_of(self, configs: Sequence[Any]) -> int:
+        """Return how many videos are made together; 0 where the first forward tells it."""
+        return len(configs)
+
+    def facts_of(self, configs: Sequence[Any], *_: Any) -> list[dict[str, Any]]:
+        """Return the fields that caches of each run share, before it is made."""
+        return [self.common(config, [*self.active_edits(), *config_edits(config)]) for config in configs]
+
+    def common(self, config: Any, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def watchers(self) -> Sequence[Watcher]:
+        """Return who watches this session's forwards in this context, outermost first."""
+        return watchers()
+
+    def active_edits(self) -> list[Any]:
+        """Return the edits that apply to this session's forwards in this context."""
+        return [edit for watcher in self.watchers() for edit in watcher.edits]
+
+    def captures(self) -> list[Any]:
+        """Return who captures this session in this context (captured.py), outermost first."""
+        return [capture for session, capture in CAPTURES.get() if session == id(self)]
+
+    def edited(self, config: Any, batch: int = 1) -> AbstractContextManager[Any]:
+        """Apply a config's edits while the context lasts, and give a user's intervene() the data it lacks."""
+        if not (config_edits(config) or self.active_edits()):
+            return nullcontext()
+        from experiments.edits import edited  # which rolls out by a session
+
+        return edited(self, config, config_edits(config), batch)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,6 +156,9 @@ class Run:
     prompt_tokens: list[str]  # text of each prompt token, without padding
     common: dict[str, Any]
     stopped: str = ""  # where, of a run that was stopped: "3 of 7 blocks"
+    bidirectional: bool = False  # all frames at once, with branches of guidance
+    returned: Tensor | None = None  # the video that a pipeline returned, uint8 [frames, height, width, 3]
+    decoder: Callable[[Tensor], Tensor] | None = None  # a pipeline's: of latents [1, F, C, h, w] -> as video
     preview: Any = None  # a small decoder, for show()
     activations: dict[str, "Activations"] = field(default_factory=dict)  # by site
 
@@ -88,7 +169,14 @@ class Run:
         return self.decoded()
 
     def decoded(self, vae: Any = None) -> Tensor:
-        """Decode the latents, by the VAE in float32 where no decoder is given -> as video."""
+        """Decode the latents, by the VAE in float32 where no decoder is given -> as video.
+
+        Of a pipeline's run it is the video that the pipeline returned, or what its VAE makes of the latents.
+        """
+        if self.returned is not None and vae is None:
+            return self.returned
+        if self.decoder is not None and vae is None:
+            return self.decoder(self.latents)
         return decode(self.latents, vae or load_vae(self.config))
 
     @property
@@ -100,12 +188,28 @@ class Run:
         """The edits that were made, in words; "" for none."""
         return self.common.get("interventions", {}).get("words", "")
 
+    @property
+    def model_title(self) -> str:
+        """What an mp4 of the run says of its model."""
+        if self.decoder is not None:
+            return f"{self.config.model}, {self.common['live_weights']}"
+        return model_title(self.config)
+
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write an mp4.
 
         CacheError for a name that does not end in .mp4, and, unless overwrite, for a file that must stay.
         """
         require_suffix(path, ".mp4")
+        if self.returned is not None or self.decoder is not None:  # a pipeline's
+            write_mp4(
+                self.video.numpy(),
+                path,
+                tag=self.common["fingerprint"],
+                model=self.model_title,
+                overwrite=overwrite,
+            )
+            return
         require_free(path, self.config, overwrite, self.latents.shape[1])  # before it is decoded
         vae = load_vae(self.config, "auto")
         save_video(self.latents, path, vae, self.config, self.common["fingerprint"])
@@ -124,7 +228,11 @@ class Run:
 
     def __repr__(self) -> str:
         about, calls = f"{self.config.prompt!r}, seed {self.config.seed}", len(self.records)
-        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls"
+        edits = ""
+        if self.edits:
+            counts = self.common["interventions"].get("calls", ())
+            edits = f", edited by {self.edits} ({' + '.join(map(str, counts))} calls)"
+        return f"Run: {about}, latents {list(self.latents.shape)}, {calls} captured calls{edits}"
 
     # --- What was captured
     @property

@@ -15,14 +15,16 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from threading import RLock, Thread
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
 
+from experiments import runs as rollouts
 from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE, READ_BY
 from experiments.configs import find_config, policy_settings
@@ -45,20 +47,21 @@ from experiments.provenance import (
     weights_hash,
     with_result,
 )
-from experiments.runs import CAPTURES, ROLLING, Run, capturing, require_no_run
+from experiments.runs import AnySession, Run, require_no_run
 from wan import checkpoint
 from wan.blocks import block_ranges
 from wan.cache import CachePolicy, PromptSwitch, read_switches
 from wan.capture import SMALL, CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import MODELS, ModelConfig, ModelSettings, RunConfig, latent_sides
 from wan.errors import ConfigError, require_known, short_repr
-from wan.interventions import config_edits, in_turns
+from wan.identity import LiveWeights, live_weights
+from wan.interventions import config_edits, counted_edits, in_turns
 from wan.kernels import start_triton
 from wan.model import CausalWanModel, WanModel
 from wan.noise import TensorNoise, draw_noise
 from wan.pipeline import CausalInferencePipeline, check_numerics
 from wan.policies import policy_of
-from wan.sites import PIPELINES, active_edits, require_no_data
+from wan.sites import active_edits, require_no_data
 from wan.text_encoder import TextEncoder
 
 if TYPE_CHECKING:
@@ -71,13 +74,16 @@ REMEDY = "try --device cpu or another dtype in the config"
 
 
 def load(
-    source: str | Path | RunConfig = "wan_mini",
+    source: Any = "wan_mini",
     *,
     cache_policy: Any = None,
     preview: str | Path | None = None,
     **settings: Any,
-) -> "Session":
+) -> Any:
     """Return a session that generates videos, from a config's name, its path, or a directory of weights.
+
+    source may also be a pipeline of diffusers, or a transformer alone, whose PipelineSession takes settings
+    when it generates.
 
     settings are fields of RunConfig, such as num_frames, device (auto, cpu, cuda, cuda:N), dtype, or offload,
     which streams weights from the host; and size, a video's height x width in pixels ("480x832").
@@ -86,6 +92,9 @@ def load(
     run.show(); run.video and run.save() still use the VAE. The first video reads the weights. Raises
     ConfigError for missing files and settings that do not fit together.
     """
+    if not isinstance(source, str | Path | RunConfig):
+        of_pipelines = import_module("experiments.pipeline_session")  # by who has one
+        return of_pipelines.load_pipeline(source, cache_policy=cache_policy, preview=preview, **settings)
     # 1. Settings: unknown names are refused, as YAML files' are
     given = dict[str, Any]()
     for name, value in settings.items():
@@ -111,7 +120,7 @@ def load(
     return session
 
 
-class Session:
+class Session(AnySession):
     """A model and its settings; it makes any number of videos.
 
     >>> session = load("wan_mini", num_frames=6)
@@ -122,8 +131,6 @@ class Session:
     The first video loads the model; so do prepare() and the attribute `model`. A pickled session loads the
     model again in the process that receives it (here).
     """
-
-    bidirectional = False  # all frames at once, by the base model
 
     def __init__(self, config: RunConfig):
         policy_of(config)  # raises ConfigError where policy, blocks and prompts do not fit together
@@ -232,6 +239,7 @@ class Session:
                 apply_cuda_graphs(pipeline.model, FORWARDS)
             if not quiet and not self.bidirectional:
                 print_out(pipeline.weights)
+            pipeline.loaded = live_weights({None: pipeline.model})
             self.pipeline = pipeline
         return self
 
@@ -271,8 +279,6 @@ class Session:
         """
         # 1. A config for each video.
         require_no_run()
-        if PIPELINES.get():
-            raise ConfigError("a diffusers pipeline is captured or edited here: leave that context first")
         base = config or self.config
         if config is not None:
             policy_of(config)  # refuses other blocks or prompts than its policy knows
@@ -314,20 +320,22 @@ class Session:
             if configs[-1].prompt_schedule != base.prompt_schedule:
                 policy_of(configs[-1])
         # 2. Load the model, and roll out under the eyes of who captures this session.
-        captures, observer = dict(CAPTURES.get()).get(id(self)), observer or Progress(quiet)
+        observer = observer or Progress(quiet)
+        captures = next(iter(self.captures()), None)
         if captures and requests:
             raise ConfigError("a capture around this call says what is asked for: leave requests out")
-        requests = captures.requests if captures else requests
+        if captures is not None:
+            requests = captures.requests
         self.prepare(requests, observer=observer, config=configs[0])
         for each in configs:
             self.require_loaded(each)
 
         def make(watching: AbstractContextManager[None]) -> list[Run]:
-            token = ROLLING.set(True)
+            token = rollouts.ROLLING.set(True)
             try:
                 return self._roll_out(configs, requests, observer, watching, first_frames)
             finally:
-                ROLLING.reset(token)
+                rollouts.ROLLING.reset(token)
 
         by_value = first_frames is not None
         runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
@@ -377,10 +385,16 @@ class Session:
         shard = pipeline.model.head_shard
         finished, checked = list[Tensor](), 0
         phase = out_of_memory(lambda: f"rolling out block {len(finished)} of {len(blocks)}", requests)
-        with threads_for(noise, sizes), self.edited(config, len(configs)), watching, in_turns(len(configs)):
+        with (
+            counted_edits() as touched,
+            threads_for(noise, sizes),
+            self.edited(config, len(configs)),
+            watching,
+            in_turns(len(configs)),
+        ):
             edits = active_edits()  # also those of one's own intervene() around this
             files = self.files_now(config, edits)
-            with phase, capturing(requests) as records:
+            with phase, rollouts.capturing(requests) as records:
                 for frames, latents in pipeline.blocks(later_noise, torch.cat(states), **options):
                     # Numbers are checked as they come, so that hours are not spent on NaN.
                     block = len(finished)
@@ -401,6 +415,10 @@ class Session:
         if shard:
             records = shard.gather_calls(records)
         # 5. What caches say of it, beside the settings.
+        if len(touched.keys() - edits):  # contexts that were opened while it ran
+            edits = rollouts.all_edits(edits, touched)
+            files = self.files_now(config, edits)
+        live = self.live_weights()
         about, depends, stopped = dict[str, Any](), dict[str, Any](), ""
         if first is not None:
             digest = hashlib.sha256(first[:1].float().cpu().numpy().tobytes()).hexdigest()
@@ -423,7 +441,8 @@ class Session:
             calls, video_latents = records, latents[item : item + 1]
             if len(configs) > 1:
                 calls = [call.of_item(item) for call in records if call.item in (None, item)]
-            common = self.common(own_config, edits, files=files, **depends, **of_first) | about
+            common = self.common(own_config, edits, files=files, live=live, **depends, **of_first) | about
+            rollouts.note_calls(common, edits, touched)
             common["fingerprint"] = with_result(common["fingerprint"], video_latents)
             runs.append(
                 Run(
@@ -439,15 +458,6 @@ class Session:
                 )
             )
         return runs
-
-    def edited(self, config: RunConfig, batch: int = 1) -> AbstractContextManager[Any]:
-        """Apply a config's edits while the context lasts, and give a user's intervene() the data it lacks."""
-        edits = config_edits(config)
-        if not (edits or active_edits()):
-            return nullcontext()
-        from experiments.edits import edited  # which rolls out by a session
-
-        return edited(self, config, edits, batch)
 
     def rollout(self, config: RunConfig, shake: float = 0.0, **kwargs: Any) -> Tensor:
         """Generate latents [1, F, C, h, w] without an observer; shake sizes noise on the first noise."""
@@ -521,16 +531,46 @@ class Session:
         config: RunConfig,
         edits: Sequence[Any] | None = None,
         files: Sequence[dict[str, Any]] | None = None,
+        live: LiveWeights | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """Return everything that the numbers of this model's rollouts depend on (provenance.identity)."""
+        """Return everything that the numbers of this model's rollouts depend on (provenance.identity).
+
+        live are the weights in memory, by default as they are now; they count where they are not as loaded.
+        """
         files = self.files_now(config, edits) if files is None else files
+        live = live or self.live_weights()
+        if self.are_changed(live):
+            more["live_weights"] = live.sampled
         return identity(config, self.sha256.result() if self.sha256 else None, edits, files, **more)
 
-    def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
+    def live_weights(self) -> LiveWeights | None:
+        """Return the fingerprint of the weights in memory, and of hooks; None where none are loaded."""
+        if self.pipeline is None:
+            return None
+        return live_weights({None: self.pipeline.model})
+
+    def are_changed(self, live: LiveWeights | None) -> TypeGuard[LiveWeights]:
+        """Return whether weights in memory are others than those that were loaded, or have hooks."""
+        loaded = getattr(self.pipeline, "loaded", None)
+        return live is not None and loaded is not None and live.differs(loaded)
+
+    def common(
+        self,
+        config: RunConfig,
+        edits: Sequence[Any] = (),
+        live: LiveWeights | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
         """Return the fields that all caches of a rollout share; more: further dependencies of its numbers."""
         sizes, weights = self.model_config, checkpoint.weights_file(config.ckpt_dir, config.checkpoint_path)
-        made_of = self.identity(config, edits, **more)
+        live = live or self.live_weights()
+        made_of = self.identity(config, edits, live=live, **more)
+        origin = "base"
+        if self.are_changed(live):
+            origin = "changed"
+        elif config.checkpoint_path:
+            origin = "checkpoint"
         own_fields = {name: getattr(config, name) for name in OF_CACHES}
         # Settings without a field of their own
         settings = {
@@ -548,7 +588,8 @@ class Session:
             "num_heads": sizes.num_heads,
             "head_dim": sizes.head_dim,
             "model": config.model,
-            "weights": "checkpoint" if config.checkpoint_path else "base",
+            "weights": origin,
+            **({"live_weights": live.sampled} if live else {}),
             "weights_file": " + ".join([weights.name, *map(str, config.loras)]),
             **({"gpus": config.gpus} if config.gpus > 1 else {}),
             "config": settings,
@@ -568,7 +609,9 @@ class Session:
 
     def with_weights(self, config: RunConfig) -> Self:
         """Return a session with the weights and rollout settings of another config."""
-        return self.replaced(pipeline=self.load_pipeline(config), config=config, files=None, sha256=None)
+        pipeline = self.load_pipeline(config)
+        pipeline.loaded = live_weights({None: pipeline.model})
+        return self.replaced(pipeline=pipeline, config=config, files=None, sha256=None)
 
     def here(self, cached: Callable[..., Self]) -> Self:
         """Return this session, or in another process the one cached there (sweep.cached)."""

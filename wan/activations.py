@@ -76,8 +76,10 @@ class SiteCapture(Watcher):
     dtype: torch.dtype | None = None
     reduce: Reduce | None = None
     on_block: Callable[[list[Activation]], None] | None = None
-    items: int | None = None
+    items: int | None = None  # 0: as many as the batch has
+    by_step: bool = False  # on_block is called once a step, where all frames are one block
     newest: int = field(default=-1, init=False)  # block
+    step: tuple[int, int | None, float] | None = field(default=None, init=False)  # the newest, with its block
     kept: list[Activation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,15 +112,19 @@ class SiteCapture(Watcher):
         if not self.wants(where.site, where.layer, where.at):
             return
         # 1. The blocks before are complete when the first activation of a later one comes.
-        if where.block > self.newest:
+        is_later = where.block > self.newest
+        if self.by_step:
+            is_later = (where.block, where.step, where.timestep) != self.step
+            self.step = (where.block, where.step, where.timestep)
+        if is_later:
             if self.on_block:
                 self.flush()
             self.newest = where.block
         # 2. Videos that are made together are apart here; what all of them share is each one's.
         parts: Sequence[Tensor] = [x]
-        if self.items is not None and self.items > 1:
+        if self.items is not None and self.items != 1:
             parts = x.split(1)
-        if self.items is not None and len(parts) != self.items:
+        if self.items and len(parts) != self.items:
             assert len(parts) == 1, f"{where}: a batch of {len(parts)}, not of {self.items}"
             parts = list(parts) * self.items
         frames = None

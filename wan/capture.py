@@ -5,7 +5,7 @@ and the call brings its KeyLayout. Kept values are computed beside the call from
 (wan/reductions.py).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -588,6 +588,7 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
     requests: tuple[CaptureRequest, ...]
     calls: list[CapturedCall] = field(default_factory=list)
     open: list[tuple[AbstractContextManager[None], list[CapturedCall]]] = field(default_factory=list)
+    models: Container[int] | None = None  # ids of the transformers whose calls it takes; None: of any
 
     def __enter__(self) -> list[CapturedCall]:
         context = observed(self)

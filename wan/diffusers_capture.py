@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from wan import diffusers_attention as attention
+from wan import diffusers_latents as latents
 from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
 from wan.diffusers_frames import (
     FAMILIES,
@@ -39,6 +40,8 @@ from wan.errors import ConfigError, require_known
 from wan.interventions import reusable
 from wan.keys import KeyLayout
 from wan.sites import (
+    MODEL,
+    OF_FORWARD,
     Checked,
     FrameCheck,
     Pass,
@@ -48,6 +51,7 @@ from wan.sites import (
     current_pass,
     during,
     observer,
+    require_running_generators,
     watchers,
 )
 
@@ -296,16 +300,20 @@ def _replace_dispatch(site: Site, module: nn.Module, stack: ExitStack) -> None:
 # --- Calls of modules
 def _call_transformer(watched: Watched, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward whose pass is announced while it runs, and not longer, whatever ends it."""
-    if not watchers() and observer() is None:
+    model = id(watched.transformer)
+    if not watchers(model) and observer(model) is None:
         return original(*args, **kwargs)
-    before = attention.FORWARD.get(), attention.CALLER.get()
+    before = attention.FORWARD.get(), attention.CALLER.get(), MODEL.get()
     try:
         attention.FORWARD.set(None)
         attention.CALLER.set(None)
+        MODEL.set(model)
+        require_running_generators()
         return _run_forward(watched, original, args, kwargs)
     finally:
         attention.FORWARD.set(before[0])
         attention.CALLER.set(before[1])
+        MODEL.set(before[2])
 
 
 def _call_attention(
@@ -392,7 +400,8 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
     attention.FORWARD.set(forward)
     try:
         with announced:
-            out = original(*args, **kwargs)
+            model = watched.transformer
+            out = latents.run(model, told, parts, video, arguments, original, args, kwargs)
         attention.read_comparisons(forward)
         if is_late:
             forward.check.place = _place_of(watched, forward, args, kwargs)
@@ -446,7 +455,9 @@ def _check_watchers(watched: Watched, told: Told, at: Pass, video: VideoTokens, 
         if getattr(chosen, "heads", None) is not None and sites and OF_HEADS_HERE.isdisjoint(sites):
             raise ConfigError(f"{sites[0]} has no heads: leave heads out")
         for site in sites:
-            require_known(site, ("self", "cross", *SITES_HERE), "{} cannot be seen in diffusers' models")
+            require_known(
+                site, ("self", "cross", *OF_FORWARD, *SITES_HERE), "{} cannot be seen in diffusers' models"
+            )
     title = type(watched.transformer).__name__
     for edit in active_edits():
         if type(edit).__name__ in TURNING and not watched.family.has_wan_rope:

@@ -12,13 +12,15 @@ import hashlib
 import inspect
 import random
 import textwrap
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from wan.errors import ConfigError, require_text, short_repr
 
@@ -181,3 +183,156 @@ def identity_of_class(kind: type) -> dict[str, Any]:
     if isinstance(name, str) and text_sha256 is not None:
         return {"class": name, "text_sha256": text_sha256}
     return {"class": kind.__qualname__, "text_sha256": text_sha256, UNNAMED: True}
+
+
+# --- Weights as they are now
+SAMPLED = 1 << 15  # elements of a tensor that are summed everywhere, or a few more; of all on a GPU alone
+PLACES = 65521  # the largest prime below 2^16: an element's weight in the sum tells where it stands
+OFFLOADS_AND_CACHES = ("accelerate", "diffusers", "torch")  # packages whose hooks leave the weights the same
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+
+
+@dataclass(frozen=True)
+class LiveWeights:
+    """What weights in memory are: hashes of their bits, and their dtypes.
+
+    sampled is of every n-th element, names, shapes, dtypes and hooks, and equal on all devices; whole is of
+    all elements, and None on a CPU.
+    """
+
+    sampled: str
+    whole: str | None
+    dtypes: tuple[str, ...]  # of the parameters, the most frequent first
+    hooks: tuple[str, ...] = ()  # of others than this project, offload and caches
+
+    def differs(self, other: "LiveWeights") -> bool:
+        """Return whether weights are others; those of two devices are compared by their samples."""
+        is_whole_other = None not in (self.whole, other.whole) and self.whole != other.whole
+        return self.sampled != other.sampled or is_whole_other
+
+    @property
+    def quantised(self) -> str | None:
+        """Names of dtypes that hold quantised numbers; None where there are none."""
+        names = [name for name in self.dtypes if not name.startswith(("float16", "bfloat16", "float32"))]
+        return ", ".join(name for name in names if name != "float64") or None
+
+
+def live_weights(models: Mapping[Any, nn.Module]) -> LiveWeights:
+    """Return the fingerprint of the parameters, buffers and hooks of some models, as they are now.
+
+    Sums are of integers, so that no order of summing changes them, and come from the device at once.
+    """
+    names, samples, sums = list[str](), list[Tensor](), list[Tensor]()
+    dtypes, hooks = Counter[str](), list[str]()
+    for model_name, model in models.items():
+        for path, module in model.named_modules():
+            place = f"{model_name}.{path}"
+            hooks += [f"{place}: {hook}" for hook in hooks_of(module)]
+            names += [f"{place}: {setting}" for setting in _adapter_settings(module)]
+            tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            for name, x in tensors:
+                if isinstance(x, nn.Parameter):
+                    dtypes[dtype_name(x)] += x.numel()
+                for part_name, part in _plain_tensors(f"{place}.{name}", _at_home(module, name, x)):
+                    names.append(f"{part_name} {part.dtype} {list(part.shape)}")
+                    sample, total = _sums_of_bits(part)
+                    samples.append(sample)
+                    sums += total
+    digest = hashlib.sha256("\n".join([*names, *hooks]).encode())
+    digest.update(_numbers(samples))
+    whole = None
+    if sums:
+        whole = hashlib.sha256(digest.digest() + _numbers(sums)).hexdigest()[:16]
+    found = tuple(name for name, count in dtypes.most_common() if count)
+    return LiveWeights(digest.hexdigest()[:16], whole, found, tuple(hooks))
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """List the functions that change or see what a module computes, by name, but for those that do not count.
+
+    Those of this project, of offload and of diffusers' caches do not. A forward in place of the class's own
+    is one, too.
+    """
+    functions = []
+    for registry in ("_forward_hooks", "_forward_pre_hooks"):
+        functions += [*getattr(module, registry).values()]
+    functions += [vars(module)[name] for name in ("forward", "__call__") if name in vars(module)]
+    listed = []
+    for function in functions:
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = getattr(function, "__func__", function)
+        package = (getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+        if package not in (*OURS, *OFFLOADS_AND_CACHES):
+            listed.append(getattr(function, "__qualname__", type(function).__qualname__))
+    return listed
+
+
+def dtype_name(x: Tensor) -> str:
+    """Return a tensor's dtype; of a tensor of another library's class with the name of that class."""
+    name = str(x.dtype).removeprefix("torch.")
+    if type(x) in (Tensor, nn.Parameter, nn.Buffer):
+        return name
+    return f"{name} ({type(x).__name__})"
+
+
+def _adapter_settings(module: nn.Module) -> list[str]:
+    """Return the numbers of a LoRA layer of PEFT that are no parameters: its scale, and whether it is on."""
+    names = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
+    if not hasattr(module, "base_layer"):
+        return []
+    return [f"{name} {getattr(module, name, None)}" for name in names]
+
+
+def _at_home(module: nn.Module, name: str, x: Tensor) -> Tensor:
+    """Return a tensor's numbers from where accelerate's sequential offload keeps them."""
+    hook = getattr(module, "_hf_hook", None)
+    weights = getattr(hook, "weights_map", None)
+    if x.is_meta and weights is not None and name in weights:
+        return weights[name]
+    return x
+
+
+def _plain_tensors(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a tensor consists of: a quantised one of several, by name."""
+    flatten = getattr(x, "__tensor_flatten__", None)
+    if flatten is None:
+        yield name, x.detach().as_subclass(Tensor)
+        return
+    for part in flatten()[0]:
+        yield from _plain_tensors(f"{name}.{part}", getattr(x, part))
+
+
+def _sums_of_bits(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the sum of the bits of every n-th element, weighted by place, and on a GPU the sum of all."""
+    if x.is_meta or not x.numel():
+        return torch.zeros((), dtype=torch.int64), []
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    bits = x.contiguous().view(-1)
+    if bits.dtype != torch.bool:
+        bits = bits.view(BITS[bits.element_size()])
+    sample = bits[:: max(1, bits.numel() // SAMPLED)]
+    place = _places(x.device)[: len(sample)]
+    totals = []
+    if x.is_cuda:
+        totals.append(bits.sum(dtype=torch.int64))
+    return (sample * place).sum(), totals
+
+
+@functools.cache
+def _places(device: torch.device) -> Tensor:
+    """Return the weights of the elements of a sample, by place."""
+    return torch.arange(2 * SAMPLED, device=device) % PLACES + 1
+
+
+def _numbers(sums: Sequence[Tensor]) -> bytes:
+    """Return integer sums of several devices as bytes, in order."""
+    return b"".join(int(x).to_bytes(8, "little", signed=True) for x in _on_host(sums))
+
+
+def _on_host(sums: Sequence[Tensor]) -> list[int]:
+    """Copy sums to the host, those of a device together."""
+    devices = dict.fromkeys(x.device for x in sums)
+    rows = {device: iter(torch.stack([x for x in sums if x.device == device]).tolist()) for device in devices}
+    return [next(rows[x.device]) for x in sums]

@@ -20,9 +20,10 @@ import math
 import re
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
-from contextvars import Context
+from contextvars import Context, ContextVar
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -955,6 +956,9 @@ class Edits(Watcher):
                     parts[item], changed = new, True
             if changed:
                 self.changed[number] += 1
+                count = _COUNT.get()
+                if count is not None:
+                    count[edit] += 1
                 if self.first_block is None:
                     self.first_block = where.block
                 x = parts[0]
@@ -963,12 +967,27 @@ class Edits(Watcher):
         return x
 
 
+_COUNT: ContextVar[Counter[Edit] | None] = ContextVar("count", default=None)  # of the innermost run
+
+
+@contextmanager
+def counted_edits() -> Iterator[Counter[Edit]]:
+    """Count the calls that each edit changes while the context lasts, whenever its own context was opened."""
+    before, count = _COUNT.get(), Counter[Edit]()
+    _COUNT.set(count)
+    try:
+        yield count
+    finally:
+        _COUNT.set(before)
+
+
 @reusable
-def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterator[Edits]:
+def intervene(*edits: Any, data: Mapping[Edit, object] | None = None, models: Any = None) -> Iterator[Edits]:
     """Apply edits, or at(...) and a function, while the context lasts; nested contexts apply outermost first.
 
     data has, by edit, the means of Ablate("mean" or "frame_mean") and the run in step of an edit with a
-    source; a Session of experiments.load() makes them itself. Yields the edits with the number of calls that
+    source; a Session of experiments.load() makes them itself. models are ids of the transformers to edit, of
+    somebody's pipeline; None: all. Yields the edits with the number of calls that
     each changed. Warns of an edit that changed none, except for a function that was called and returned None.
     """
     if data is not None and not isinstance(data, Mapping):
@@ -988,6 +1007,7 @@ def intervene(*edits: Any, data: Mapping[Edit, object] | None = None) -> Iterato
         )
     # 2. They watch every activation of this context, and count what they change.
     active = Edits(tuple(chosen), dict(data or {}))
+    active.models = models
     with watched(active):
         yield active
     for edit, *counts in zip(active.edits, active.changed, active.reached, strict=True):

@@ -13,7 +13,7 @@ context (contextvars) that opened them, so threads do not see each other's.
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -171,6 +171,7 @@ class Watcher:
 
     edits: Sequence[Any] = ()  # of wan/interventions.py, where it makes some
     changed: Sequence[int] = ()  # how many calls each of them changed
+    models: Container[int] | None = None  # ids of the transformers that it watches; None: of any
     sees: frozenset[str] | None = None  # the only sites that it is shown; None: all of them
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
@@ -195,8 +196,8 @@ _OBSERVERS: ContextVar[tuple[list[Any], ...]] = ContextVar(
 )  # the last one takes the calls
 _RUN: ContextVar[object | None] = ContextVar("run", default=None)  # of somebody's pipeline
 _GENERATORS: ContextVar[tuple[tuple[int, str], ...]] = ContextVar("generators", default=())
-# Pipelines of diffusers that are captured or edited: ids of transformers, whether attention is captured
-PIPELINES: ContextVar[tuple[tuple[set[int], bool], ...]] = ContextVar("pipelines", default=())
+# The id of somebody's transformer whose forward runs (wan/diffusers_capture.py); None: of no such one
+MODEL: ContextVar[int | None] = ContextVar("model", default=None)
 _of_process: Any = None
 _open = 0  # contexts of any thread in which somebody looks; torch.compile can read it, and no ContextVar
 _lock = Lock()
@@ -284,11 +285,24 @@ def observe_process(by: Any) -> None:
     _of_process = by
 
 
-def observer() -> Any:
-    """Return the observer of attention calls in this context, or None."""
-    if _open and _OBSERVERS.get():
-        return _OBSERVERS.get()[-1][0]
+def observer(model: int | None = None) -> Any:
+    """Return the observer of attention calls in this context, or None: the last of those of the model.
+
+    model is the id of somebody's transformer, by default the one whose forward runs.
+    """
+    entries: tuple[list[Any], ...] = ()
+    if _open:
+        entries = _OBSERVERS.get()
+    for [entry] in reversed(entries):
+        if watches(entry, model):
+            return entry
     return _of_process
+
+
+def watches(watcher: Any, model: int | None = None) -> bool:
+    """Return whether a watcher or an observer is of a model, by default of the one whose forward runs."""
+    models = getattr(watcher, "models", None)
+    return models is None or (model or MODEL.get()) in models
 
 
 @contextmanager
@@ -306,10 +320,13 @@ current_run = _RUN.get  # what tells the run of a pipeline from others, or None
 current_pass = _PASS.get  # the forward that runs, as the sampler announced it, or None
 
 
-def watchers() -> tuple[Watcher, ...]:
-    """Return all watchers of this context, outermost first."""
+def watchers(model: int | None = None) -> tuple[Watcher, ...]:
+    """Return the watchers of this context that are of a model, outermost first.
+
+    model is the id of somebody's transformer, by default the one whose forward runs.
+    """
     if _open:
-        return _WATCHERS.get()
+        return tuple(watcher for watcher in _WATCHERS.get() if watches(watcher, model))
     return ()
 
 
@@ -320,9 +337,9 @@ def require_no_data(edits: Iterable[Any], what: str) -> None:
             raise ConfigError(f"{what} take no edit that needs {edit.needs}: {edit}")
 
 
-def active_edits() -> list[Any]:
-    """Return all edits (wan/interventions.py) that apply now, in order of nesting."""
-    return [edit for watcher in watchers() for edit in watcher.edits]
+def active_edits(model: int | None = None) -> list[Any]:
+    """Return all edits (wan/interventions.py) that apply now to a model, in order of nesting."""
+    return [edit for watcher in watchers(model) for edit in watcher.edits]
 
 
 def announced_pass() -> Pass:

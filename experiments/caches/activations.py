@@ -28,7 +28,6 @@ from itertools import groupby, product
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -59,15 +58,17 @@ from wan.sites import SITES
 
 FORMAT = "activations"
 DAMAGED = "its content is not what was written"
-COORDINATES = ("layer", "block", "step", "branch")
+COORDINATES = ("layer", "block", "step", "evaluation", "branch", "model")
+OF_SOME = ("evaluation", "branch", "model")  # which are no axis where one value is all
 CHOSEN = ("layers", "blocks", "steps", "frames", "heads")  # numbers that a capture may choose
 LATENTS, OF_1_0 = "latents.safetensors", "activations.json"
 NEW = ".new"  # ends the folder of a run that replaces an earlier one once it is complete
-RUN_NAME = re.compile(rf"[0-9a-f]{{32}}_seed-?\d+({re.escape(NEW)})?")
+RUN_NAME = re.compile(rf"[0-9a-f]{{32}}_seed(-?\d+|None)({re.escape(NEW)})?")
 SETTINGS = 16  # digits of a fingerprint with ONLY that are of a run's settings; 8 of a text follow
 NO_TEXT = "f" * 8
 OF_A_MODEL: tuple[str, ...] = ("model", "weights", "weights_file", "weights_sha256", "quantised", "dtype")
 OF_A_MODEL += ("num_heads", "head_dim", "frame_seq_length")
+NOT_OF_A_FILE = ("changed", "pipeline")  # weights that a fingerprint of those in memory tells apart
 IN_ORDER = "rows come in the order of the run"
 ROW_AXES = ("L", "T", "F")  # what a row may be of: a token, a prompt token, a frame
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -85,10 +86,12 @@ class Place:
     frames: tuple[int, ...]
     is_clean_pass: bool
     timestep: float
-    branch: str = "cond"
+    branch: str | None = "cond"
+    evaluation: int = 0  # of the same model, block, step and branch: 1 for its second forward
+    model: str | None = None  # of two experts the one that ran
 
     def fits(self, where: Mapping[str, Any]) -> bool:
-        """Return whether it is of a layer, block, step, is_clean_pass and branch. CacheError: other names."""
+        """Return whether it has these values, by the names of its fields. CacheError: other names."""
         names = [item.name for item in fields(Place) if item.name != "frames"]
         for name in where:
             require_known(name, names, "activations have no {}", CacheError)
@@ -125,12 +128,19 @@ class Activations(Sequence[Tensor]):
 
     @property
     def coordinates(self) -> dict[str, list[Any]]:
-        """The layers, blocks, steps, and branches where there are two, of the calls, in the asked order."""
+        """The layers, blocks and steps of the calls, in the asked order; what else tells them apart.
+
+        That is evaluations and branches where there are several, and experts that ran at the same step.
+        """
         coordinates: dict[str, list[Any]] = {}
         for name in COORDINATES:
             values = {getattr(place, name) for place in self.places}
-            if None in values or (len(values) == 1 and name == "branch"):
+            if None in values or (len(values) == 1 and name in OF_SOME):
                 continue
+            if name == "model":  # experts follow each other, and each step has one
+                passes = [[getattr(place, other) for other in coordinates] for place in self.places]
+                if len({tuple(at) for at in passes}) == len(self.places):
+                    continue
             coordinates[name] = sorted(values)
             order = self.chosen.get(f"{name}s", ())
             if values <= {*order}:
@@ -163,9 +173,15 @@ class Activations(Sequence[Tensor]):
     def stack(self) -> Tensor:
         """Stack all calls to one tensor, whose axes have the names axes; CacheError where shapes differ."""
         coordinates = self.coordinates
-        by_key = {}
+        by_key: dict[tuple[Any, ...], Tensor] = {}
         for place, value in zip(self.places, self.values, strict=True):
-            by_key[tuple(getattr(place, name) for name in coordinates)] = value
+            key = tuple(getattr(place, name) for name in coordinates)
+            if key in by_key:
+                raise CacheError(
+                    f"{self.site}: two calls are of {dict(zip(coordinates, key, strict=True))}, and nobody "
+                    "told what else they are of; choose some by at(...), or take them one by one"
+                )
+            by_key[key] = value
         # A tensor needs every combination of coordinates once, each of one shape
         keys = [*product(*coordinates.values())]
         shapes = {tuple(value.shape) for value in self.values}
@@ -388,6 +404,12 @@ class StoredRun:
         return f"{self.about['fingerprint']}_seed{self.about['seed']}"
 
     @property
+    def order(self) -> tuple[Any, ...]:
+        """By which runs are sorted: seed, those without one last; prompt, and the name of the folder."""
+        seed, prompt = self.about["seed"], self.about["prompt"]
+        return seed is None, seed or 0, prompt or "", self.path.name
+
+    @property
     def is_complete(self) -> bool:
         """True where the last file was written, which counts the others, and none is missing."""
         count = self.about.get("blocks")
@@ -421,10 +443,10 @@ class StoredRun:
 
     @property
     def latents(self) -> Tensor:
-        """The video's latents [1, F, C, h, w], of a run that is complete; a pipeline's has none."""
+        """The video's latents [1, F, C, h, w], of a run that is complete."""
         content = load_activations(self.path / LATENTS)
         if "x0" not in content:
-            raise CacheError(f"{self.path}: a pipeline's run has no latents; it returned the video itself")
+            raise CacheError(f"{self.path}: this run has no latents: nobody told them when it was made")
         return content["x0"][0]
 
     def read(self, site: str, **where: Any) -> Activations:
@@ -468,8 +490,13 @@ class StoredRun:
         save_activations(self.block(self.count), tables, self.about, overwrite=True)
         self.count += 1
 
-    def finish(self, latents: Tensor | None) -> None:
-        """Write the latents, where they are known: the run is complete, and replaces an earlier one."""
+    def finish(self, latents: Tensor | None, facts: Mapping[str, Any] | None = None) -> None:
+        """Write the latents, where they are known: the run is complete, and replaces an earlier one.
+
+        facts are those of the run at its end, under which it is filed: edits may have come while it ran.
+        """
+        if facts is not None:
+            self.file_as(facts)
         tables = {}
         if latents is not None:
             place = Place(None, 0, 0, tuple(range(latents.shape[1])), True, 0.0)
@@ -483,6 +510,19 @@ class StoredRun:
                 'runs are not known to be equal; named("...", function) keeps them',
                 stacklevel=3,
             )
+
+    def file_as(self, facts: Mapping[str, Any]) -> None:
+        """Say what a run turned out to be, and move it to the folder of that name."""
+        about = about_of(self.about["request"], facts, self.about["batch"])
+        if settings_and_text(about["fingerprint"]) == settings_and_text(self.about["fingerprint"]):
+            self.about = about | {"fingerprint": self.about["fingerprint"]}
+            return
+        self.about = about
+        path = self.path.with_name(self.name)
+        with library_writes(path, CacheError):
+            if path.exists():  # the same run, or what was left of it
+                shutil.rmtree(path)
+            self.path = self.path.rename(path)
 
     def replace_earlier(self) -> None:
         """Put a complete run in the place of an earlier one."""
@@ -508,7 +548,18 @@ def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return which model a run's facts are of, its LoRA by a hash too."""
     names = str(facts.get("weights_file", "")).split(" + ")
     files = [file for file in facts.get("files") or () if file["name"] in names]
-    return {name: facts.get(name) for name in OF_A_MODEL} | {"files": files}
+    model = {name: facts.get(name) for name in OF_A_MODEL} | {"files": files}
+    if facts.get("weights") in NOT_OF_A_FILE:
+        model["live_weights"] = facts.get("live_weights")
+    return model
+
+
+def about_of(request: Mapping[str, Any], facts: Mapping[str, Any], batch: int) -> dict[str, Any]:
+    """Return what files of a run say about it."""
+    about = {name: facts[name] for name in ("prompt", "seed", "fingerprint", "num_frames")}
+    policy = facts.get("config", {}).get("cache_policy")
+    about |= model_of(facts) | {"policy": policy, "edits": facts.get("interventions")}
+    return about | {"batch": batch, "request": dict(request)}
 
 
 # --- A store of runs
@@ -559,7 +610,7 @@ class ActivationStore:
         runs = list(self._stored())
         names = {run.path.name for run in runs}
         originals = [run for run in runs if run.path.name.startswith(run.name) or run.name not in names]
-        return sorted(originals, key=lambda r: (r.about["seed"], r.about["prompt"], r.path.name))
+        return sorted(originals, key=lambda run: run.order)
 
     def _stored(self, pattern: str = "*") -> Iterator[StoredRun]:
         """Yield its runs in any order, by the header of the last file of each."""
@@ -594,7 +645,7 @@ class ActivationStore:
             pairs.append(("model", model_of(run.about), model_of(facts)))
         for part, stored, asked in pairs:
             asked = json.loads(json.dumps(asked))
-            for name in sorted({*asked, *stored}):
+            for name in sorted({*asked, *stored}, key=lambda name: (name == "live_weights", name)):
                 if asked.get(name) == stored.get(name):
                     continue
                 values = f"{short_repr(stored.get(name))}, not {short_repr(asked.get(name))}"
@@ -613,10 +664,7 @@ class ActivationStore:
         earlier one of the same settings and text; CacheError where the text is another one, or not known.
         """
         self.require(request, facts)
-        config, fingerprint = facts.get("config", {}), facts["fingerprint"]
-        about = {name: facts[name] for name in ("prompt", "seed", "fingerprint", "num_frames")}
-        about |= model_of(facts) | {"policy": config.get("cache_policy"), "edits": facts.get("interventions")}
-        about |= {"batch": batch, "request": dict(request)}
+        fingerprint, about = facts["fingerprint"], about_of(request, facts, batch)
         path = self.path / f"{fingerprint}_seed{facts['seed']}"
         self._require_texts(texts_by_name(about["edits"]))
         for run in self._stored(path.name):
@@ -661,14 +709,6 @@ class ActivationStore:
                         f"{run.path} holds a run with another function of the name {name!r}: give this one "
                         "another name, named(...)"
                     )
-
-    def add(self, request: Mapping[str, Any], facts: Mapping[str, Any]) -> StoredRun:
-        """Begin a run that nothing tells from others, such as a pipeline's, under an identity of its own.
-
-        Its seed is a number by which runs are sorted; two processes may give the same one.
-        """
-        number = 1 + max((run.about["seed"] for run in self._stored()), default=-1)
-        return self.begin(request, {**facts, "seed": number, "fingerprint": uuid4().hex}, 1)
 
     # --- Rows of all runs
     def rows(
@@ -747,7 +787,7 @@ class ActivationStore:
         if steps is None:
             return calls
         # 2. Those of the steps; -1 is the last that denoises
-        last = max((call.place.step for call in calls if not call.place.is_clean_pass), default=-1)
+        last = max((call.place.step or 0 for call in calls if not call.place.is_clean_pass), default=-1)
         chosen = as_numbers("steps", [last if step == -1 else step for step in steps])
         require_ascending("steps", chosen, IN_ORDER)
         captured = {call.place.step for call in calls}

@@ -118,7 +118,7 @@ class Cache(Fields):
 
     format: Text
     schema_version: Index
-    prompt: Text
+    prompt: Text | None  # None: of embeddings that nobody saw being made
     seed: Seed | None
     num_frames: Count  # latent frames
     num_frame_per_block: Count
@@ -136,6 +136,7 @@ class Cache(Fields):
     device: Text | None = None  # cpu, or the GPU's name
     gpus: Index | None = None  # how many made it together, where more than one: bits differ with their number
     dtype: Text | None = None  # of generation
+    live_weights: Text | None = None  # a hash of those in memory (wan/identity.py), and of their hooks
     quantised: Text | None = None  # how the weights were stored, where they were dequantised
     attention: Text | None = None  # a GPU's kernel of attention
     is_logits: Flag
@@ -566,7 +567,7 @@ def check(values: Mapping[str, Any]) -> None:
         )
     # 2. Types of every field, and lengths of tensors and lists
     typed = as_cache(values)
-    require_text(typed.prompt.replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
+    require_text((typed.prompt or "").replace("\0", ""), "prompt", MAX_TEXT)  # a page shows NUL as an escape
     sizes = _sizes(typed, {})
     parts = [("", typed), *typed.entries]
     for where, part in parts:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experiments.caches import outputs, store
-from experiments.caches.files import Record, RunError
+from experiments.caches.files import Record, RunError, require_held
 from experiments.caches.formats import ANY, AVERAGE, NO_KEY, PassTag, build_layer_cache
 from experiments.caches.frames import (
     assemble,
@@ -28,7 +28,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_ranges
 from wan.capture import ALL, CapturedCall, CaptureRequest, MapQuery
 from wan.checkpoint import read_model_config
 from wan.config import RunConfig
-from wan.errors import ConfigError, as_numbers, library_reads, require_ascending
+from wan.errors import ConfigError, as_numbers, library_reads, require_ascending, require_known
 from wan.keys import RotaryTable, key_frames, key_tokens
 from wan.policies import policy_of
 from wan.sites import check_indices
@@ -676,3 +676,75 @@ def base_atlas_cache(run: Run, steps: Sequence[int], branch: str) -> dict[str, A
     for name in ("frame_logits", "frame_mass"):
         fields[name] = of_branch.frame_matrices(name, layers, steps)
     return run.common | fields
+
+
+def bidirectional_atlas(run: Run, branch: str | None = None, **chosen: Any) -> dict[str, Any]:
+    """Return the attention by frame of a run of all frames at once, of one branch of guidance.
+
+    branch None is cond, or the only one. chosen are a block, an evaluation or a model, where a pipeline has
+    several that one atlas cannot hold: chunks of frames that overlap, several forwards at a step. RunError
+    where calls are left that nothing tells apart.
+    """
+    # 1. The branch, and what else is chosen.
+    for name in chosen:
+        require_known(name, ("block", "evaluation", "model"), "an atlas is chosen by no {}")
+    branches = list(dict.fromkeys(call.at.branch for call in run.records if call.at))
+    if branch is None and "cond" not in branches and len(branches) == 1:
+        [branch] = branches
+    elif branch is None:
+        branch = "cond"
+    require_held("branch", branch, branches, "what was captured", RunError)
+    run = run.of_branch(branch)
+    for name, value in chosen.items():
+        require_held(
+            name, value, list(dict.fromkeys(call[name] for call in run.records)), "this run", RunError
+        )
+        run = replace(run, records=[call for call in run.records if call[name] == value])
+    calls = [call for call in run.records if "frame_logits" in call.values and call.at]
+    if not calls:
+        raise RunError('an atlas needs frames: capture granularity="frame", of self-attention')
+    # 2. Its passes, in which no two calls of a layer have the same query frames.
+    places = [(call.site.layer, call["step"], frame) for call in calls for frame in call["query_frames"]]
+    if len({*places}) < len(places):
+        raise RunError(_what_differs(calls))
+    timesteps = {call["step"]: call["timestep"] for call in calls}
+    clean = {call["step"]: call["is_clean_pass"] for call in calls}
+    steps: list[Any] = sorted(timesteps, key=lambda step: step or 0)
+    layers = sorted({call.site.layer for call in calls})
+    atlas: dict[str, Any] = {
+        "format": "atlas",
+        "is_logits": True,
+        "layers": layers,
+        "pass_timesteps": [float(timesteps[step]) for step in steps],
+        "pass_is_clean": [clean[step] for step in steps],
+    }
+    if branch is not None:
+        atlas["branch"] = branch
+    if steps != [None]:
+        atlas["pass_steps"] = steps
+    # 3. What was kept of each call, [layers, passes, H, F, ...].
+    for name in ("frame_logits", "frame_mass", "frame_logits_by_band", "attended"):
+        if all(name in call.values for call in calls):
+            atlas[name] = run.frame_matrices(name, layers, steps)
+    if "attended" in atlas:
+        atlas["attended"] = atlas["attended"] == 1
+    widths = {call.values["condition_mass"].shape[-1] for call in calls if "condition_mass" in call.values}
+    if len(widths) == 1 and all("condition_mass" in call.values for call in calls):
+        atlas["condition_mass"] = stack(lambda *at: run.query_rows("condition_mass", *at), layers, steps)
+    words = len(run.prompt_tokens)
+    if "cross_mass" in run.quantities and branch != "uncond" and words:
+        rows = stack(lambda *at: run.query_rows("cross_mass", *at), layers, steps)
+        atlas |= {"cross_mass": rows[..., :words], "cross_tokens": run.prompt_tokens}
+    return run.common | atlas
+
+
+def _what_differs(calls: Sequence[CapturedCall]) -> str:
+    """Say why calls make no atlas, and what to choose."""
+    for name in ("evaluation", "block", "model"):
+        values = list(dict.fromkeys(call[name] for call in calls))
+        if len(values) > 1:
+            return (
+                f"calls of a layer and step have {name} {', '.join(map(str, values))}: choose one, "
+                f"captured.atlas({name}={values[0]!r})"
+            )
+    return "two calls are of the same layer, step and frames, and nobody told what else they are of"

@@ -408,6 +408,34 @@ def test_every_site_is_shown_for_the_tokens_of_frames_and_looking_changes_no_bit
             assert not torch.equal(plain, run(model, given))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_latents_are_shown_by_frame_and_x0_is_where_the_flow_points(name):
+    model, given = made(name)
+    plain, look = run(model, given), SiteCapture(("x_t", "flow", "x0"))
+    with watching(model), watched(look):
+        assert torch.equal(plain, run(model, given))
+    x_t, flow, x0 = (item.value for item in look.kept)
+    frames = {"skyreels": 4, "anyflow": 5, "anyflow_cached": 2}.get(name, 3)
+    channels = flow.shape[2]
+    assert x_t.shape[:2] == flow.shape[:2] == (2, frames) and channels == 4
+    assert x_t[:, :, 0].numel() == flow[:, :, 0].numel() and flow.numel() <= plain.numel()
+    sigma = torch.tensor(0.7)
+    if name == "skyreels":
+        sigma = torch.tensor([0.1, 0.4, 0.7, 0.9]).view(1, 4, 1, 1, 1)
+    if name == "wan_ti2v":
+        sigma = torch.tensor([0.0, 0.7, 0.7]).view(1, 3, 1, 1, 1)
+    close(x0, (x_t[:, :, :channels] - sigma * flow).double(), 1e-6)
+    # Twice the flow is twice the output, and a frame of it that frame.
+    with watching(model), intervene(at("flow"), lambda x, where: 2 * x):
+        doubled = run(model, given)
+    assert torch.equal(doubled, 2 * plain) or name in ("anyflow", "ltx2")
+    with watching(model), intervene(at("x_t"), lambda x, where: 0 * x):
+        assert not torch.equal(run(model, given), plain)
+    with watching(model), intervene(at("x0"), lambda x, where: x + 1):
+        moved = run(model, given)
+    assert moved.isfinite().all() and not torch.equal(moved, plain)
+
+
 def test_heads_and_directions_are_edited_as_in_our_own_models():
     model, given = made("hunyuan15")
     plain = run(model, given)

@@ -1,5 +1,7 @@
 """Pipelines of diffusers behind the doors of a session: capture, intervene, and the atlas of a run."""
 
+import shutil
+
 import pytest
 import torch
 from helpers.checkpoints import sample, small_wan_pipeline
@@ -12,6 +14,13 @@ from wan.interventions import Knockout, at
 from wan.sites import Pass
 
 pipeline = pytest.fixture(scope="module")(small_wan_pipeline)
+
+
+def call(pipeline, prompt="a circle", seed=1, **more):
+    """One step of a small video without guidance, from a fresh generator."""
+    given = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 1, "max_sequence_length": 16}
+    given |= {"generator": torch.Generator().manual_seed(seed), "guidance_scale": 1.0}
+    return pipeline(prompt, **given | {"output_type": "latent"} | more).frames
 
 
 def test_an_atlas_of_a_pipeline_names_model_prompt_and_steps(pipeline, tmp_path):
@@ -33,8 +42,7 @@ def test_an_atlas_of_a_pipeline_names_model_prompt_and_steps(pipeline, tmp_path)
     assert seen.atlas()["prompt"] == "a square" == second.config.prompt
     with pytest.raises(RunError, match="branch 'uncond' is not in what was captured; it has cond"):
         seen.atlas(branch="uncond")
-    with pytest.raises(RunError, match="the video is what the pipeline returned"):
-        first.decoded()
+    assert torch.equal(first.latents, plain.transpose(1, 2)) and first.video.shape == (9, 64, 64, 3)
     assert "encode_prompt" not in vars(pipeline)
 
 
@@ -63,8 +71,9 @@ def test_one_forward_of_a_transformer_makes_an_atlas_and_several_need_their_step
     with capture(model) as seen, torch.no_grad():
         for _ in range(2):
             model(**given)
-    with pytest.raises(RunError, match=r"4 calls are not one of each of 2 layers and 1 steps: capture the"):
+    with pytest.raises(RunError, match=r"have evaluation 0, 1: choose one, captured.atlas\(evaluation=0\)"):
         seen.atlas()
+    assert seen.atlas(evaluation=1)["frame_mass"].shape == atlas["frame_mass"].shape
     frames = tuple(range(len(atlas["frame_mass"][0, 0, 0])))
     with capture(model) as seen, torch.no_grad():
         for step in (0, 1):
@@ -100,26 +109,46 @@ def test_videos_of_a_pipeline_go_to_a_store_as_they_come(pipeline, tmp_path):
     chosen = {"layers": [1], "dtype": "float16"}
     with capture(pipeline, "resid_post", **chosen) as seen:
         plain = sample(pipeline)
-    kept = []
     with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen) as streamed:
         assert torch.equal(sample(pipeline), plain)
-        kept.append(len([*tmp_path.rglob("block*")]))
         sample(pipeline, guidance_scale=1.0)
-    assert kept == [2] and [run.common["seed"] for run in streamed.runs] == [0, 1]  # the third at its end
+    assert [run.common["seed"] for run in streamed.runs] == [1, 1]
     store = ActivationStore(tmp_path)
     store.check()
     assert [run.about["prompt"] for run in store.runs] == ["a circle"] * 2
-    assert len(store.runs[0].blocks) == 3  # a step each
-    assert torch.equal(store.runs[0].tables["resid_post"].stack(), seen["resid_post"].stack())
+    guided = next(
+        run for run in store.runs if run.about["fingerprint"] == streamed.runs[0].common["fingerprint"]
+    )
+    assert len(guided.blocks) == 3  # a step each
+    assert torch.equal(guided.tables["resid_post"].stack(), seen["resid_post"].stack())
+    assert torch.equal(guided.latents, streamed.runs[0].latents)
     rows = store.rows("resid_post", 1)
     assert (len(rows), *rows[0].shape) == (3 * (2 + 1) * 48, 48)
     assert streamed["resid_post"].stack().shape == (1, 1, 3, 1, 48, 48)
-    several = pytest.raises(ValueError, match="one after the other, not as a batch")
-    with several, capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
-        sample(pipeline, num_videos_per_prompt=2)
-    with capture(pipeline, "resid_post", stream_to=tmp_path, **chosen):
-        sample(pipeline, num_inference_steps=1)
-    assert [run.about["seed"] for run in ActivationStore(tmp_path).runs] == [0, 1, 2]
+
+
+def test_a_store_has_each_run_of_a_pipeline_once(pipeline, tmp_path):
+    """Three runs of one seed were three, and a removed one gave its number to another."""
+
+    def add(seed, **more):
+        with capture(pipeline, "z", layers=[1], stream_to=tmp_path):
+            call(pipeline, seed=seed, **more)
+
+    for seed in (3, 3, 4):
+        add(seed)
+    runs = ActivationStore(tmp_path).runs
+    assert [(run.about["seed"], len(run.tables["z"])) for run in runs] == [(3, 1), (4, 1)]
+    shutil.rmtree(runs[0].path)
+    add(3)
+    assert [run.about["seed"] for run in ActivationStore(tmp_path).runs] == [3, 4]
+    add(5, num_videos_per_prompt=2)  # a batch is a run a video
+    assert [run.about["seed"] for run in ActivationStore(tmp_path).runs] == [3, 4, 5, 5]
+    drawn = torch.Generator().manual_seed(6)
+    torch.randn(1, generator=drawn)
+    with capture(pipeline, "z", layers=[1], stream_to=tmp_path) as seen:
+        call(pipeline, generator=drawn)
+    assert seen.runs[0].common["seed"] is None and len(seen.runs[0].common["generator_state"]) == 16
+    assert ActivationStore(tmp_path).runs[-1].about["seed"] is None
 
 
 def fail_in_step(number: int, **more):
@@ -144,22 +173,30 @@ def test_an_error_amid_a_video_loses_no_other_and_is_no_whole_run(pipeline, tmp_
     assert [len(run.blocks) for run in ActivationStore(tmp_path).runs] == [2]
 
 
-def test_captures_and_edits_are_of_one_pipeline(pipeline):
+def test_two_pipelines_are_captured_and_edited_apart(pipeline):
+    """It was refused; an edit of one holds for it alone, and each capture sees its own calls."""
     other, edit = small_wan_pipeline(), Knockout(frames=0, layers=[0], passes="all")
-    for outer in (capture(pipeline, "z"), intervene(pipeline, edit)):
-        refused = pytest.raises(ValueError, match="another pipeline is captured or edited here")
-        with outer, refused, capture(other, "z"):
-            pass
+    plain = sample(other, num_inference_steps=1)
+    with (
+        capture(pipeline, layers=[0]) as mine,
+        capture(other, "z", layers=[0]) as theirs,
+        intervene(pipeline, edit) as active,
+    ):
+        assert torch.equal(sample(other, num_inference_steps=1), plain)
+        sample(pipeline, num_inference_steps=1)
+    assert (len(mine.runs), len(theirs.runs), active.changed) == (1, 1, [2])
+    assert len(mine.calls) == len(theirs["z"]) == 2
+    assert "interventions" not in theirs.runs[0].common and mine.runs[0].edits
     refused = pytest.raises(ValueError, match="this pipeline is captured already")
     with capture(pipeline, layers=[0]), refused, capture(pipeline, layers=[1]):
         pass
     # Of one pipeline they nest, and end in any order; its transformer alone may come first.
     contexts = [intervene(pipeline.transformer, edit), capture(pipeline, "z"), capture(pipeline, layers=[0])]
-    _, sites, calls = [context.__enter__() for context in contexts]
+    _, seen, calls = [context.__enter__() for context in contexts]
     sample(pipeline, num_inference_steps=1)
     for context in contexts:
         context.__exit__(None, None, None)
-    assert (len(sites.runs), len(calls.runs), calls.calls[0]["model"]) == (1, 1, "transformer")
+    assert (len(seen.runs), len(calls.runs), calls.calls[0]["model"]) == (1, 1, "transformer")
     assert "encode_prompt" not in vars(pipeline)
 
 
