@@ -17,7 +17,7 @@ FIELDS |= {"query_means", "key_means", "last_block_frame_logits", "full_frame_at
 FIELDS |= {"attn_logits", "attn_weights", "map_logits", "map_mass", "word_map", "psnr", "ssim"}
 FIELDS |= {"frame_control", "head_control"}
 FOLLOWING = {
-    "attn_logits": ("attn_weights", "key_curve", "frame_logits", "frame_mass"),
+    "attn_logits": ("attn_weights", "key_curve", "frame_logits", "frame_mass", "last_block_frame_logits"),
     "attn_weights": ("frame_mass",),
     "frame_logits": ("last_block_frame_logits",),
 }

@@ -19,7 +19,7 @@ import experiments.figures.style as st
 from experiments.caches import load_cache
 from experiments.caches.view import open_profiles
 from experiments.figures import heads
-from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, save_svg, styled
+from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, save_figure, styled
 from experiments.miniature import SHIPPED
 from experiments.miniature.evaluation import Miniature
 from experiments.miniature.moving_shapes import FRAMES, SETS, held_out_scenes, render_videos
@@ -38,13 +38,14 @@ def run(argv=None):
     flag = parser.add_argument
     flag("--layers", nargs=2, metavar=("BASE", "CAUSAL"), help="layer caches: draw base above causal")
     flag("--output_dir", type=Path, default=Path("notebooks/figures"))
+    flag("--overwrite", action="store_true", help="replace figures that were changed since")
     args = parser.parse_args(argv)
     if args.layers:
         figures = {"base_and_causal_mini": base_and_causal(*args.layers)}
     else:
         figures = {"videos_mini": videos(), "training_mini": training()}
     for name, figure in figures.items():
-        print(save_svg(figure, args.output_dir / f"{name}.svg"))
+        print(save_figure(figure, args.output_dir / f"{name}.svg", overwrite=args.overwrite))
 
 
 def base_and_causal(*paths: str) -> Figure:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from experiments.analysis.panels import table
 from experiments.analysis.results import attribution_pairs, attribution_rows
-from experiments.figures import attribution_against, save_svg
+from experiments.figures import attribution_against, save_figure
 from experiments.running.cli import Parser, main
 from wan.files import read_json
 
@@ -18,11 +18,13 @@ from wan.files import read_json
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVG")
-    folder = parser.parse_args(argv).figures
+    parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
+    args = parser.parse_args(argv)
+    folder = args.figures
     report = read_json(Path(__file__).with_name("results.json"))
     print(table(attribution_rows(report)))
     figure = attribution_against(attribution_pairs(report))
-    print(save_svg(figure, folder / "attribution_against.svg"))
+    print(save_figure(figure, folder / "attribution_against.svg", overwrite=args.overwrite))
 
 
 if __name__ == "__main__":

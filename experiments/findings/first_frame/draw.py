@@ -16,7 +16,7 @@ from experiments.analysis.panels import choose_heads, table
 from experiments.analysis.rope_waves import fit_matrix, fitted_frequencies, panels_of_view
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
-from experiments.figures import first_by_block, head_curves, save_svg
+from experiments.figures import first_by_block, head_curves, save_figure
 from experiments.running.cli import Parser, main
 
 PROMPTS = "eagle", "castle"
@@ -25,20 +25,22 @@ PROMPTS = "eagle", "castle"
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
-    folder = parser.parse_args(argv).figures
+    parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
+    args = parser.parse_args(argv)
+    folder = args.figures
     # 1. The paper's two heads over its digitised curves
     view = atlas("eagle", 21)
     curves, _ = published.curves_for(view, published.FOLDER / published.FIGURE4_CSV, published.FIGURE4_MODEL)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
     figure4 = head_curves(published.add_reference(panels, view, curves), view.caption)
-    print(save_svg(figure4, folder / "figure4_published.svg"))
+    print(save_figure(figure4, folder / "figure4_published.svg", overwrite=args.overwrite))
     # 2. The same heads at every block of 72 frames
     view = atlas("eagle", 72)
     panels, _ = choose_heads(view, published.FIGURE4_HEADS)
     blocks, _ = panels_of_view(view, panels)
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
     by_block = first_by_block(blocks, "Frame 0 by block of queries", about)
-    print(save_svg(by_block, folder / "first_frame_by_block.svg"))
+    print(save_figure(by_block, folder / "first_frame_by_block.svg", overwrite=args.overwrite))
     # 3. Heads of both prompts that put frame 0 first at four blocks in a row
     print(table(steady_heads()))
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.analysis.results import HEADS, presence_panels
 from experiments.analysis.stats import Interval
-from experiments.figures import effect_against, knockout_shares, save_svg
+from experiments.figures import effect_against, knockout_shares, save_figure
 from experiments.running.cli import Parser, main
 from wan.files import read_json
 
@@ -40,7 +40,9 @@ SETS = {  # of empty_past.json -> in words
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVGs")
-    folder = parser.parse_args(argv).figures
+    parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
+    args = parser.parse_args(argv)
+    folder = args.figures
     presence = read_json(Path(__file__).with_name("presence_and_identity.json"))
     first_frame = read_json(Path(__file__).with_name("results.json"))["first_frame"]
     edits = knockout_shares(
@@ -49,11 +51,15 @@ def run(argv=None):
         y="Heads",
         note=f"{pairs_of(presence)}; last panel: of captions that do not name the colour, what comes back",
     )
-    print(save_svg(edits, folder / "presence_and_identity.svg"))
-    print(save_svg(knockout_shares(*presence_panels(presence)), folder / "hidden_shapes.svg"))
-    print(save_svg(first_frame_removed(first_frame), folder / "first_frame_removed.svg"))
     empty_past = read_json(Path(__file__).with_name("empty_past.json"))
-    print(save_svg(emptied(empty_past), folder / "empty_past.svg"))
+    figures = {
+        "presence_and_identity": edits,
+        "hidden_shapes": knockout_shares(*presence_panels(presence)),
+        "first_frame_removed": first_frame_removed(first_frame),
+        "empty_past": emptied(empty_past),
+    }
+    for name, figure in figures.items():
+        print(save_figure(figure, folder / f"{name}.svg", overwrite=args.overwrite))
 
 
 def pairs_of(presence: Mapping[str, Any]) -> str:

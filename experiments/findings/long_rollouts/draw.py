@@ -10,18 +10,24 @@ from pathlib import Path
 
 from experiments.analysis.panels import table
 from experiments.analysis.results import LongRollouts, read_strips
-from experiments.figures import long_strips, save_svg
+from experiments.figures import long_strips, save_figure
 from experiments.running.cli import Parser, main
 
 
 def run(argv=None):
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--figures", type=Path, default=Path("notebooks/figures"), help="folder of the SVG")
-    folder = parser.parse_args(argv).figures
+    parser.add_argument("--overwrite", action="store_true", help="replace figures that were changed since")
+    args = parser.parse_args(argv)
+    folder = args.figures
     strips, seconds, about = read_strips(
         Path(__file__).with_name("strips.json"), Path(__file__).with_name("results.json")
     )
-    print(save_svg(long_strips(strips, seconds, about), folder / "long_rollouts.svg"))
+    print(
+        save_figure(
+            long_strips(strips, seconds, about), folder / "long_rollouts.svg", overwrite=args.overwrite
+        )
+    )
     print(table(LongRollouts.open(Path(__file__).with_name("results.json")).rows()))
 
 
