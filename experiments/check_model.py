@@ -10,13 +10,14 @@ with other atlases, such as your own of before. docs/real_model.md says how reli
 """
 
 from experiments.caches.files import located
-from experiments.running.cli import config_from, main, run_parser
+from experiments.running.cli import DECODING, config_from, main, run_parser
 
-OF_REFERENCES = ("prompt", "seed", "num_frames", "step", "save_video", "cache_policy", "prompt_schedule")
+OF_REFERENCES = ("prompt", "seed", "num_frames", "step", "cache_policy", "prompt_schedule")
+OF_VIDEOS = ("save_video", *DECODING)
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "outputs/check_model.svg", without=OF_REFERENCES)
+    parser = run_parser(__doc__, "outputs/check_model.svg", without=(*OF_REFERENCES, *OF_VIDEOS))
     flag = parser.add_argument
     flag("--frames", type=int, choices=(21, 72), default=21, help="length of the published videos")
     flag(

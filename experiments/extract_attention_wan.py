@@ -28,6 +28,8 @@ def run(argv=None):
     flag("--gpu_id", type=int, help="short for --device cuda:N")
     flag("--save_video", metavar="PATH", nargs="?", const="", help="also decode the video and write an mp4")
     add_run_flags(parser)
+    parser.exclude("gpu_id", "device")
+    parser.set_defaults(vae_dtype="auto", preview=None)
     args = parser.parse_args(argv)
 
     from experiments.base_session import extract  # after the flags: a --help needs no torch

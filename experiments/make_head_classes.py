@@ -13,10 +13,12 @@ past and writes its mean queries as an .npz (policy triattention).
 """
 
 from experiments.caches.files import located
-from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.cli import config_from, count, main, require_effect, run_parser
 from wan.errors import ConfigError
 
 RULES = ("forcing_kv", "dummy", "pyramid", "mass", "effect", "triattention")
+COUNTED = ("dummy", "mass", "effect")  # rules that choose --num heads
+OF_ATLASES = {"rule", "num", "block", "step", "output_path", "overwrite", "debug"}
 
 
 def run(argv=None):
@@ -35,6 +37,13 @@ def run(argv=None):
     rolls_out = args.rule == "triattention"
     if rolls_out == bool(args.atlas):
         raise ConfigError("give an atlas, but for --rule triattention, which rolls --config_path out")
+    if args.rule not in COUNTED:
+        require_effect(args, ["num"], f"on rule {args.rule}")
+    if args.rule != "dummy":
+        require_effect(args, ["block"], f"on rule {args.rule}")
+    if not rolls_out:  # the flags of a run, but for those that say which pass and where it goes
+        flags = {word.removeprefix("--").partition("=")[0] for word in args.words if word.startswith("--")}
+        require_effect(args, flags - OF_ATLASES, "on the classes of an atlas")
     config = config_from(args) if rolls_out else None
 
     from experiments.studies.head_classes import write_classes  # after the flags: a --help needs no torch

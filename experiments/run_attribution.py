@@ -6,11 +6,14 @@
 docs/interventions.md says what the scores are.
 """
 
-from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.cli import DECODING, config_from, count, main, run_parser
+
+# It makes no video, takes every denoising pass, and no edits
+WITHOUT_USE = ("interventions", "save_video", "step", *DECODING)
 
 
 def run(argv=None):
-    parser = run_parser(__doc__, "cache/attribution.pt", without=["interventions"])
+    parser = run_parser(__doc__, "cache/attribution.pt", without=WITHOUT_USE)
     flag = parser.add_argument
     flag("--source_prompt", required=True, help="of the run whose activations are taken")
     flag("--sites", nargs="+", default=["z", "mlp_out"], help="of wan.sites.SITES")

@@ -14,7 +14,7 @@ from experiments.running.cli import config_from, count, main, run_parser
 from wan.errors import ConfigError
 
 # An atlas covers every pass, keeps the pieces that are done, and makes the edits of --edit
-WITHOUT_USE = ("output_path", "step", "save_video", "overwrite", "interventions")
+WITHOUT_USE = ("output_path", "step", "save_video", "overwrite", "interventions", *cli.DECODING)
 
 
 def run(argv=None):

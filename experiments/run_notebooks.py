@@ -6,7 +6,6 @@ A layer of the same notebook, cache and parameters is not done again while its f
 """
 
 import argparse
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import yaml
 
 from experiments.running.cli import Parser, count, count_or_none, input_path, main
+from wan.errors import ConfigError
 
 NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_figure4", "layer_atlas")]
 
@@ -56,7 +56,7 @@ def run(argv=None):
             parser.error(f"--parameter has {name} twice")
 
     if args.jobs:
-        warnings.warn("--jobs has no effect: one kernel draws all layers", stacklevel=1)
+        raise ConfigError("--jobs has no effect, since one kernel draws all layers; leave it out")
 
     from experiments.running.notebooks import run_notebooks  # after the flags: a --help needs no torch
 

@@ -21,8 +21,9 @@ COMMANDS = COMMAND.findall(README)
 NEED_WEIGHTS = [
     "bash experiments/download_weights.sh",
     "python experiments/check_model.py",
-    "python experiments/run_extraction_figure4.py --layer_indices 1 5",
-    "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb",
+    "python experiments/run_extraction_figure4.py --layer_indices 1 5 --output_path cache/figure4.pt",
+    "mkdir -p outputs && papermill --cwd notebooks notebooks/plt_fig4.ipynb outputs/plt_fig4.ipynb "
+    "-p CACHE_PATH ../cache/figure4.pt",
 ]
 THESE_TESTS = "bash tests/run.sh"
 SHORTER = {  # thirty layers are drawn as two are

@@ -26,7 +26,7 @@ from experiments.provenance import (
     identity,
     video_tag,
 )
-from experiments.running.cli import plan, videos_of
+from experiments.running.cli import WORKERS, plan, require_effect, videos_of
 from experiments.running.run import PlannedCache, cache_builders, make_caches, save, video_of
 from experiments.session import Session, load
 from wan.capture import CaptureRequest
@@ -114,7 +114,9 @@ def make_atlases(args: argparse.Namespace, config: RunConfig) -> None:
         config, args.mass, args.key_curve, args.cross, args.rope_bands, args.query_key_means
     )
     cache = PlannedCache("atlas", cache_builders.atlas_cache)
+    require_effect(args, ["step"], "on an atlas, which has every pass")
     if not (args.prompts or args.seeds or args.checkpoints or args.output_dir):
+        require_effect(args, WORKERS, "on one run; a sweep takes --prompts, --seeds or --checkpoints")
         make_caches(args, config, requests, {args.output_path: cache})
         return
     if config.gpus > 1:

@@ -212,6 +212,8 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
+DECODING = ("preview", "vae_dtype")  # flags of the decoder of a video
+WORKERS = ("workers", "scheduler", "slurm")
 OVERWRITE = (
     "replace whatever is at an output's path. Otherwise a file stays that this program did not write or that "
     "was changed since, that is of another kind, model or weights, or that has layers, steps, frames or "
@@ -296,6 +298,7 @@ def run_parser(
     flag("--lora", nargs="+", metavar="FILE[:STRENGTH]", help="LoRAs to merge, beside the config's lora_path")
     flag("--interventions", type=located, metavar="FILE", help="a YAML of edits, in place of the config's")
     add_run_flags(parser)
+    parser.exclude("gpu_id", "device")
     return parser
 
 
@@ -392,12 +395,22 @@ def lora_file(text: str) -> LoRAFile:
     return LoRAFile(text)
 
 
+def require_effect(args: argparse.Namespace, flags: Iterable[str], where: str) -> None:
+    """Raise ConfigError for one of these flags that was given, and changes nothing in this run."""
+    words = {word.partition("=")[0] for word in args.words}
+    for flag in flags:
+        if f"--{flag}" in words:
+            raise ConfigError(f"--{flag} has no effect {where}; leave it out")
+
+
 def videos_of(args: argparse.Namespace, paths: Iterable[str]) -> list[str]:
     """Return the mp4 that --save_video asks for, beside the first cache unless it names a path.
 
     Raises ConfigError for another name.
     """
     if args.save_video is None:
+        if args.preview or args.vae_dtype not in (None, "auto"):
+            require_effect(args, DECODING, "without --save_video")
         return []
     if args.save_video:
         require_suffix(args.save_video, ".mp4")
