@@ -311,16 +311,16 @@ class CausalInferencePipeline:
             video.make_room(block, frames)
 
             # 2. Denoise, from pure noise to clean latents; frames that are given stay as they are.
-            known = frames[: max(0, num_given - frames.start)]
-            if given and known == frames:
+            beginning = frames[: max(0, num_given - frames.start)]
+            if given and beginning == frames:
                 x0 = given(frames)
             else:
-                held = None
-                if given and known:
-                    held = given(known)
+                clean = None
+                if given and beginning:
+                    clean = given(beginning)
                 if probe:
-                    probe(block, partial(video.denoise, block, frames, held))
-                x0 = video.denoise(block, frames, held)
+                    probe(block, partial(video.denoise, block, frames, clean))
+                x0 = video.denoise(block, frames, clean)
 
             # 3. Remember: the clean pass overwrites this block's keys and values, which later blocks see.
             video.predict_flow(x0, self.at(block, frames, step=len(self.timesteps)))
@@ -369,11 +369,11 @@ def first_denoised(blocks: Sequence[range], num_given: int, resumes: bool) -> in
     return next((block for block, frames in enumerate(blocks) if frames.stop > num_given), 0)
 
 
-def behind(held: Tensor | None, x: Tensor) -> Tensor:
-    """Return latents [B, m + n, C, h, w] of held frames, where there are some, and of those behind them."""
-    if held is None:
+def behind(clean: Tensor | None, x: Tensor) -> Tensor:
+    """Return latents [B, m + n, C, h, w] of clean frames, where there are some, and of those behind them."""
+    if clean is None:
         return x
-    return torch.cat([held.to(x.dtype), x], 1)
+    return torch.cat([clean.to(x.dtype), x], 1)
 
 
 class Rollout:
@@ -433,25 +433,25 @@ class Rollout:
         self.kv_cache.advance(frames, text, cut=how == "cut")
 
     def denoise(
-        self, block: int, frames: range, held: Tensor | None = None, x: Tensor | None = None
+        self, block: int, frames: range, clean: Tensor | None = None, x: Tensor | None = None
     ) -> Tensor:
         """Denoise a block from pure noise x [B, n, C, h, w], or the rollout's own -> x0 [B, n, C, h, w].
 
-        held [B, m, C, h, w] are clean latents of its first m frames; then x is noise of the other frames.
+        clean [B, m, C, h, w] are latents that its first m frames hold; then x is noise of the other frames.
         """
         steps = self.pipeline.later_steps
         if block == self.first_block:
             steps = self.pipeline.first_steps
         num_held = 0
-        if held is not None:
-            num_held = held.shape[1]
+        if clean is not None:
+            num_held = clean.shape[1]
         sigmas, free = [self.pipeline.sigmas[step] for step in steps], frames[num_held:]
         solver = self.pipeline.solver(sigmas, draw=lambda number: self.noise.fresh(number, free))
         if x is None:
             x = self.noise.first(free)
         for number, step in enumerate(steps):
             # 1. Predict the clean block.
-            at, whole = self.pipeline.at(block, frames, step, num_held), behind(held, x)
+            at, whole = self.pipeline.at(block, frames, step, num_held), behind(clean, x)
             x0 = flow_to_x0(self.predict_flow(whole, at), whole, sigmas[number], num_held)
             with during(at):
                 x0 = hook_point("x0", None, x0)

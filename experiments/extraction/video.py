@@ -52,12 +52,11 @@ def load_vae(config: RunConfig, dtype: str = "float32", preview: str | None = No
         return Preview.from_file(preview, choose_dtype(dtype, device), device)
     files = vae_files(config)
     vae = VAE.from_pretrained(config.ckpt_dir, choose_dtype(dtype, device), device)
-    theirs = vae.vae.config.z_dim, vae.pixels_per_latent
-    ours = channels, config.pixels_per_latent
-    if theirs != ours:
+    of_vae, pixels = (vae.vae.config.z_dim, vae.pixels_per_latent), config.pixels_per_latent
+    if of_vae != (channels, pixels):
         raise CheckpointError(
-            f"the VAE of {config.ckpt_dir} has latents of {theirs[0]} channels, {theirs[1]} pixels a side; "
-            f"the model has {ours[0]} channels, the config pixels_per_latent {ours[1]}: give the model's VAE"
+            f"the VAE of {config.ckpt_dir} has latents of {of_vae[0]} channels, {of_vae[1]} pixels a side; "
+            f"the model has {channels} channels, the config pixels_per_latent {pixels}: give the model's VAE"
         )
     vae.files = files  # as they were: the tags of its videos say so
     return vae

@@ -140,10 +140,10 @@ def record(root: Path, case: str) -> dict[str, np.ndarray]:
     pipeline = inference.CausalInferencePipeline(args, "cpu", text_encoder=text, vae=vae)
     pipeline.num_transformer_blocks, pipeline.frame_seq_length = SIZES["num_layers"], TOKENS
     ends = {name: lambda: torch.tensor([0]) for name in ("global_end_index", "local_end_index")}
-    own = caches(SIZES["num_layers"], batch, TOKENS * (24 if rolls else frames), **ends)
+    keys_values = caches(SIZES["num_layers"], batch, TOKENS * (24 if rolls else frames), **ends)
     texts = caches(SIZES["num_layers"], batch, SIZES["text_len"], is_init=lambda: False)
     pipeline._initialize_kv_cache = lambda **sizes: setattr(
-        pipeline, "kv_cache_clean" if rolls else "kv_cache1", own
+        pipeline, "kv_cache_clean" if rolls else "kv_cache1", keys_values
     )
     pipeline._initialize_crossattn_cache = lambda **sizes: setattr(pipeline, "crossattn_cache", texts)
     # Noise between steps, as it is asked for: of a block, or of a whole window of which one block is used

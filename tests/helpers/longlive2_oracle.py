@@ -19,18 +19,18 @@ MARK = "The scene transitions. "
 # --- Which frames a block attends to
 def attended_blocks(num_blocks: int, capacity: int, cuts: list[int]) -> list[list[int]]:
     """Return for every block the blocks that it sees, its own last; the sink is one block, as is a pin."""
-    held, pinned, seen = list[int](), None, []
+    cached, pinned, seen = list[int](), None, []
     for block in range(num_blocks):
         if block - 1 in cuts:  # its clean pass is over
             pinned = block - 1
-        if len(held) == capacity:
+        if len(cached) == capacity:
             # What follows the sink leaves, unless it is the pin: then what follows that.
             leaving = 1
-            if held[1] == pinned:
+            if cached[1] == pinned:
                 leaving = 2
-            del held[leaving]
-        held.append(block)
-        seen.append(list(held))
+            del cached[leaving]
+        cached.append(block)
+        seen.append(list(cached))
     return seen
 
 
