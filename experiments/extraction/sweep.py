@@ -8,6 +8,7 @@ what is done: the same command goes on after Ctrl-C, a kill or a lost node, and 
 """
 
 import argparse
+import logging
 import os
 import shutil
 import signal
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from experiments.caches.files import RunError, StoppedError, finished, save_report
 from experiments.progress import Progress
-from wan.errors import ConfigError, one_line
+from wan.errors import ConfigError, one_line, short_repr
 from wan.files import read_yaml
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ def _make_by_workers(client: "Client", work: Work, items: Sequence[Any], watch: 
 
 # --- Dask's workers: processes of one thread, each with its own GPU
 WORKER_ENVIRONMENT = {
-    "DASK_LOGGING__DISTRIBUTED": "error",  # at the usual level a killed worker fills the screen
+    # At the usual level a killed worker fills the screen, and a scheduler that goes leaves tracebacks
+    "DASK_LOGGING__DISTRIBUTED": "critical",
     "DASK_DISTRIBUTED__WORKER__DAEMON": "False",  # items may start processes
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "120 s",  # a busy machine starts them slowly
 }
@@ -182,8 +184,10 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
         yield None
         return
     os.environ.update(WORKER_ENVIRONMENT)  # Dask reads it when it is imported
+    for name in ("asyncio", "tornado"):  # which it runs on
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        from distributed import Client
+        import distributed  # noqa: F401
     except ImportError:
         raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
     cluster: Any = nullcontext(args.scheduler)
@@ -191,7 +195,7 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
         cluster = local_cluster(args.workers, device)
     elif args.slurm:
         cluster = slurm_cluster(args.slurm)
-    with cluster as target, Client(target, set_as_default=False) as client:
+    with cluster as target, connected(target) as client:
         # Two items in one process would share its capture and its cached model
         for name, threads in client.nthreads().items():
             if threads > 1:
@@ -199,6 +203,17 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
         if not args.quiet:
             print(f"dashboard: {client.dashboard_link}", file=sys.stderr)
         yield client
+
+
+def connected(target: Any) -> "Client":
+    """Return a client of a cluster, or of the scheduler at an address. ConfigError for what is no address."""
+    from distributed import Client
+
+    try:
+        return Client(target, set_as_default=False)
+    except ValueError as error:
+        message = f"--scheduler {short_repr(target)}: {one_line(error)}; write tcp://HOST:PORT"
+        raise ConfigError(message) from None
 
 
 @contextmanager

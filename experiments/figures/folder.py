@@ -101,13 +101,13 @@ def save_contact_sheet(path: str | Path, figures: Mapping[str, Path], title: str
         f'width="{w:.1f}pt" height="{h:.1f}pt" viewBox="0 0 {w:.1f} {h:.1f}">',
         f"<!-- Creator: {outputs.MARK}, {outputs.NO_CHECKSUM} -->",
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(title)}</text>',
+        f'<text x="{GAP}" y="25" font-size="17" {FONT}>{escape(plain(title))}</text>',
     ]
     # 3. A label and a nested SVG for each
     for i, (label, (w, h, body)) in enumerate(bodies.items()):
         x, y = GAP + i % columns * (CELL_WIDTH + GAP), TITLE + i // columns * (height + LABEL + GAP)
         bold = f'font-size="14" font-weight="bold" {FONT}'
-        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(label)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" {bold}>{escape(plain(label))}</text>')
         size = f'width="{CELL_WIDTH}" height="{CELL_WIDTH * h / w:.1f}" viewBox="0 0 {w:g} {h:g}"'
         parts.append(f'<svg x="{x:.1f}" y="{y + LABEL:.1f}" {size}>{body}</svg>')
     outputs.require_redrawable(path)

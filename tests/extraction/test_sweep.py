@@ -1,6 +1,7 @@
 """Lists of items: nothing is lost or made twice, failures are told, the same command goes on."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -177,6 +178,8 @@ def test_a_scheduler_that_is_gone_ends_the_command_and_the_same_one_goes_on(tmp_
     try:
         with pytest.raises(RunError, match="the scheduler is gone"):
             counts(Sleeping(tmp_path), items_of(40, 0.2), scheduler=address)
+        # No tracebacks of what Dask runs on: the error is one line
+        assert logging.getLogger("tornado").level == logging.getLogger("asyncio").level == logging.CRITICAL
         thread.join()
         assert counts(Sleeping(tmp_path), items_of(40, 0.01)) == (40, 0)
     finally:

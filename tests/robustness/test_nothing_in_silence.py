@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from argparse import Namespace
 from contextlib import nullcontext, suppress
 from io import BytesIO, StringIO
 from unittest.mock import patch
@@ -39,7 +40,9 @@ from experiments.caches import activations, load_cache
 from experiments.caches.activations import Activations, Place, save_activations
 from experiments.caches.files import CacheError
 from experiments.extraction import cache_builders
+from experiments.extraction.sweep import dask_client
 from experiments.figures import prompt_words, style
+from experiments.figures.folder import save_contact_sheet
 from experiments.progress import Progress
 from wan.capture import CaptureRequest
 from wan.config import RunConfig
@@ -388,6 +391,12 @@ def test_a_prompt_is_drawn_as_its_letters(atlas, tmp_path, prompt):
         assert all(word in text for word in letters), letters
 
 
+def test_a_sheet_of_figures_holds_any_title(atlas, tmp_path):
+    atlas.plot(layer=1).savefig(tmp_path / "a.svg")
+    sheet = save_contact_sheet(tmp_path / "b.svg", {"a \x07 label": tmp_path / "a.svg"}, "a \x1b title <b>")
+    assert "title <b>" in " ".join(ElementTree.parse(sheet).getroot().itertext())
+
+
 @pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
 def test_a_figure_is_saved_with_the_same_bytes(atlas, tmp_path, kind):
     files = [tmp_path / f"{n}.{kind}" for n in range(2)]
@@ -395,8 +404,10 @@ def test_a_figure_is_saved_with_the_same_bytes(atlas, tmp_path, kind):
         with patch("time.time", return_value=1e9 + file.stem.count("1")):
             atlas.plot(layer=1).savefig(file)
     assert files[0].read_bytes() == files[1].read_bytes()
-    atlas.plot(layer=1).savefig(stream := BytesIO(), format=kind)
-    assert stream.getvalue() == files[0].read_bytes()
+    streams = [BytesIO(), BytesIO()]
+    for stream in streams:
+        atlas.plot(layer=1).savefig(stream, format=kind)
+    assert streams[0].getvalue() == streams[1].getvalue()
 
 
 def test_letters_of_another_script_come_from_a_font_that_is_installed(atlas, tmp_path, monkeypatch):
@@ -620,3 +631,10 @@ def test_a_block_of_another_run_is_none_of_this_one(tmp_path):
     for read in (lambda: store.rows("z", 0), store.check, lambda: [run.tables for run in store.runs]):
         with refused("it is of another run than its folder", CacheError):
             read()
+
+
+@pytest.mark.parametrize("address", ["nonsense", "tcp://host", "http://host:1"])
+def test_what_is_no_address_of_a_scheduler_is_refused(address):
+    flags = Namespace(workers=None, scheduler=address, slurm=None, quiet=True)
+    with refused("--scheduler .*write tcp://HOST:PORT"), dask_client(flags):
+        pass
