@@ -1,7 +1,7 @@
 """Record what Causal Forcing's own inference makes of the golden weights: minutes of video, framewise I2V.
 
     git clone https://github.com/thu-ml/Causal-Forcing; git -C Causal-Forcing checkout 1fc7bbc
-    python tests/golden/record_causal_forcing.py Causal-Forcing tests/golden/causal_forcing.npz
+    python tests/golden/record_causal_forcing.py Causal-Forcing tests/golden/causal_forcing
 
 Its pipelines, wrapper, scheduler and transformer run as they are, in float32 on a CPU. Replaced are:
 attention by PyTorch's without a mask, sizes that are numbers in the code (1560 tokens a frame, 30 layers,
@@ -31,6 +31,9 @@ CASES = {  # name -> package of the checkout, frames, batch, steps, steps of the
     "i2v_4step": (".", 7, 1, STEPS, None, 1),
     "i2v_2step": (".", 5, 2, [1000, 500], STEPS, 1),
     "i2v_1step": (".", 4, 1, [1000], STEPS, 1),
+    "long21": ("long_video", 21, 1, STEPS, None, 0),
+    "i2v_4step_batch": (".", 9, 2, STEPS, None, 1),
+    "i2v_2step_longer": (".", 8, 1, [1000, 500], STEPS, 1),
 }
 
 
@@ -177,14 +180,13 @@ def record(root: Path, case: str) -> dict[str, np.ndarray]:
                 renoise[step, :, frame] = drawn.pop(0).unflatten(0, (batch, -1))[:, 0]
     assert not drawn
     inputs = {"noise": first, "renoise": renoise, "prompt_embeds": embeds}
-    arrays = {f"{case}/{name}": x.half().numpy() for name, x in inputs.items()}
-    return arrays | {f"{case}/latents": latents.numpy()}
+    arrays = {name: x.half().numpy() for name, x in inputs.items()}
+    return arrays | {"latents": latents.numpy()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    arrays: dict[str, np.ndarray] = {}
+    Path(sys.argv[2]).mkdir(exist_ok=True)
     for case in CASES:
-        arrays |= record(Path(sys.argv[1]), case)
-    np.savez_compressed(sys.argv[2], **arrays)
+        np.savez_compressed(Path(sys.argv[2]) / f"{case}.npz", **record(Path(sys.argv[1]), case))

@@ -18,15 +18,16 @@ FRAMEWISE = {  # steps, steps of the first block that is denoised
     "i2v_4step": (STEPS, None),
     "i2v_2step": ([1000, 500], STEPS),
     "i2v_1step": ([1000], STEPS),
+    "i2v_4step_batch": (STEPS, None),
+    "i2v_2step_longer": ([1000, 500], STEPS),
 }
 
 
 def run_of(case: str) -> dict[str, torch.Tensor]:
-    arrays = read_arrays(GOLDEN / "causal_forcing.npz")
-    return {name.partition("/")[2]: x.float() for name, x in arrays.items() if name.startswith(f"{case}/")}
+    return {name: x.float() for name, x in read_arrays(GOLDEN / f"causal_forcing/{case}.npz").items()}
 
 
-@pytest.mark.parametrize("case", ["long12", "long15_batch", "long33"])
+@pytest.mark.parametrize("case", ["long12", "long15_batch", "long21", "long33"])
 def test_minutes_by_a_rolling_window(case):
     run = run_of(case)
     pipeline = RollingForcingPipeline(golden_model(), denoising_step_list=STEPS)
