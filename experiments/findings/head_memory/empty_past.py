@@ -44,6 +44,7 @@ CONTRASTS = {  # name -> edit and set that should have more, edit and set that s
     "4: I, removed less empty": ("removed, I", "empty, I"),
 }
 QUESTIONS = {"hides": 1, "comes back": 2, "in its colour": 3}  # question -> least answer
+TRAININGS = "wan-mini", "mini1", "mini2", "mini3", "mini4"
 Heads = list[tuple[int, int]]
 
 
@@ -56,6 +57,8 @@ def run(argv=None):
     parser.add_argument("--judges", type=int, default=2, help="processes that judge videos")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/empty_past"))
     args = parser.parse_args(argv)
+    if args.measure and args.measure.name not in TRAININGS:
+        parser.error(f"heads are chosen of {', '.join(TRAININGS)}: name the directory so")
     if args.measure:
         with ProcessPoolExecutor(args.judges, get_context("spawn")) as pool:
             return measure(args.measure, args.device, args.captions, pool, args.output_dir)
@@ -65,8 +68,7 @@ def run(argv=None):
         trainings = read_json(output)["trainings"]
     report = findings_of(trainings) | {"trainings": trainings}
     save_report(report, output)
-    for part in ("contrasts", "shares"):
-        print(table([{part: name} | row for name, row in report[part].items()]))
+    print(table([{"contrast": name} | row for name, row in report["contrasts"].items()]))
 
 
 def sets_of(training: str) -> dict[str, Heads]:
@@ -95,7 +97,6 @@ def edits_of(edit: str, heads: Heads) -> list[Edit]:
     return edits
 
 
-# --- Videos -> answers
 def answer_of(video: np.ndarray, scene: Scene) -> int:
     """Return 0 for a shape that stays in sight, 1 that hides, 2 comes back, 3 comes back in its colour."""
     torch.set_num_threads(1)
@@ -114,6 +115,7 @@ def is_empty(video: np.ndarray, scene: Scene) -> int:
 def measure(directory: Path, device: str, count: int, pool: ProcessPoolExecutor, folder: Path) -> None:
     """Roll out all conditions of one training, and write a digit a video after each."""
     # 1. Captions with a wall, and those of donors: the same without the shape
+    sets = sets_of(directory.name)
     scenes = dict[str, tuple[int, Scene]]()
     for number, scene in enumerate(held_out_scenes(["wall"], 480)):
         scenes.setdefault(scene.caption, (number, scene))
@@ -146,17 +148,17 @@ def measure(directory: Path, device: str, count: int, pool: ProcessPoolExecutor,
             donor_seeds |= {n: seed for n, seed, one in zip(lacking, seeds, empty, strict=True) if one == "1"}
         rows = sorted(donor_seeds)
         report = {"environment": environment(session.device), "weights_sha256": session.weights_sha256}
-        report |= {"heads": sets_of(directory.name), "unedited": unedited, "rows": rows}
+        report |= {"heads": sets, "unedited": unedited, "rows": rows}
         report |= {"donor seeds": [donor_seeds[n] for n in rows], "answers": {}}
     # 3. The same noise under every edit
     rows = report["rows"]
-    conditions = [(name, size) for size, name in product(SIZES, sets_of(directory.name))]
+    conditions = [(name, size) for size, name in product(SIZES, sets)]
     conditions.insert(len(conditions) // len(SIZES), ("all", len(ALL)))
     for (name, size), edit in product(conditions, ("removed", "empty")):
         condition = f"{edit}, {name}, {size}"
         if condition in report["answers"]:
             continue
-        edits = edits_of(edit, (sets_of(directory.name) | {"all": ALL})[name][:size])
+        edits = edits_of(edit, (sets | {"all": ALL})[name][:size])
         source = RunInStep(partial(generate, donors, rows, report["donor seeds"]))
         with source, intervene(*edits, data=dict.fromkeys(edits, source)):
             latents = generate(captions, rows, [own[n] for n in rows])
