@@ -32,6 +32,7 @@ CASES = {  # name -> package of the checkout, frames, batch, steps, steps of the
     "i2v_2step": (".", 5, 2, [1000, 500], STEPS, 1),
     "i2v_1step": (".", 4, 1, [1000], STEPS, 1),
     "long21": ("long_video", 21, 1, STEPS, None, 0),
+    "long18_5step": ("long_video", 18, 1, [1000, 800, 600, 400, 200], None, 0),
     "i2v_4step_batch": (".", 9, 2, STEPS, None, 1),
     "i2v_2step_longer": (".", 8, 1, [1000, 500], STEPS, 1),
 }

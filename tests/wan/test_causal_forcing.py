@@ -27,10 +27,14 @@ def run_of(case: str) -> dict[str, torch.Tensor]:
     return {name: x.float() for name, x in read_arrays(GOLDEN / f"causal_forcing/{case}.npz").items()}
 
 
-@pytest.mark.parametrize("case", ["long12", "long15_batch", "long21", "long33"])
+MINUTES = dict.fromkeys(("long12", "long15_batch", "long21", "long33"), STEPS)
+MINUTES["long18_5step"] = [1000, 800, 600, 400, 200]  # of Rolling Forcing, and of Wave Forcing's reference
+
+
+@pytest.mark.parametrize("case", MINUTES)
 def test_minutes_by_a_rolling_window(case):
     run = run_of(case)
-    pipeline = RollingForcingPipeline(golden_model(), denoising_step_list=STEPS)
+    pipeline = RollingForcingPipeline(golden_model(), denoising_step_list=MINUTES[case])
     latents = pipeline.inference(run["noise"], prompt_embeds=run["prompt_embeds"], renoise=run["renoise"])[1]
     close(latents, run["latents"])
 
