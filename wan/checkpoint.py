@@ -162,21 +162,23 @@ def read_part(ckpt_dir: str | Path, part: str) -> StateDict:
     Those are native for the transformer, transformers' for umT5 and diffusers' for the VAE, as diffusers'
     layout holds umT5 and the VAE. FP8 is dequantised, but for the transformer, whose reader reports it.
     """
+    # 1. The tensors; ComfyUI's umT5 comes in FP8 and with its tokenizer.
     native, path = is_native(ckpt_dir), part_file(ckpt_dir, part)
     state = state_dict_of(path, read_weights_file(path))[0]
-    if part == "transformer":
-        if native:
-            return state
-        return to_native_names(state)
-    state = dequantise(state, path)
+    if part != "transformer":
+        state = dequantise(state, path)
     if part == "text_encoder":
-        state.pop("spiece_model", None)  # the tokenizer, which ComfyUI's files hold too
-        if native:
+        state.pop("spiece_model", None)
+    # 2. Their names.
+    is_wide = part == "vae" and native and has_wide_vae(ckpt_dir)
+    with errors.in_context(path, CheckpointError):
+        if part == "transformer" and not native:
+            return to_native_names(state)
+        if part == "text_encoder" and native:
             return names.renamed(state, names.UMT5_TO_TRANSFORMERS)
-        return state
-    if native and has_wide_vae(ckpt_dir):
-        return names.wide_vae_names(state)
-    if native:
+        if is_wide:
+            return names.wide_vae_names(state)
+    if part == "vae" and native:
         from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
         return convert_wan_vae_to_diffusers(state)
@@ -369,7 +371,9 @@ def read_checkpoint(path: str | Path, use_ema: bool = True) -> tuple[StateDict, 
         weights[bare] = tensor
     # 3. Native names, and weights of floating point.
     if any(name.startswith(("condition_embedder.", "proj_out.")) for name in weights):
-        report.names, weights = "diffusers'", to_native_names(weights)
+        report.names = "diffusers'"
+        with errors.in_context(path, CheckpointError):
+            weights = to_native_names(weights)
     weights = dequantise(weights, path, report)
     report.loaded = len(weights)
     return weights, report

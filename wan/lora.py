@@ -116,8 +116,12 @@ UNSUPPORTED = (  # settings of PEFT's LoraConfig that change more than a product
     *("trainable_token_indices", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
     *("loftq_config", "lora_ga_config"),
 )
-# Those that leave the base weights as they were; PiSSA, OLoRA, CorDA and LoftQ do not
-INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+ALLOWED: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Those that leave the base weights as they were; PiSSA, OLoRA, CorDA and LoftQ do not
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
 Rank = Annotated[int, Field(ge=1, le=files.MAX_SIZE)]
 Alpha = Annotated[float, Field(gt=0, le=files.MAX_SIZE)]
 
@@ -138,25 +142,25 @@ class AdapterSettings:
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "AdapterSettings":
         """Check what a file says. Raise ConfigError for what is not merged here."""
-        # 1. What a product of two matrices does not say
-        problems = [f"{name} {errors.short_repr(content[name])}" for name in UNSUPPORTED if content.get(name)]
-        if content.get("peft_type", "LORA") != "LORA":
-            problems.append(f"peft_type {errors.short_repr(content['peft_type'])}")
-        if content.get("bias", "none") != "none":
-            problems.append(f"bias {errors.short_repr(content['bias'])}")
-        if content.get("init_lora_weights") not in INITIALISATIONS:
-            problems.append(f"init_lora_weights {errors.short_repr(content['init_lora_weights'])}")
-        # 2. Patterns are regular expressions, of which only those that end soon are tried
+        # 1. Null is what is not said; then types
+        values = {name: value for name, value in content.items() if value is not None}
         read = {item.name for item in fields(cls)}
-        values = {name: value for name, value in content.items() if name in read and value is not None}
-        for table in ("rank_pattern", "alpha_pattern"):
-            for pattern in values.get(table) or {}:
-                if not is_simple(str(pattern)):
-                    problems.append(f"{table} {errors.short_repr(pattern)}")
-        if problems:
+        settings = errors.from_values(cls, {name: values[name] for name in values if name in read})
+        # 2. What a product of two matrices does not say
+        refused = {name: values[name] for name in UNSUPPORTED if values.get(name)}
+        for name, allowed in ALLOWED.items():
+            if name in values and values[name] not in allowed:
+                refused[name] = values[name]
+        # 3. Patterns are regular expressions, of which only those that end soon are tried
+        for name in ("rank_pattern", "alpha_pattern"):
+            patterns = getattr(settings, name)
+            if not all(map(is_simple, patterns)):
+                refused[name] = patterns
+        if refused:
+            problems = ", ".join(f"{name} {errors.short_repr(value)}" for name, value in refused.items())
             remedy = "merge it into the weights by PEFT's merge_and_unload() first"
-            raise errors.ConfigError(f"{', '.join(problems)} cannot be merged here; {remedy}")
-        return errors.from_values(cls, values)
+            raise errors.ConfigError(f"{problems} cannot be merged here; {remedy}")
+        return settings
 
     def rank_of(self, layers: Sequence[str]) -> int | None:
         """Return the rank of a layer with these names."""
@@ -216,7 +220,7 @@ def adapter_settings(weights: Path, beside: Sequence[Path]) -> AdapterSettings |
     """Read what the header of a .safetensors, or adapter_config.json beside it, says of a LoRA."""
     sources: dict[str, AdapterSettings] = {}
     # 1. diffusers packs PEFT's settings as JSON into the header, with the name of the model before each
-    if files.is_safetensors(weights):
+    if weights.suffix != ".json" and files.is_safetensors(weights):  # no index of shards
         with errors.library_reads(weights, CheckpointError, "get it again"):
             with safe_open(weights, "pt") as file:
                 header = file.metadata() or {}
@@ -353,8 +357,14 @@ def read_lora(
     content = files.read_weights_file(weights)
     settings = adapter_settings(weights, beside)
     state = content
-    while any(isinstance(state.get(name), dict) for name in CONTAINERS):
-        state = next(state[name] for name in CONTAINERS if isinstance(state.get(name), dict))
+    containers = [name for name in CONTAINERS if isinstance(state.get(name), dict)]
+    while containers:
+        tensors = [name for name, value in state.items() if isinstance(value, Tensor) and value.ndim]
+        if tensors:
+            problem = f"{path} holds {tensors[0]} beside {containers[0]}"
+            raise CheckpointError(f"{problem}: which of them is the LoRA? Give a file of it alone")
+        state = state[containers[0]]
+        containers = [name for name in CONTAINERS if isinstance(state.get(name), dict)]
     return lora_of(path, state, rank=rank, alpha=alpha, strength=strength, settings=settings)
 
 
@@ -413,7 +423,8 @@ def lora_of(
             problems.append(f"has {shapes}, which are no pair of one rank above 0; get it again")
     ranks = {len(halves["down"]) for halves in products.values()}
     if rank is not None and ranks != {rank}:
-        problems.append(f"has rank {ranks}, and lora_rank is {rank}; leave lora_rank out")
+        own_ranks = " and ".join(map(str, sorted(ranks))) or "none"
+        problems.append(f"has rank {own_ranks}, and lora_rank is {rank}; leave lora_rank out")
     if problems:
         raise CheckpointError(f"{path} {problems[0]}")
 

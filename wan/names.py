@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import TypeVar
 
+from wan.errors import CheckpointError
+
 Value = TypeVar("Value")
 
 # native prefix -> diffusers prefix
@@ -56,8 +58,14 @@ def renamed_one(name: str, table: Mapping[str, str]) -> str:
 
 
 def renamed(state: Mapping[str, Value], table: Mapping[str, str]) -> dict[str, Value]:
-    """Rename the keys of a state dict by a table, as renamed_one() does."""
-    return {renamed_one(name, table): tensor for name, tensor in state.items()}
+    """Rename the keys of a state dict by renamed_one(). Raise CheckpointError where two become one."""
+    new_state: dict[str, Value] = {}
+    for name, tensor in state.items():
+        new_name = renamed_one(name, table)
+        if new_name in new_state:
+            raise CheckpointError(f"two keys for {new_name}, such as {name}")
+        new_state[new_name] = tensor
+    return new_state
 
 
 def to_diffusers_names(state: Mapping[str, Value]) -> dict[str, Value]:

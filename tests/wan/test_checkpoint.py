@@ -227,6 +227,7 @@ def test_umt5_of_comfy_within_a_container_and_with_its_tokenizer(tmp_path):
 BIAS = "head.head.bias"
 OTHERS = {  # what is said of weights -> the file's content
     f"two keys for {BIAS}": lambda s: s | led({BIAS: s[BIAS]}, "_orig_mod."),
+    f"two keys for {BIAS}, such as": lambda s: to_diffusers_names(s) | {BIAS: s[BIAS]},
     "holds no state dict of tensors": lambda s: {"generator": led(s) | {"extra": [3]}},
     "cannot be read": lambda s: [torch.ones(1)],
 }

@@ -288,8 +288,8 @@ REFUSED_SETTINGS = {  # setting of PEFT -> what is said
     "bias": ("all", "bias 'all'"),
     "peft_type": ("LOHA", "peft_type 'LOHA'"),
     "init_lora_weights": ("pissa_niter_4", "init_lora_weights 'pissa_niter_4'"),
-    "alpha_pattern": ({"(a+)+b": 2}, "alpha_pattern '"),
-    "rank_pattern": ({"*": 2}, "rank_pattern"),
+    "alpha_pattern": ({"(a+)+b": 2}, "alpha_pattern {"),
+    "rank_pattern": (3, "rank_pattern 3 should be a valid dictionary"),
     "r": (8, "has rank 4 for blocks.0.ffn.0, and its settings say 8"),
     "lora_alpha": ("8", "lora_alpha '8' should be"),
     "use_rslora": ("yes", "use_rslora 'yes' should be"),
@@ -331,6 +331,9 @@ FAULTS = {  # what is said -> the file's content
     },
     "no whole LoRA: 0 layers with lora_A, 0": lambda n: {},
     "4 with lora_B, 1 with an alpha alone": lambda n: named(n, "{}") | {"blocks.1.ffn.0.alpha": ALPHA},
+    "holds blocks.0.self_attn.q.lora_A.weight beside lora: which": lambda n: (
+        named(n, "{}") | {"lora": named(n, "{}"), "step": torch.tensor(3)}
+    ),
     "unet.w is no part of one": lambda n: {"unet.w": torch.ones(1)},
     r"A \[4, 192\] and B \[192, 8\] for blocks.0.self_attn.q, which are no pair of one rank": wide,
     r"A \[0, 192\] and B \[192, 0\] .* no pair of one rank above 0": lambda n: {
