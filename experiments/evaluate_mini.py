@@ -15,15 +15,16 @@ from wan.config import load_config
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     flag = parser.add_argument
-    flag("--config_path", type=config_file, default="configs/wan_mini.yaml")
+    flag("--config_path", type=config_file, default="configs/wan_mini.yaml", help="YAML of the miniature")
     flag("--ckpt_dir", help="directory of another miniature, with self_forcing_mini.pt in it")
     flag("--captions", type=count, default=96, help="held-out captions of each set")
     flag("--clips", type=count, default=96, help="held-out clips of 81 frames for the VAE's PSNR")
     flag("--workers", type=whole_number, help="processes that judge videos; one a core where left out")
-    flag("--device", default="auto")
-    flag("--output_path", type=Path, default=Path("checkpoints/wan-mini/evaluation.json"))
+    flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    report = Path("checkpoints/wan-mini/evaluation.json")
+    flag("--output_path", type=Path, default=report, help="where the report goes")
     flag("--overwrite", action="store_true", help="replace a report that is there")
     args = parser.parse_args(argv)
 

@@ -7,7 +7,7 @@ from experiments.running.cli import Parser, add_config_flags, add_run_flags, con
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     flag = parser.add_argument
     add_config_flags(parser, "ckpt_dir", "prompt", "seed", "device")
     flag(

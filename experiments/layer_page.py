@@ -13,7 +13,7 @@ from experiments.running.cli import Parser, input_path, main, number
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     flag = parser.add_argument
     flag("cache", type=located, help="a cache of any format, or a folder of layerN.pt")
     flag("--output_path", type=Path, help="the page; beside the cache where not given")

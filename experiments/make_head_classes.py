@@ -30,7 +30,7 @@ def run(argv=None):
         nargs="?",
         help="an atlas with masses, a causal atlas for effect; none for triattention",
     )
-    flag("--rule", choices=RULES, required=True)
+    flag("--rule", choices=RULES, required=True, help="what decides a head's class")
     flag("--num", type=count, help="heads of class dummy, of most mass, or of the largest effect; else half")
     flag("--block", type=count, default=1, help="the block that dummy classifies by (ar_start)")
     args = parser.parse_args(argv)

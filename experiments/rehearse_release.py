@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--output_dir", type=Path, default=Path("outputs/rehearsal"), help="a folder for all of it"
     )

@@ -19,9 +19,11 @@ NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_f
 
 
 def layers(text: str) -> list[int]:
-    """Return the layers of a number or a range; of all, nothing."""
+    """Return the layers of numbers and ranges, such as 0,5-7; of all, nothing."""
     if text == "all":
         return []
+    if "," in text:
+        return [layer for part in text.split(",") if part for layer in layers(part)]
     first, dash, last = text.partition("-")
     if not dash:
         last = first
@@ -41,7 +43,7 @@ def parameter(text: str) -> tuple[str, Any]:
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     flag = parser.add_argument
     flag("notebook", type=lambda text: Path(text).name, choices=NOTEBOOKS, help="of notebooks/")
     flag("cache", type=input_path, help="a cache of many layers, or a folder of layerN.pt")

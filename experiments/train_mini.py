@@ -18,17 +18,17 @@ from experiments.running.cli import Parser, count, finite_number, main
 
 
 def run(argv=None):
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__)
     flag = parser.add_argument
     stages = ("vae", "base", "causal", "few_step", "lora", "framewise")
-    flag("--stage", required=True, choices=stages)
+    flag("--stage", required=True, choices=stages, help="what to train; each starts from the one before")
     flag("--steps", type=count, help="of the stage; the recipe's where left out, as the next two")
     flag("--batch", type=count, help="clips of 81 frames per step")
     flag("--clips", type=count, help="different clips to train on")
     flag("--minutes", type=finite_number, help="at most; the data is not counted")
-    flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"))
-    flag("--device", default="auto")
-    flag("--seed", type=int, default=0)
+    flag("--output_dir", type=Path, default=Path("checkpoints/wan-mini"), help="folder of the weights")
+    flag("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    flag("--seed", type=int, default=0, help="of clips and noise")
     flag("--overwrite", action="store_true", help="replace the weights of this stage in OUTPUT_DIR")
     args = parser.parse_args(argv)
 

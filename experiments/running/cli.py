@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from os.path import isfile
 from pathlib import Path
@@ -107,49 +107,164 @@ def explained(error: BaseException) -> tuple[str, int]:
 OUTPUT_FLAGS = ("output_path", "save_video", "save_base", "log_file", "log")
 
 
-def number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], Any]:
-    """Return a type for argparse: numbers of a kind in low..high.
+@dataclass(frozen=True)
+class number:  # in small letters, as int and float: a type of a flag
+    """A type for argparse: numbers of a kind in low..high.
 
     It rejects nan and numbers that fit into no tensor, which would fail late or never.
     """
 
-    def read(text: str) -> int | float:
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    words: str = ""  # what such a number is, in place of its limits
+
+    def __call__(self, text: str) -> Any:
         with suppress(ValueError):
             is_plain = text.isascii() and "_" not in text  # Python would read 1_0 and digits of any script
-            if is_plain and low <= (value := kind(text)) <= high:
+            value = self.kind(text)
+            if is_plain and self.low <= value <= self.high:
                 return value
-        what = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a {what} in {low:g}..{high:g}")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a {self.range_in_words()}")
 
-    return read
+    def range_in_words(self) -> str:
+        """Say which numbers are meant: "whole number from 1 to 131072"."""
+        if self.words:
+            return self.words
+        noun = "number"
+        if self.kind is int:
+            noun = "whole number"
+        return f"{noun} from {self.low:.12g} to {self.high:.12g}"
 
 
-whole_number = number(int, -(2**63), 2**63 - 1)
-finite_number = number(float, -sys.float_info.max, sys.float_info.max)
+whole_number = number(int, -(2**63), 2**63 - 1, "whole number (of 64 bits)")
+finite_number = number(float, -sys.float_info.max, sys.float_info.max, "finite number")
 count = number(int, 1, MAX_COUNT)
 count_or_none = number(int, 0, MAX_COUNT)
 
+# The groups of --help, with the flags of each; what a script has besides says what it captures
+WHAT_TO_RUN, WHAT_TO_CAPTURE, WHERE, HOW = "what to run", "what to capture", "where it goes", "how"
+GROUPS: Mapping[str, Sequence[str]] = {
+    WHAT_TO_RUN: (
+        *("config_path", "no_checkpoint", "checkpoint_path", "checkpoints", "ckpt_dir", "lora", "use_ema"),
+        *("prompt", "negative_prompt", "prompts", "prompt_schedule", "prompt_embeds", "first_frames"),
+        *("num_frames", "independent_first_frame", "size", "seed", "seeds", "noise", "cache_policy"),
+        *("interventions", "policies", "stage", "random_weights", "parameter"),
+    ),
+    WHAT_TO_CAPTURE: (),
+    WHERE: (
+        *("output_path", "output_dir", "save_video", "save_base", "preview", "overwrite"),
+        *("log_file", "log"),
+    ),
+    HOW: (
+        *("device", "gpu_id", "gpus", "dtype", "vae_dtype", "offload", "t5_cpu", "deterministic"),
+        *("workers", "scheduler", "slurm", "quiet", "repeats", "graphs", "jobs", "debug", "help"),
+    ),
+}
+MOST_LINES = 60  # of --help; what does not fit is in --help-all
+# Flags that --help names without a word where there is no room, the most seldom first
+SELDOM: Sequence[str] = (
+    *("independent_first_frame", "use_ema", "vae_dtype", "t5_cpu", "noise", "gpu_id", "log_file", "slurm"),
+    *("scheduler", "first_frames", "prompt_embeds", "prompt_schedule", "deterministic", "debug", "preview"),
+    *("lora", "interventions", "offload", "dtype", "ckpt_dir", "size", "checkpoints", "gpus", "query_patch"),
+    *("quiet", "cache_policy"),
+)
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Name the default of a flag that has one."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        has_none = action.default is None or action.default is False
-        return action.help if has_none else super()._get_help_string(action)
+class Help(argparse.HelpFormatter):
+    """Say the default of every flag; 100 columns, so that a help is as long on every terminal."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32, width=100)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_told = action.default is argparse.SUPPRESS or action.required or "default" in text
+        if is_told:
+            return text
+        default = str(action.default).replace("%", "%%")
+        if action.default is None:
+            default = "none"
+            if action.dest in RunConfig.__dataclass_fields__:
+                default = "the config's"
+        elif isinstance(action.default, bool):
+            default = "yes" if action.default else "no"
+        elif isinstance(action.default, list | tuple):
+            default = " ".join(map(str, action.default))
+        return f"{text} (default: {default})".lstrip()
+
+
+class PrintHelp(argparse.Action):
+    """Print what a script takes, all of it for --help-all, and end."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: bool, help: str):
+        super().__init__(option_strings, "help", 0, const, argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.help_text(everything=self.const), end="")
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse that prints one line for an error.
+    """An argparse that prints one line for an error, and flags in groups.
 
     The parsed arguments have two more fields: inputs, the existing files that they name, and words. without
-    names flags that a script does not offer; their values are None.
+    names flags that a script does not offer; their values are None. The description is a script's docstring:
+    its first line and its first command are shown. A list of numbers or names takes spaces or commas.
     """
 
-    def __init__(self, without: Sequence[str] = (), **options: Any):
+    def __init__(self, without: Sequence[str] = (), description: str = "", **options: Any):
         self.without = without
+        lines = description.strip().splitlines() or [""]
+        commands = [line.strip() for line in lines if re.match(r" *(python|bash|torchrun|PYTHON)", line)]
         # No abbreviations: --prompt of a script without it would mean --prompt_embeds
-        super().__init__(formatter_class=Help, allow_abbrev=False, **options)
+        super().__init__(
+            description=lines[0], formatter_class=Help, allow_abbrev=False, add_help=False, **options
+        )
+        of_script = [command for command in commands if self.prog in command]
+        self.example = next(iter(of_script or commands), "")
+        self.register("action", "print_help", PrintHelp)
+        self.add_argument("-h", "--help", action="print_help", const=False, help="print this")
+        self.add_argument(
+            "--help-all", action="print_help", const=True, help="print every flag, with its default"
+        )
         self.add_argument("--debug", action="store_true", help="also print the traceback of an error")
+
+    def format_help(self) -> str:
+        return self.help_text(everything=False)
+
+    def help_text(self, everything: bool) -> str:
+        """Return the help: of every flag, or of as many as fit into MOST_LINES."""
+        hidden: list[str] = []
+        text = self._text_without(hidden)
+        for name in SELDOM:
+            if everything or len(text.splitlines()) <= MOST_LINES:
+                break
+            hidden.append(name)
+            text = self._text_without(hidden)
+        return text
+
+    def _text_without(self, hidden: Sequence[str]) -> str:
+        """Return the help without some flags, whose names stand at its end."""
+        shown = [item for item in self._actions if item.help is not argparse.SUPPRESS]
+        words = [item.metavar or item.dest for item in shown if not item.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(" ".join([self.prog, *map(str, words), "[flags]"]), [], [])
+        formatter.add_text(self.description)
+        for title in GROUPS:
+            formatter.start_section(title)
+            formatter.add_arguments(
+                [item for item in shown if group_of(item) == title and item.dest not in hidden]
+            )
+            formatter.end_section()
+        seldom = [item.option_strings[0] for item in shown if item.dest in hidden]
+        if seldom:
+            formatter.add_text(f"see --help-all for {', '.join(seldom)}")
+        text = formatter.format_help()
+        if self.example:  # on one line, to be copied
+            text += f"\nexample: {self.example}\n"
+        return text
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         name = names[0].removeprefix("--")
@@ -159,6 +274,12 @@ class Parser(argparse.ArgumentParser):
         if options.get("type") is int:
             options["type"] = whole_number
         return super().add_argument(*names, **options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of a flag's choices, with the nearest."""
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(value, map(str, action.choices))
+            raise argparse.ArgumentError(action, f"invalid choice: {short_repr(value)}{hint}")
 
     def exclude(self, *names: str) -> None:
         """Make these flags mutually exclusive, with argparse's message."""
@@ -172,7 +293,7 @@ class Parser(argparse.ArgumentParser):
         """Raises CacheError where an output flag names an input, ConfigError for words that are no text."""
         words = sys.argv[1:] if args is None else list(args)
         self.check_words(words)
-        parsed = super().parse_args(words, namespace)
+        parsed = super().parse_args(self.split_lists(words), namespace)
         # Whatever names an existing file is an input, also behind FIELD=
         inputs, outputs = list[str](), list[str]()
         for name, value in vars(parsed).items():
@@ -186,6 +307,27 @@ class Parser(argparse.ArgumentParser):
         require_distinct(outputs, inputs)
         parsed.inputs, parsed.words = inputs, words  # words are for the processes of --gpus
         return parsed
+
+    def split_lists(self, words: Sequence[str]) -> list[str]:
+        """Split at commas the words behind flags that take several numbers or names: 0,4 is 0 4."""
+        lists = set[str]()
+        for action in self._actions:
+            is_of_numbers = isinstance(action.type, number)
+            is_of_names = action.choices is not None or (action.type is None and action.metavar is None)
+            if action.nargs in ("+", "*") and (is_of_numbers or is_of_names):
+                lists |= {*action.option_strings}
+        parts, flag = list[str](), ""
+        for word in words:
+            if word.startswith("--"):
+                flag, equals, value = word.partition("=")
+                if equals and flag in lists:
+                    parts.append(flag)
+                    word = value
+            if flag in lists and not word.startswith("--"):
+                parts += [part for part in word.split(",") if part]
+            else:
+                parts.append(word)
+        return parts
 
     def check_words(self, words: Sequence[str]) -> None:
         """Refuse words that are no text, which would fail when a name is printed, and empty ones.
@@ -210,6 +352,16 @@ class Parser(argparse.ArgumentParser):
         if not before and unknown and get_close_matches(unknown[0], flags, 1):
             message += did_you_mean(unknown[0], flags)
         self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
+
+
+def group_of(action: argparse.Action) -> str:
+    """Return the group of --help that a flag belongs to; a word without a flag says what to run."""
+    if not action.option_strings:
+        return WHAT_TO_RUN
+    for title, names in GROUPS.items():
+        if action.dest in names:
+            return title
+    return WHAT_TO_CAPTURE
 
 
 DECODING = ("preview", "vae_dtype")  # flags of the decoder of a video
@@ -256,7 +408,7 @@ def run_parser(
 
     output_path is the default place of the cache; steps: also a flag for several passes.
     """
-    parser = Parser(without, description=description.strip().splitlines()[0])
+    parser = Parser(without, description)
     flag = parser.add_argument
     flag(
         "--config_path",

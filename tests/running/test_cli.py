@@ -26,7 +26,7 @@ from helpers.forked import exit_code, forked, stopping_after
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments import run_extraction_each
+from experiments import run_extraction_each, run_notebooks
 from experiments.caches import load_cache
 from experiments.running import cli
 from experiments.studies.rehearsal import vae_names
@@ -157,6 +157,75 @@ def test_no_help_waits_for_torch():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
     assert done.stdout.count("took ") == len(names) >= 10
+
+
+# -- what --help says
+COMMANDS = [name for name in scripts() if "." not in name]
+
+
+def help_of(name: str, flag: str, capsys) -> str:
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"experiments.{name}").run([flag])
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_short_grouped_and_has_an_example(name, capsys):
+    text = help_of(name, "--help", capsys)
+    assert len(text.splitlines()) <= 60
+    titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [title for title in cli.GROUPS if title in titles] and len(titles) >= 2
+    assert re.search(r"^example: .*experiments/\w+\.(py|sh)", text, re.MULTILINE)
+    for action in arguments(name):
+        if action.help is not argparse.SUPPRESS:
+            assert (action.option_strings or [action.dest])[0] in text  # named, if only at the end
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_all_has_every_flag_with_its_default(name, capsys):
+    text = help_of(name, "--help-all", capsys)
+    assert "see --help-all" not in text
+    for action in arguments(name):
+        if action.help is argparse.SUPPRESS or not action.option_strings:
+            continue
+        entry = re.search(rf"^  (-\w, )?{action.option_strings[0]}[ ,\n](.*\n(   .*\n)*)", text, re.MULTILINE)
+        assert entry, action.option_strings
+        assert action.required or "default" in entry[0], entry[0]
+
+
+def list_parser():
+    parser = cli.Parser(description="x")
+    parser.add_argument("--steps", type=int, nargs="+")
+    parser.add_argument("--sites", nargs="+", choices=("first", "last"))
+    parser.add_argument("--files", nargs="+", metavar="FILE")
+    parser.add_argument("--frames", type=cli.count)
+    return parser
+
+
+def test_lists_take_spaces_or_commas_and_paths_keep_theirs():
+    words = ["--steps", "0,4", "7", "--sites=first,last", "--files", "a,b", "c"]
+    args = list_parser().parse_args(words)
+    assert (args.steps, args.sites, args.files) == ([0, 4, 7], ["first", "last"], ["a,b", "c"])
+    assert args.words == words
+    assert list_parser().parse_args(["--steps", "-1,", "2"]).steps == [-1, 2]
+    assert run_notebooks.layers("0,5-7") == [0, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--frames", "0"], "'0' is not a whole number from 1 to 131072"),
+        (["--steps", "0,x"], "'x' is not a whole number"),
+        (["--sites", "last,frist"], "'frist'; did you mean first?"),
+        (["--sites", "w"], "'w'; known ones: first, last"),
+        (["--sitse", "first"], "did you mean --sites"),
+    ],
+)
+def test_wrong_numbers_and_names_are_told_what_is_right(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        list_parser().parse_args(words)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 # -- signals, and what nobody foresaw
