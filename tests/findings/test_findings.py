@@ -38,7 +38,7 @@ def numbers_of(name):
     ("finding", "names"),
     [
         (attribution, ["attribution_against"]),
-        (first_frame, ["figure4_published", "first_frame_by_block"]),
+        (first_frame, ["figure4_published", "first_frame_by_block", "sink_forecast"]),
         (head_memory, ["presence_and_identity", "hidden_shapes", "first_frame_removed", "empty_past"]),
         (long_rollouts, ["long_rollouts"]),
     ],

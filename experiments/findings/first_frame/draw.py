@@ -1,9 +1,9 @@
-"""Draw the README's Figure 4 over the paper's curves, and frame 0 by block of queries (docs/first_frame.md).
+"""Draw Figure 4 over the paper's curves, frame 0 by block of queries, and its forecast (docs/first_frame.md).
 
     python experiments/findings/first_frame/draw.py
 
-Both are of the published atlases in cache/published/; so are the heads that it counts. results.json beside
-this file has the numbers of the article.
+All are of the published atlases in cache/published/; so are the heads that it counts. results.json and
+sink_forecast.json beside this file have the numbers of the article.
 """
 
 from pathlib import Path
@@ -12,14 +12,23 @@ import numpy as np
 
 from experiments.analysis import published
 from experiments.analysis.first_frame import matrices
-from experiments.analysis.panels import choose_heads, table
-from experiments.analysis.rope_waves import fit_matrix, fitted_frequencies, panels_of_view
+from experiments.analysis.panels import BlockPanel, choose_heads, table
+from experiments.analysis.rope_waves import (
+    WAN_HEAD_DIM,
+    fastest_frequencies,
+    first_excess,
+    fit_matrix,
+    fitted_frequencies,
+    panels_of_view,
+    predict_first,
+)
 from experiments.caches import load_cache
 from experiments.caches.view import Profiles, open_profiles
 from experiments.figures import first_by_block, head_curves, save_figure
 from experiments.running.cli import Parser, main
 
 PROMPTS = "eagle", "castle"
+RIDGE = 0.001  # of the forecast (sink_forecast.md)
 
 
 def run(argv=None):
@@ -41,13 +50,33 @@ def run(argv=None):
     about = "Wan2.1-T2V-1.3B, Self-Forcing, eagle, t = 1000"
     by_block = first_by_block(blocks, "Frame 0 by block of queries", about)
     print(save_figure(by_block, folder / "first_frame_by_block.svg", overwrite=args.overwrite))
-    # 3. Heads of both prompts that put frame 0 first at four blocks in a row
+    # 3. What 21 frames of the other prompt say of them
+    forecast = first_by_block(
+        forecasts(), "Frame 0 by block of queries, predicted", f"{about}; waves and s of 21 frames of castle"
+    )
+    print(save_figure(forecast, folder / "sink_forecast.svg", overwrite=args.overwrite))
+    # 4. Heads of both prompts that put frame 0 first at four blocks in a row
     print(table(steady_heads()))
 
 
 def atlas(prompt: str, length: int) -> Profiles:
     """Open the published atlas of one prompt, of 21 or 72 latent frames."""
     return open_profiles(load_cache(published.FOLDER / f"self_forcing_dmd_{prompt}_{length}f.pt"))
+
+
+def forecasts() -> dict[str, BlockPanel]:
+    """Predict frame 0 at every block of eagle's 72 frames, for the paper's heads, from 21 of castle."""
+    short, matrix = atlas("castle", 21), matrices(atlas("eagle", 72))
+    fit = fit_matrix(matrices(short), short.block_sizes, fastest_frequencies(WAN_HEAD_DIM), RIDGE)
+    starts = np.arange(6, matrix.shape[-1], 3)
+    # [blocks, layers, H]
+    measured = np.stack([first_excess(matrix[..., n : n + 3, :n]) for n in starts])
+    predicted = np.stack([predict_first(fit, range(n, n + 3), range(n)) for n in starts])
+    heads = {label: (layer, head) for layer, head, label in published.FIGURE4_HEADS}
+    return {
+        label: BlockPanel(starts, measured[:, layer, head], predicted[:, layer, head])
+        for label, (layer, head) in heads.items()
+    }
 
 
 def steady_heads() -> list[dict[str, str | int]]:
