@@ -274,8 +274,9 @@ class Session(AnySession):
         itself; equal batches have equal bits. config replaces the session's and may differ from it in
         RolloutSettings only. requests are what scripts capture. observer is told of every block and may stop
         the rollout, which then returns fewer frames. first_frames are the beginning of the video, whole
-        blocks: latents [G, C, h, w], a file of latents, an mp4 or a picture; num_frames includes them.
-        ConfigError: the model does not fit in memory; RunError: a number cannot be right.
+        blocks (or with held_first_frame one frame): latents [G, C, h, w], a file of latents, an mp4 or a
+        picture; num_frames includes them. ConfigError: the model does not fit in memory; RunError: a number
+        cannot be right.
         """
         # 1. A config for each video.
         require_no_run()
