@@ -169,6 +169,10 @@ def test_the_page_has_the_forecasts_of_the_sink():
         assert f"| {' | '.join(told)} |".replace("  ", " ") in page.replace("-0.00", "-0.00"), told
     for one in report["contrasts"].values():
         assert "{:.2f} [{:.2f}, {:.2f}]".format(*one["t"]) in page
+    for one in report["trainings"].values():  # none of the jittered draws is as good in any training
+        videos = one["r"]["full, from another caption"]
+        draws = np.mean([video["jittered"] for video in videos], 0)
+        assert len(draws) == 30 and np.mean([np.mean(video["waves and s"]) for video in videos]) > draws.max()
     r = report["published"]["eagle from castle"]
     assert f"seen before) | {np.mean(r['waves and s']):.2f} | {np.mean(r['s alone']):.2f} |" in page
 
