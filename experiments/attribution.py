@@ -23,9 +23,10 @@ from experiments.analysis.panels import table
 from experiments.caches import load_cache, save_cache
 from experiments.caches.activations import Activations, save_activations
 from experiments.caches.files import claimed
-from experiments.captured import check_capture, drawing, resolved_steps, tables
+from experiments.captured import as_session, check_capture, drawing, resolved_steps, tables
 from experiments.edits import source_of
 from experiments.extraction import cache_builders
+from experiments.pipeline_session import PipelineSession
 from experiments.progress import observed as observing
 from experiments.provenance import check_outputs
 from experiments.runs import Run
@@ -46,7 +47,7 @@ STAY = ("multi_shot", "full", "window")  # policies whose keys stand where they 
 
 @reusable
 def gradients(
-    session: Session,
+    session: Any,
     *sites: Any,
     through: str = "pass",
     metric: Metric | None = None,
@@ -55,6 +56,7 @@ def gradients(
     layers: Any = None,
     blocks: Any = None,
     steps: Any = None,
+    layout: Any = None,
 ) -> Iterator["SiteGradients"]:
     """Record videos generated in this context with autograd, for gradients at sites (wan.sites.SITES).
 
@@ -66,16 +68,23 @@ def gradients(
     of each layer and costs about one more forward. The video is unchanged: same bits on a CPU; on a GPU
     recorded passes run without fused kernels and CUDA graphs. Raises ConfigError for layers, blocks or steps
     that do not exist, for what cannot be differentiated, and for too little memory.
+
+    Of a pipeline x0 is that of each forward's own output, by branch, within that step's forward.
     """
+    session = as_session(session)
     chosen = numbers_of(session, layers, blocks, steps)
     named = tuple(check_site(name) for name in sites)
     recorder = Gradients(named, **chosen, through=through, metric=metric, to=to)
-    check_gradients(session, recorder, recompute)
-    with watched(recorder), recorder.recomputed(session.model) if recompute else nullcontext():
-        yield SiteGradients(session, recorder)
+    recorder.models = session.models_watched
+    with session.opened(layout):
+        check_gradients(session, recorder, recompute)
+        if isinstance(session, PipelineSession):
+            recorder.begin()  # forwards of a transformer alone are of no run that begins
+        with watched(recorder), recorder.recomputed(session.model) if recompute else nullcontext():
+            yield SiteGradients(session, recorder)
 
 
-def numbers_of(session: Session, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
+def numbers_of(session: Any, layers: Any, blocks: Any, steps: Any) -> dict[str, Any]:
     """Return the selected layers, blocks and steps as lists of numbers, -1 resolved."""
     chosen = {
         "layers": as_numbers("layers", layers),
@@ -87,9 +96,19 @@ def numbers_of(session: Session, layers: Any, blocks: Any, steps: Any) -> dict[s
     return chosen
 
 
-def check_gradients(session: Session, recorder: Gradients, recompute: bool = False) -> None:
+def check_gradients(session: Any, recorder: Gradients, recompute: bool = False) -> None:
     """Raise ConfigError for a selection that a run lacks, cannot differentiate or cannot hold in memory."""
     config, model, sites = session.config, session.model_config, recorder.sites
+    if isinstance(session, PipelineSession):
+        if not sites:
+            raise ConfigError("gradients: name a site, such as z or resid_post")
+        if recorder.through != "pass" or recompute:
+            raise ConfigError(
+                "gradients of a pipeline are of one step's x0: its sampler cannot be differentiated; leave "
+                "through and recompute out"
+            )
+        check_capture(session, SiteCapture(sites, recorder.layers, None, recorder.steps), streams=False)
+        return
     policy, problem = policy_of(config), ""
     if not sites:
         problem = "name a site, such as z or resid_post"
@@ -183,7 +202,7 @@ class SiteGradients(Mapping[str, Activations]):
 
 # --- Attribution patching
 def attribute(
-    session: Session,
+    session: Any,
     prompt: str | None = None,
     seed: int | None = None,
     *,
@@ -194,6 +213,7 @@ def attribute(
     blocks: Any = None,
     steps: Any = None,
     integrated: int = 1,
+    **call: Any,
 ) -> "Scores":
     """Estimate how patching a site from the source run would change the metric of the same pass's x0.
 
@@ -202,7 +222,19 @@ def attribute(
     backward pass per chosen pass; earlier blocks are constants. metric(x0) returns a number; by default it is
     the progress of x0 towards the source's, 0 to 1. integrated averages gradients over that many points
     between the inputs of both runs. Raises ConfigError for what cannot be differentiated or patched.
+
+    call are further arguments of a pipeline; its seed, where it is given, is that of a generator.
     """
+    session = as_session(session)
+    if isinstance(session, PipelineSession):
+        chosen = numbers_of(session, layers, blocks, steps)
+        if integrated != 1:
+            raise ConfigError("integrated is 1 for a pipeline, whose passes cannot run again: leave it out")
+        if seed is not None:
+            call["generator"] = torch.Generator().manual_seed(seed)
+        return _attribute_pipeline(session, {"prompt": prompt} | call, source, metric, tuple(sites), chosen)
+    for name in call:
+        raise ConfigError(f"attribute knows no {short_repr(name)}; a pipeline takes its own arguments")
     given: dict[str, Any] = {"prompt": prompt, "seed": seed}
     config = replace(session.config, **{name: value for name, value in given.items() if value is not None})
     chosen: dict[str, Any] = numbers_of(session, layers, blocks, steps)
@@ -235,6 +267,43 @@ def attribute(
     # 3. The run itself, whose passes are differentiated as they come.
     with watched(recorder), recorder.calls_of(session.model):
         run = session.generate(config=config)
+    return Scores(scores_cache(recorder, run, source, known))
+
+
+def _attribute_pipeline(
+    session: PipelineSession,
+    call: dict[str, Any],
+    source: Source,
+    metric: Metric | None,
+    sites: tuple[str, ...],
+    chosen: dict[str, Any],
+) -> "Scores":
+    """Attribute as attribute() does, between two calls of a pipeline."""
+    recorder = Attribution(sites, **chosen, metric=metric)
+    recorder.models = session.models_watched
+    with session.opened():
+        # 1. Refuse before anything runs.
+        check_gradients(session, recorder)
+        planned = session.plan((), call)
+        for site in sites:
+            if check_site(site) in OF_FORWARD:
+                raise ConfigError(f"{site} belongs to no layer: attribute a site such as z or mlp_out")
+            Patch(site, source, passes="denoise").check_source(planned.configs[0])
+        # 2. The source, without anybody's edits: its activations at sites, and its x0.
+        theirs = session.replaced(call=planned, config=planned.configs[0])
+        theirs, other = source_of(theirs, planned.configs[0], source)
+        kept = [SiteCapture(sites, **chosen, to=None), SiteCapture(("x0",), steps=chosen["steps"], to=None)]
+
+        def run_source() -> None:
+            with watched(*kept), observed():
+                theirs.rollout(other)
+
+        Context().run(run_source)
+        recorder.source = {one.where: one.value for capture in kept for one in capture.kept}
+        # 3. The run itself, whose passes are differentiated as they come.
+        with watched(recorder):
+            run = session.generate(**call)
+    known = "towards" if metric is None else getattr(metric, "__qualname__", type(metric).__name__)
     return Scores(scores_cache(recorder, run, source, known))
 
 
@@ -274,6 +343,7 @@ def scores_cache(recorder: Attribution, run: Run, source: Source, metric: str) -
         "pass_timesteps": [at.timestep for at in passes],
         "pass_blocks": [at.block for at in passes],
         "pass_steps": [at.step for at in passes],
+        **({"pass_branches": [at.branch for at in passes]} if run.bidirectional else {}),
         "metric_own": torch.tensor(recorder.values),
         "metric_source": torch.tensor(recorder.reached),
         "sites": found,

@@ -256,6 +256,8 @@ class PipelineSession(AnySession):
             if self.watchers() or requests:
                 stack.enter_context(sites.watched(forwards))
             records = stack.enter_context(rollouts.capturing(requests, self.ids))
+            for watcher in self.watchers():
+                watcher.begin()
             stack.enter_context(sites.counting())
             noted = NotedLatents(self.pipe, planned.arguments)
             latents = stack.enter_context(noted.noted())

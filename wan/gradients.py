@@ -72,6 +72,7 @@ class Graph:
 
     nodes: dict[ActivationSite, Tensor] = field(default_factory=dict)
     x0: Tensor | None = None  # [B, n, C, h, w] of the pass or block, or [B, F, C, h, w] of the rollout
+    is_shared: bool = False  # another graph has nodes of the same forward, of a batch of both branches
 
     @property
     def seen(self) -> dict[str, list[Tensor]]:
@@ -109,7 +110,8 @@ class Gradients(Watcher):
         if self.metric is not None:
             takes_activations(self.metric)
         self._sizes: Any = None
-        self._open: Graph | None = None
+        self._has_begun = False
+        self._open: dict[Pass | None, Graph] = {}  # by pass, where each is differentiated alone
         self._finished: list[Tensor] = []  # x0 of the rollout's blocks so far
         self._past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, frame) -> keys, values
         self._positions: dict[int, int] = {}  # frame -> where its keys stand
@@ -117,7 +119,8 @@ class Gradients(Watcher):
     # --- As a watcher
     def records(self, at: Pass | None) -> bool:
         """Return whether autograd is on in a pass."""
-        if at is None or self._sizes is None or at.step is None or at.is_recache:
+        is_told = at is not None and (at.step is not None or self._sizes is None)
+        if at is None or not is_told or not self._has_begun or at.is_recache:
             return False
         if self.through == "rollout":
             return self._first <= at.block and not (at.is_clean_pass and at.block == self._last)
@@ -142,28 +145,36 @@ class Gradients(Watcher):
             if num_passes in (self.steps or ()):
                 raise ConfigError(f"step {num_passes} is the clean pass, which has no x0: choose others")
         check_indices("step", self.steps, num_passes)
-        # A new rollout begins.
-        self._sizes, self._open, self._finished, self._past = sizes, None, [], {}
-        self._positions = {}
+        self._sizes = sizes
         self._first = min(self.blocks or [0])
         self._last = sizes.num_blocks - 1
+        self.begin()
+
+    def begin(self) -> None:
+        self._has_begun = True
+        self._open, self._finished, self._past, self._positions = {}, [], {}, {}
         self.found, self.values, self.graphs = [], [], []
+
+    def _key(self, at: Pass) -> Pass | None:
+        """Return what tells the graph of a pass from other open ones."""
+        if self.through == "pass":
+            return at
+        return None
 
     def on_activation(self, x: Any, where: ActivationSite) -> Any:
         records = self.records(where.at)
         if where.site == "x_t":
             # The pipeline's no_grad comes back at x0, or where the rollout leaves it.
-            torch.set_grad_enabled(records)
-            if records and self._open is None:
-                self._open = Graph()
+            if records:
+                self._open.setdefault(self._key(where.at), Graph())
+            torch.set_grad_enabled(records or (self.through == "pass" and bool(self._open)))
         if isinstance(x, Call):
             if records and self.through == "rollout":
                 return self._with_past(x, where)
             return None
         if self.wants(where.site, where.layer, where.at):
             x = self.node(x)
-            assert self._open is not None
-            self._open.nodes[where] = x
+            self._open[self._key(where.at)].nodes[where] = x
         if where.site == "x0":
             return self._close(x, where.at, records)
         return x
@@ -177,18 +188,17 @@ class Gradients(Watcher):
 
     def _close(self, x0: Tensor, at: Pass, records: bool) -> Tensor:
         """End a graph at its last x0 and continue with x0 detached."""
-        is_last = at.step == self._sizes.last_steps[at.block]
+        is_last = self.through != "pass" and at.step == self._sizes.last_steps[at.block]
         if self.through == "rollout" and is_last:
             self._finished.append(x0)
         ends = {"pass": True, "block": is_last, "rollout": is_last and at.block == self._last}
         if not (records and ends[self.through]):
             return x0
-        graph, self._open = self._open, None
-        assert graph is not None
-        graph.x0 = x0
+        graph = self._open.pop(self._key(at))
+        graph.x0, graph.is_shared = x0, bool(self._open)
         if self.through == "rollout":
             graph.x0 = torch.cat(self._finished, 1)
-        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(graph.is_shared)
         if self.metric is None:
             self.graphs.append(graph)
         else:
@@ -239,32 +249,53 @@ class Gradients(Watcher):
         return self.found
 
     def _differentiate(self, graph: Graph, metric: Metric, retain_graph: bool) -> None:
-        value, nodes = self.value_of(graph, metric), list(graph.nodes.values())
+        nodes = list(graph.nodes.values())
+        x0, value = self._evaluated(graph, metric)
         problem = ""
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
             problem = f"is {short_repr(getattr(value, 'shape', value))}"
         elif not value.isfinite():
             problem = f"is {value.item()}"
-        elif not value.requires_grad:
+        elif not value.requires_grad or not self._depends(value, x0, nodes, metric):
             problem = "depends on no x0"
         if problem:
             raise ConfigError(f"a gradient is of one number that depends on x0, and what came {problem}")
         with torch.enable_grad():
             gradients = torch.autograd.grad(
-                value.sum(), nodes, retain_graph=retain_graph, materialize_grads=True
+                value.sum(), nodes, retain_graph=retain_graph or graph.is_shared, materialize_grads=True
             )
         self.values.append(value.item())
         self.take(graph, gradients)
 
     @staticmethod
-    def value_of(graph: Graph, metric: Metric) -> Any:
-        """Return a metric of a graph's x0, and of its activations if the metric takes them."""
+    def _evaluated(graph: Graph, metric: Metric) -> tuple[Tensor, Any]:
+        """Return the x0 that a metric was given, and its value."""
         assert graph.x0 is not None
         with torch.enable_grad():
             x0 = graph.x0.clone()  # the video's own, whatever the metric does with what it gets
             if takes_activations(metric):
-                return metric(x0, graph.seen)
-            return metric(x0)
+                return x0, metric(x0, graph.seen)
+            return x0, metric(x0)
+
+    @staticmethod
+    def _depends(value: Tensor, x0: Tensor, nodes: Sequence[Tensor], metric: Metric) -> bool:
+        """Return whether a metric's value depends on x0, or on activations that it takes.
+
+        Parameters of its own have gradients, too, behind an x0 that was detached.
+        """
+        inputs = [x0] if x0.requires_grad else []
+        if takes_activations(metric):
+            inputs += nodes
+        if not inputs:
+            return False
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(value.sum(), inputs, retain_graph=True, allow_unused=True)
+        return any(gradient is not None for gradient in gradients)
+
+    @classmethod
+    def value_of(cls, graph: Graph, metric: Metric) -> Any:
+        """Return a metric of a graph's x0, and of its activations if the metric takes them."""
+        return cls._evaluated(graph, metric)[1]
 
     def take(self, graph: Graph, gradients: Sequence[Tensor]) -> None:
         """Keep the gradients of a graph, in the order of its nodes."""
@@ -416,7 +447,7 @@ class Attribution(Gradients):
                 call = partial(at_point, (point + 0.5) / self.points)
                 Context().run(self._again, where.at, watching, call)
         finally:
-            self._runs_again, self._open = False, None
+            self._runs_again, self._open = False, {}
             torch.set_grad_enabled(False)
         # One pass has one value, that of its own x0.
         self.values[values:] = [self.value_of(Graph(x0=own_x0), self._metric(where)).item()]

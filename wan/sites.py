@@ -188,6 +188,9 @@ class Watcher:
     def check(self, sizes: "RolloutSizes") -> None:
         """Raise ConfigError where it does not fit the rollout that is about to run."""
 
+    def begin(self) -> None:
+        """Begin anew: a run of somebody's pipeline is about to start, whose sizes nobody knows."""
+
 
 _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 _PASS: ContextVar[Pass | None] = ContextVar("pass", default=None)

@@ -1,16 +1,27 @@
 """Pipelines of diffusers behind the doors of a session: capture, intervene, and the atlas of a run."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers.checkpoints import sample, small_wan_pipeline
 from helpers.video_transformers import made
 
-from experiments import ActivationStore, Atlas, capture, intervene
-from experiments.caches.files import RunError
+from experiments import (
+    ActivationStore,
+    Atlas,
+    Source,
+    attribute,
+    capture,
+    compare,
+    gradients,
+    intervene,
+    load,
+)
+from experiments.caches.files import CacheError, RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
-from wan.interventions import Knockout, at
+from wan.interventions import Ablate, Knockout, Patch, at
 from wan.sites import Pass
 
 pipeline = pytest.fixture(scope="module")(small_wan_pipeline)
@@ -217,3 +228,247 @@ def test_every_layer_of_joint_models_can_be_named():
     with capture(model, layers=[1]) as seen, torch.no_grad():
         model(**given)
     assert {call.site.layer for call in seen.calls} == {1}
+
+
+# --- What sessions of ours have, by the same code
+def test_a_run_has_latents_video_seed_and_settings(pipeline):
+    session = load(pipeline)
+    assert session is load(pipeline) and session.models == {"transformer": pipeline.transformer}
+    given = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "max_sequence_length": 16}
+    run = session.generate("a circle", generator=torch.Generator().manual_seed(7), **given)
+    latent = session.generate(
+        "a circle", generator=torch.Generator().manual_seed(7), output_type="latent", **given
+    )
+    assert torch.equal(run.latents, latent.latents) and run.latents.shape == (1, 3, 16, 8, 8)
+    assert torch.equal(run.video, latent.video)  # the pipeline's own, and what its VAE makes of the latents
+    assert run.common["fingerprint"] == latent.common["fingerprint"]
+    facts = run.common
+    assert (facts["seed"], facts["prompt"], facts["model"]) == (7, "a circle", "WanPipeline")
+    assert facts["scheduler"]["class"] == "UniPCMultistepScheduler" and facts["guidance_scale"] == 5.0
+    assert facts["config"]["num_inference_steps"] == 2 and facts["weights"] == "pipeline"
+    assert compare(run, latent).psnr.isinf().all()
+    others = [
+        session.generate("a circle", generator=torch.Generator().manual_seed(8), **given),
+        session.generate("a square", generator=torch.Generator().manual_seed(7), **given),
+        session.generate("a circle", generator=torch.Generator().manual_seed(7), **given | {"width": 32}),
+    ]
+    assert len({other.common["fingerprint"] for other in [run, *others]}) == 4
+    with pytest.raises(ValueError, match="takes no 'num_steps'"):
+        session.generate("a circle", num_steps=3)
+    with pytest.raises(ValueError, match="WanTransformer3DModel alone makes no video"):
+        load(pipeline.transformer).generate("a circle")
+    with pytest.raises(ValueError, match="takes num_frames when it is called"):
+        load(pipeline, num_frames=3)
+    with pytest.raises(ValueError, match="5 is no name or path of a config, no folder"):
+        load(5)
+
+
+def test_a_batch_is_reduced_video_by_video(pipeline):
+    """One video's mean was that of both."""
+    prompts = ["a circle", "a red square"]
+    with capture(pipeline, "resid_post", layers=[1], reduce=lambda x, where: x.mean((0, 1))) as seen:
+        call(pipeline, prompts)
+    with capture(pipeline, "resid_post", layers=[1]) as whole:
+        call(pipeline, prompts)
+    assert [run.config.prompt for run in seen.runs] == prompts
+    for run, other in zip(seen.runs, whole.runs, strict=True):
+        mean = other.activations["resid_post"][0].mean((0, 1))
+        assert torch.equal(run.activations["resid_post"][0], mean)
+
+
+def test_prompts_are_those_whose_embeddings_were_used(pipeline):
+    """The first video was of the prompt that was encoded first, whichever it got."""
+    with capture(pipeline, layers=[0]) as seen:
+        encoded = [pipeline.encode_prompt(text, negative_prompt="", max_sequence_length=16)
+                   for text in ("first", "second")]  # fmt: skip
+        for positive, negative in encoded[::-1]:
+            call(pipeline, None, prompt_embeds=positive, negative_prompt_embeds=negative)
+        call(pipeline, None, prompt_embeds=2 * positive, negative_prompt_embeds=negative)
+    assert [run.config.prompt for run in seen.runs] == ["second", "first", None]
+    assert Atlas(seen.atlas())["prompt"] is None
+
+
+def test_edits_are_recorded_in_runs_that_they_touched(pipeline):
+    """Those that were opened inside of a capture were not."""
+    edit = Knockout(frames=0, layers=[1], heads=[2], passes="all")
+    with capture(pipeline) as seen, intervene(pipeline, edit):
+        call(pipeline)
+    with intervene(pipeline, edit), capture(pipeline) as outer:
+        call(pipeline)
+    with capture(pipeline) as plain:
+        call(pipeline)
+    edited, other = seen.atlas(), plain.atlas()
+    assert float(edited["frame_mass"][1, :, 2, :, 0].max()) == 0
+    assert edited["interventions"]["calls"] == outer.atlas()["interventions"]["calls"] == [1]
+    assert "interventions" not in other and "(1 calls)" in repr(seen.runs[0])
+    assert edited["fingerprint"] == outer.atlas()["fingerprint"] != other["fingerprint"]
+    with pytest.raises(ValueError, match="edits"):
+        Atlas.mean([edited, other])
+
+
+def test_edits_that_begin_amid_a_run_are_its_own(pipeline):
+    context = intervene(pipeline, at("z", layers=[1]), lambda z, where: 0 * z)
+
+    def on_step(pipe, step, t, given):
+        if step == 0:
+            context.__enter__()
+        return given
+
+    with capture(pipeline, layers=[0]) as seen:
+        call(pipeline, num_inference_steps=3, callback_on_step_end=on_step)
+    context.__exit__(None, None, None)
+    assert seen.runs[0].common["interventions"]["calls"] == [2]
+
+
+def test_a_suspended_generator_edits_no_run_of_its_caller(pipeline):
+    def edited():
+        with intervene(pipeline, Knockout(frames=0, layers=[1], passes="all")):
+            yield
+
+    suspended = edited()
+    next(suspended)
+    with pytest.raises(ValueError, match="is suspended inside intervene"):
+        call(pipeline)
+    suspended.close()
+    call(pipeline)
+
+
+def test_a_patch_comes_from_another_prompt_and_means_from_others(pipeline, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, square = call(pipeline), call(pipeline, "a red square")
+    with intervene(pipeline, Patch("flow", Source(prompt="a red square"), passes="all")) as active:
+        patched = call(pipeline, num_inference_steps=1)
+    assert active.changed == [1] and torch.equal(patched, square)
+    edit = Patch("z", Source(prompt="a red square"), layers=[1], heads=[0], passes="all")
+    for other in (edit, Ablate("mean", layers=[1], passes="all")):
+        with intervene(pipeline, other) as active:
+            assert not torch.equal(call(pipeline), plain)
+        assert active.changed == [1]
+    assert torch.equal(call(pipeline), plain)
+    other = Patch("z", Source(weights="base", prompt="a red square"), passes="all")
+    with intervene(pipeline, other), pytest.raises(ValueError, match="leave weights out"):
+        call(pipeline)
+
+
+def test_gradients_of_a_steps_x0_are_those_of_small_changes(pipeline):
+    session = load(pipeline)
+    plain = call(pipeline, num_inference_steps=2)
+
+    def metric(x0):
+        return x0[:, :, :, 2:6].double().square().mean()
+
+    with gradients(session, "z", layers=[1], steps=[1]) as grads:
+        assert torch.equal(call(pipeline, num_inference_steps=2), plain)
+        grads.backward(metric)
+    (gradient,) = grads["z"].values
+    way, values = torch.randn_like(gradient), []
+    for change in (1e-2, -1e-2):
+        edit = at("z", layers=[1], steps=[1])(lambda z, where, change=change: z + change * way)
+        with capture(pipeline, "x0", steps=[1]) as seen, intervene(pipeline, edit):
+            call(pipeline, num_inference_steps=2)
+        values.append(float(metric(seen["x0"][0])))
+    slope = (values[0] - values[1]) / 2e-2
+    assert abs(slope - float((gradient * way).sum())) < 2e-2 * abs(slope)
+    probe = torch.nn.Linear(8, 1)
+    with gradients(session, "z", layers=[1], steps=[1]) as grads:
+        call(pipeline, num_inference_steps=2)
+        with pytest.raises(ValueError, match="depends on no x0"):
+            grads.backward(lambda x0: probe(x0.detach().flatten()[:8]).sum())
+    refused = pytest.raises(ValueError, match="its sampler cannot be differentiated")
+    with refused, gradients(session, "z", through="rollout"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan15", "skyreels", "helios"])
+def test_a_transformer_alone_has_gradients(name):
+    model, given = made(name)
+    with gradients(model, "z", layers=[1]) as grads, torch.no_grad():
+        model(**given)
+        grads.backward(lambda x0: x0.square().mean())
+    assert grads["z"][0].abs().max() > 0
+
+
+def test_attribution_of_a_pipeline_takes_its_arguments(pipeline):
+    given = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 1.0}
+    source = Source(prompt="a red square")
+    scores = attribute(
+        pipeline, "a circle", seed=1, source=source, steps=[1], max_sequence_length=16, **given
+    )
+    assert scores["z"].shape == (2, 1, 3) and scores["mlp_out"].shape == (2, 1, 1)
+    assert scores["z"].abs().max() > 0
+    # All of the last layer's MLP and attention leads where the source went, to first order.
+    assert scores.cache["metric_source"] == pytest.approx([1.0], abs=1e-5)
+
+
+# --- Weights as they are
+def test_changed_weights_are_others(pipeline, tmp_path):
+    pipeline = small_wan_pipeline()
+
+    def run():
+        with capture(pipeline, "z", layers=[1], stream_to=tmp_path) as seen:
+            call(pipeline)
+        return seen.runs[0].common
+
+    first = run()
+    weight = pipeline.transformer.blocks[0].attn1.to_q.weight
+    with torch.no_grad():
+        weight.mul_(3)
+    with pytest.raises(CacheError, match="weights is 'pipeline', not 'changed'"):
+        run()
+    with torch.no_grad():
+        weight.div_(3)
+    before = weight.clone()
+    for change in ("hook", "dtype", "load"):
+        if change == "hook":
+            hook = pipeline.transformer.blocks[1].register_forward_hook(lambda module, inputs, out: out)
+        elif change == "dtype":
+            pipeline.transformer.to(torch.bfloat16)
+        else:
+            state = pipeline.transformer.state_dict()
+            state["blocks.0.attn1.to_q.weight"] = 2 * before
+            pipeline.transformer.load_state_dict(state)
+        with capture(pipeline, layers=[0]) as seen:
+            call(pipeline)
+        facts = seen.runs[0].common
+        assert facts["weights"] == "changed" and facts["fingerprint"] != first["fingerprint"]
+        if change == "hook":
+            hook.remove()
+        pipeline.transformer.to(torch.float32)
+    other = small_wan_pipeline()  # another fine-tune of the same name
+    with torch.no_grad():
+        other.transformer.blocks[0].attn1.to_q.weight.mul_(2)
+    refused = pytest.raises(CacheError, match="live_weights")
+    with refused, capture(other, "z", layers=[1], stream_to=tmp_path):
+        call(other)
+
+
+def test_two_experts_have_one_session(pipeline):
+    torch.manual_seed(5)
+    second = type(pipeline.transformer)(**pipeline.transformer.config).eval()
+    names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")
+    parts = {name: getattr(pipeline, name) for name in names}
+    both = type(pipeline)(**parts, transformer_2=second, boundary_ratio=0.95)
+    both.set_progress_bar_config(disable=True)
+    session = load(both)
+    assert list(session.models) == ["transformer", "transformer_2"]
+    with capture(session, "z", layers=[1]) as seen, capture(session, layers=[1]) as calls:
+        call(both, num_inference_steps=3)
+    experts = {place.step: place.model for place in seen["z"].places}
+    assert {*experts.values()} == {"transformer", "transformer_2"}
+    assert [call["model"] for call in calls.calls] == [experts[step] for step in range(3)]
+    assert seen["z"].stack().shape == (1, 1, 3, 1, 48, 3, 16)
+    assert calls.atlas()["pass_steps"] == [0, 1, 2]
+
+
+def test_calls_that_nothing_tells_apart_are_an_axis_or_refused():
+    """The last of three forwards was all of them."""
+    model, given = made("wan")
+    with torch.no_grad(), capture(model, "resid_post", layers=[1]) as seen:
+        for scale in (1, 2, 3):
+            model(**given | {"hidden_states": scale * given["hidden_states"]})
+    table = seen["resid_post"]
+    assert table.axes[:3] == ("layer", "block", "evaluation") and table.stack().shape[:3] == (1, 1, 3)
+    assert torch.equal(table.stack()[0, 0, 1], table[1])
+    same = replace(table.places[0])
+    with pytest.raises(CacheError, match="two calls are of"):
+        replace(table, places=(same, same, same)).stack()
