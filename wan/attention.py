@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan import backends, keys, sites
+from wan import backends, keys, masks, sites
 from wan.errors import ConfigError
 from wan.kernels import fused_kernels
 
@@ -38,6 +38,7 @@ class Call:
     moved: Tensor | None = None  # by how many frames edits moved its keys, [H, slots]
     drift: Tensor | None = None  # what edits added to RoPE's frequencies in time, float64 [H, pairs]
     mask: Tensor | None = None  # of the model, to [B, H, Lq, Lk]: True for what is seen, or added to logits
+    runs: tuple[masks.Runs, ...] | None = None  # in its place, of each item: which keys its queries see
     around: tuple[int, int] = (0, 0)  # keys of text, images or histories before and behind those of frames
     around_q: tuple[int, int] = (0, 0)  # and queries
     beside: tuple[tuple[str, int], ...] = ()  # what keys before and behind those of frames are, how many

@@ -279,7 +279,8 @@ def values_of(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
     if request.granularity == "words":
         return _word_values(request, call)
     # 1. What edits added to the logits [H, Lk]: what is captured is what the softmax saw.
-    if call.mask is not None or any(call.around) or any(call.around_q):
+    is_masked = call.mask is not None or call.runs is not None
+    if is_masked or any(call.around) or any(call.around_q):
         return _masked_values(request, call)
     q, k = call.q, call.k
     on_host: Tensor | None = None
@@ -344,6 +345,17 @@ def _masked_values(request: CaptureRequest, call: Call) -> dict[str, Tensor]:
         raise ConfigError("rope_bands are of calls without a mask and without text among the frames")
     if request.query_key_means:
         raise ConfigError("query_key_means are of calls without a mask and text among the frames")
+    if call.runs is not None:  # frames alone are asked for
+        return reductions.values_of_runs(
+            call.q,
+            call.k,
+            call.runs,
+            num_query_frames=len((call.at or announced_pass()).query_frames),
+            num_slots=len(call.layout.slots),
+            around=call.around,
+            around_q=call.around_q,
+            mass=request.mass,
+        )
     # 1. What was added to the logits of all keys, and the rows of queries that are of frames.
     (before, behind), mask, k, bias = call.around, call.mask, call.k, None
     if call.bias is not None:
@@ -607,6 +619,11 @@ class Capture(AbstractContextManager[list[CapturedCall]]):
     def wants(self, site: Site) -> bool:
         """Return whether a site's next call in this pass is requested."""
         return any(request.wants(site, current_pass()) for request in self.requests)
+
+    def wants_frames_alone(self, site: Site) -> bool:
+        """Return whether frame values, without bands, are all that is requested of a site's next call."""
+        requests = [request for request in self.requests if request.wants(site, current_pass())]
+        return all(request.granularity == "frame" and not request.rope_bands for request in requests)
 
     def slots_weighed(self, site: Site, layout: KeyLayout | None) -> int:
         """Return in how many slots the mass of a site's next call is wanted; 0 where it is not."""

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from wan.attention import Call, attend_by_groups, attention_with_lse, site_name
 from wan.diffusers_frames import Family, Norms, VideoTokens, compare_norms, norms_of
 from wan.errors import ConfigError
+from wan.kernels import mass_kernels
 from wan.keys import KeyLayout, send
+from wan.masks import Runs, runs_of_mask
 from wan.sites import FrameCheck, Pass, Site, during, hook_point, observer, watchers
 
 
@@ -227,20 +229,28 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
         if is_changed:
             q, k, v = (torch.cat([getattr(call, name) for call in calls]) for name in "qkv")
     # 3. The softmax: diffusers' own, unless a bias was added.
-    mask, by = mask_of(arguments, q, k), observer()
-    if any(call.bias is not None for call in calls):
+    by, mask, runs = observer(), None, None
+    is_biased = any(call.bias is not None for call in calls)
+    is_kept = by is not None and any(_is_wanted(by, call) for call in calls)
+    if is_kept and not is_biased and is_self:
+        runs = _runs_of(by, calls, arguments, q, k, any(around))
+    if runs is None:
+        mask = mask_of(arguments, q, k)
+    if is_biased:
         outputs = []
         for call, (_, items) in zip(calls, forward.parts, strict=True):
             outputs.append(_attend_biased(call, arguments, _of_items(mask, items, len(q))))
         out, lse = torch.cat(outputs), None
     else:
-        is_kept = by is not None and any(_is_wanted(by, call) for call in calls)
         arguments = arguments | {"query": q, "key": k, "value": v}
-        out, lse = _attend_as_they_do(original, arguments, is_kept and mask is None and not any(around))
+        needs_lse = is_kept and mask is None and runs is None and not any(around)
+        out, lse = _attend_as_they_do(original, arguments, needs_lse)
     # 4. Captures get what the softmax saw; a scale other than 1/√D goes into their q.
     if by is not None:
         for call, (at, items) in zip(calls, forward.parts, strict=True):
             call.mask = _of_items(mask, items, len(q))
+            if runs is not None:
+                call.runs = runs[items]
             call.q = _as_scaled(q[items], arguments["scale"])
             call.k = _of_all_heads(k[items], q)
             call.v = v[items]
@@ -251,6 +261,27 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
     if not is_edited:
         return out
     return show(forward, site_name(site, "z"), site.layer, out, around_q)
+
+
+def _runs_of(
+    by: Any, calls: Sequence[Call], arguments: Mapping[str, Any], q: Tensor, k: Tensor, has_others: bool
+) -> tuple[Runs, ...] | None:
+    """Return which keys queries see where that is a few intervals, and kernels can use it; else None."""
+    mask = arguments["attn_mask"]
+    has_usual_scale = arguments["scale"] in (None, q.shape[-1] ** -0.5)
+    if (mask is None and not has_others) or arguments["is_causal"] or not has_usual_scale:
+        return None
+    if mass_kernels(q) is None or not all(_asks_frames_alone(by, call) for call in calls):
+        return None
+    if isinstance(mask, Tensor):
+        require_mask(mask)
+    return runs_of_mask(mask, len(q), q.shape[1], k.shape[1])
+
+
+def _asks_frames_alone(by: Any, call: Call) -> bool:
+    assert call.at is not None
+    with during(call.at):
+        return by.wants_frames_alone(call.site)
 
 
 def _beside(forward: Forward, around: tuple[int, int]) -> tuple[tuple[str, int], ...]:
@@ -352,12 +383,17 @@ def mask_of(arguments: Mapping[str, Any], q: Tensor, k: Tensor) -> Tensor | None
     if type(mask).__name__ == "BlockMask":  # of flex_attention, which computes it where it is needed
         sizes = (*mask.shape[:2], q.shape[1], k.shape[1])
         return sys.modules[type(mask).__module__].create_mask(mask.mask_mod, *sizes, device=str(q.device))
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        kind = getattr(mask, "dtype", type(mask).__name__)
-        raise ConfigError(f"a mask of attention is boolean or added to logits; one of {kind} cannot be seen")
+    require_mask(mask)
     if mask.ndim == 2 and mask.shape == (len(q), k.shape[1]):  # of keys, as diffusers reads it
         return mask[:, None, None]
     return mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+
+
+def require_mask(mask: Any) -> None:
+    """Raise ConfigError for a mask that is neither boolean nor added to the logits."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        kind = getattr(mask, "dtype", type(mask).__name__)
+        raise ConfigError(f"a mask of attention is boolean or added to logits; one of {kind} cannot be seen")
 
 
 def _of_items(mask: Tensor | None, items: slice, batch: int) -> Tensor | None:

@@ -8,6 +8,7 @@ out, whose logit is NaN then.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import isqrt
 
 import torch
@@ -15,7 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan.kernels import mass_kernels
-from wan.keys import KeyBias, KeyLayout, RotaryTable, key_frames, key_tokens, select, send, slot_frames
+from wan.keys import (
+    KeyBias,
+    KeyLayout,
+    RotaryTable,
+    as_index,
+    key_frames,
+    key_tokens,
+    select,
+    send,
+    slot_frames,
+)
+from wan.masks import Runs
 
 CHUNK_ELEMENTS = 1 << 26  # logits held at once where they must be formed: 256 MiB in float32
 
@@ -185,6 +197,131 @@ def mass_of_tails(tails: Tensor, num_query_frames: int) -> Tensor:
     to_the_end = sums * (maxima - maxima[:, :, :1]).exp2() / sums[:, :, :1]  # from each frame's first key on
     mass = to_the_end - F.pad(to_the_end[:, :, 1:], (0, 0, 0, 1))
     return mass.unflatten(3, (num_query_frames, -1)).mean(4).mT
+
+
+# --- Under a mask of a few intervals
+def values_of_runs(
+    q: Tensor,
+    k: Tensor,
+    runs: Sequence[Runs],
+    num_query_frames: int,
+    num_slots: int,
+    around: tuple[int, int],
+    around_q: tuple[int, int],
+    mass: bool = True,
+) -> dict[str, Tensor]:
+    """Return frame_logits [B, H, Fq, slots], frame_mass, condition_mass and attended of a masked call.
+
+    runs are those of each item: which keys its queries see (wan/masks.py). q [B, Lq, H, D] and k [B, Lk, H,
+    D] have around_q and around tokens of no frame before and behind. Means are over the pairs that are seen,
+    NaN where none is. No logit is formed but by kernels.
+    """
+    items = []
+    for item, of_item in enumerate(runs):
+        parts = q[item : item + 1], k[item : item + 1], of_item
+        items.append(_values_of_item(parts, num_query_frames, num_slots, around, around_q, mass))
+    values = {name: torch.cat([values[name] for values in items]) for name in items[0]}
+    if not any(around):
+        values.pop("condition_mass", None)
+    if bool(values["attended"].all()):
+        del values["attended"]
+    return values
+
+
+def _values_of_item(
+    parts: tuple[Tensor, Tensor, Runs],
+    num_query_frames: int,
+    num_slots: int,
+    around: tuple[int, int],
+    around_q: tuple[int, int],
+    mass: bool,
+) -> dict[str, Tensor]:
+    """values_of_runs of one item."""
+    (q, k, runs), (before, behind) = parts, around
+    q = q[:, around_q[0] : q.shape[1] - around_q[1]]
+    heads, len_k = q.shape[2], k.shape[1]
+    S, size = q.shape[1] // num_query_frames, (len_k - before - behind) // num_slots
+    # 1. Segments of keys: cut where a slot or an interval begins or ends. Slot -1 is of no frame.
+    cuts = {0, before, len_k - behind, len_k} | {before + n * size for n in range(num_slots)}
+    cuts |= {edge for run in runs for interval in run.keys for edge in interval}
+    segments = list(pairwise(sorted(cuts)))
+    slots = []
+    for start, _ in segments:
+        slot = -1
+        if before <= start < len_k - behind:
+            slot = (start - before) // size
+        slots.append(slot)
+    key_sums = torch.stack([k[0, start:stop].sum(0, dtype=torch.float32) for start, stop in segments], 1)
+    # 2. Pieces of queries: of one frame and one run.
+    sums = torch.zeros(heads, num_query_frames, num_slots, device=q.device)
+    pairs = torch.zeros(num_query_frames, num_slots)
+    masses = torch.zeros(heads, num_query_frames, num_slots, device=q.device)
+    beside = torch.zeros(heads, num_query_frames, before + behind, device=q.device)
+    for run in runs:
+        first = max(run.rows[0] - around_q[0], 0)
+        last = min(run.rows[1] - around_q[0], q.shape[1])
+        seen = [n for n, (a, b) in enumerate(segments) if any(x <= a and b <= y for x, y in run.keys)]
+        if last <= first or not seen:
+            continue
+        # Those of frames are neighbours: the others lie before or behind all of them.
+        of_frames = [n for n in seen if slots[n] >= 0]
+        places = slice(0, 0)
+        if of_frames:
+            places = slice(seen.index(of_frames[0]), seen.index(of_frames[-1]) + 1)
+        columns = send(torch.tensor([slots[n] for n in of_frames], dtype=torch.int64), q.device)
+        frame_keys = key_sums[:, as_index(of_frames, q.device)]
+        if mass:
+            shares = segment_lse(q[:, first:last], k, [segments[n] for n in seen])[0]  # [H, segments, rows]
+            of_all = shares.logsumexp(1)  # [H, rows]
+            shares = shares.sub_(of_all[:, None]).exp_()
+        for frame in range(first // S, (last - 1) // S + 1):
+            rows = slice(max(first, frame * S), min(last, (frame + 1) * S))
+            count, shifted = rows.stop - rows.start, slice(rows.start - first, rows.stop - first)
+            query_sum = q[0, rows].sum(0, dtype=torch.float32) * q.shape[-1] ** -0.5  # [H, D]
+            sums[:, frame].index_add_(1, columns, (frame_keys @ query_sum[..., None])[..., 0])
+            for n in of_frames:
+                pairs[frame, slots[n]] += count * (segments[n][1] - segments[n][0])
+            if not mass:
+                continue
+            masses[:, frame].index_add_(1, columns, shares[:, places, shifted].sum(2))
+            for start, stop in (segments[n] for n in seen if slots[n] < 0):
+                ahead = 0
+                if start >= before:  # those behind follow those before
+                    ahead = len_k - behind - before
+                weights = _mass_of_tokens(q[:, rows], k[:, start:stop], of_all[None, :, shifted])
+                beside[:, frame, start - ahead : stop - ahead] += weights[0] * count
+    # 3. Means.
+    on_device = send(pairs, q.device)
+    values = {"frame_logits": (sums / on_device)[None]}
+    if mass:
+        values |= {"frame_mass": masses[None] / S, "condition_mass": beside[None] / S}
+    values["attended"] = (on_device > 0).expand(1, heads, -1, -1).clone()
+    return values
+
+
+def segment_lse(q: Tensor, k: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
+    """Log-sum-exp of every query on every segment of keys, float32 [B, H, segments, Lq]."""
+    kernels = mass_kernels(q)
+    if kernels:
+        return kernels.segment_lse(q, k, segments)
+    parts = []
+    for start, stop in segments:
+        rows = [logits.logsumexp(-1) for logits in scaled_logits(q, k[:, start:stop])]
+        parts.append(torch.cat(rows, 2))
+    return torch.stack(parts, 2)
+
+
+def _mass_of_tokens(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+    """Mean mass of all queries on each key, [B, H, Lk], where lse [B, H, Lq] is of more keys than these."""
+    kernels = mass_kernels(q)
+    if kernels:
+        return kernels.key_token_mass(q, k, lse)[:, :, 0]
+    start, total = 0, torch.zeros(q.shape[0], q.shape[2], k.shape[1], device=q.device)
+    for logits in scaled_logits(q, k):
+        stop = start + logits.shape[2]
+        total += (logits - lse[:, :, start:stop, None]).exp().sum(2)
+        start = stop
+    return total / q.shape[1]
 
 
 # --- By word

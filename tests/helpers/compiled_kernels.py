@@ -35,7 +35,9 @@ def compiled(kernel: JITFunction, grid: Any) -> Any:
             said = subprocess.run(assembler, capture_output=True, text=True, check=True).stderr
         assert not sum(map(int, re.findall(r"(\d+) bytes spill", said))), (name, said)
         assert found.metadata.shared <= 227 * 1024, (name, found.metadata.shared)
-        assert ("mma" in found.asm["ptx"]) == name.endswith(("mass_kernel", "column_kernel")), name
+        assert ("mma" in found.asm["ptx"]) == name.endswith(
+            ("mass_kernel", "segment_kernel", "column_kernel")
+        ), name
         print(name)
 
     return call
@@ -49,6 +51,7 @@ if __name__ == "__main__":
     q, k = (torch.empty(1, length, 12, 128, dtype=torch.bfloat16) for length in (4680, 9360))
     lse = torch.empty(1, 12, 4680)
     mass_kernel.query_frame_mass(q, k, lse, 6)
+    mass_kernel.segment_lse(q, k, [(0, 1560), (1560, 3120), (3120, 3376)])
     mass_kernel.key_token_means(q, k, lse)
     mass_kernel.key_token_mass(q, k, lse)
     x, rows = torch.empty(1, 15, 1536, dtype=torch.bfloat16), torch.empty(1, 3, 1536)

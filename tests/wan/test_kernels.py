@@ -41,6 +41,16 @@ def test_mass_of_frames(call):
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
 
 
+def test_segments_have_a_log_sum_exp_each(call):
+    """Of sizes below, at and above a tile's; a row's sum is that of all of them."""
+    q, k, lse, logits = call
+    segments = [(0, 5), (5, 69), (69, k.shape[1]), (3, 70), (2, 3)]
+    found = reductions.segment_lse(q, k, segments)
+    expected = torch.stack([logits[..., start:stop].logsumexp(-1) for start, stop in segments], 2)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(found[:, :, :3].logsumexp(2), lse, atol=2e-6, rtol=1e-6)
+
+
 def test_key_tokens(call):
     q, k, lse, logits = call
     for frames in (1, next(n for n in (3, 5, 7) if q.shape[1] % n == 0)):
@@ -93,7 +103,7 @@ def test_they_compile(tmp_path):
     command = [sys.executable, "tests/helpers/compiled_kernels.py"]
     more = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     run = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
-    assert run.returncode == 0 and len(run.stdout.splitlines()) == 10, run.stderr
+    assert run.returncode == 0 and len(run.stdout.splitlines()) == 11, run.stderr
 
 
 # Masses from the sums that FlashAttention-4 stores where a key frame begins (wan/wings/fa4.py).

@@ -4,6 +4,8 @@ They compute q kᵀ tile by tile and sum exp2(s − lse): half of attention's ma
 no matrix in memory.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -106,6 +108,89 @@ def query_frame_mass(q: Tensor, k: Tensor, lse: Tensor, num_key_frames: int) -> 
     tiles = _tiles(head_dim, BLOCK_Q, BLOCK_K)
     launch(_mass_kernel, grid, q, k, lse.float().contiguous(), mass, scale, *sizes, **tiles)
     return mass
+
+
+# Under a mask nobody knows the log-sum-exp: segments of keys have one each, and that of a row is their sum's.
+@triton.jit
+def _raised(logits, peak, total):
+    """Add a tile's exponentials [BLOCK_Q, BLOCK_K] to total under the rows' new maxima, in units of log 2."""
+    higher = tl.maximum(peak, tl.max(logits, 1))
+    return higher, total * tl.math.exp2(peak - higher) + tl.sum(tl.math.exp2(logits - higher[:, None]), 1)
+
+
+@triton.jit(do_not_specialize=["num_segments", "segments_each"])
+def _segment_kernel(
+    q_ptr,
+    k_ptr,
+    starts_ptr,
+    stops_ptr,
+    lse_ptr,
+    scale,
+    stride_qb,
+    stride_ql,
+    stride_qh,
+    stride_kb,
+    stride_kl,
+    stride_kh,
+    num_heads,
+    len_q,
+    num_segments,
+    segments_each,
+    HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program: BLOCK_Q queries of one head against segments_each segments of keys."""
+    batch_head = tl.program_id(1).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    dims, columns = tl.arange(0, DIM_PAD), tl.arange(0, BLOCK_K)
+
+    q_ptr += batch * stride_qb + head * stride_qh
+    there = (rows[:, None] < len_q) & (dims[None, :] < HEAD_DIM)
+    q = tl.load(q_ptr + rows[:, None].to(tl.int64) * stride_ql + dims[None, :], mask=there, other=0.0)
+    k_head = k_ptr + batch * stride_kb + head * stride_kh + dims[:, None]
+
+    begin = tl.program_id(2) * segments_each
+    for segment in range(begin, min(begin + segments_each, num_segments)):
+        start, stop = tl.load(starts_ptr + segment), tl.load(stops_ptr + segment)
+        whole = (stop - start) // BLOCK_K * BLOCK_K
+        tile = k_head + (start + columns).to(tl.int64)[None, :] * stride_kl
+        peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_Q], tl.float32)
+        for _ in range(0, whole, BLOCK_K):
+            logits = tl.dot(q, _whole_tile(tile, dims, HEAD_DIM, DIM_PAD)) * scale
+            peak, total = _raised(logits, peak, total)
+            tile += BLOCK_K * stride_kl
+        if start + whole < stop:  # the rest of the segment
+            inside = start + whole + columns < stop
+            k = tl.load(tile, mask=inside[None, :] & (dims[:, None] < HEAD_DIM), other=0.0)
+            logits = tl.where(inside[None, :], tl.dot(q, k) * scale, float("-inf"))
+            peak, total = _raised(logits, peak, total)
+        lse = (peak + tl.math.log2(total)) * 0.6931471805599453
+        tl.store(lse_ptr + (batch_head * num_segments + segment) * len_q + rows, lse, mask=rows < len_q)
+
+
+def segment_lse(q: Tensor, k: Tensor, segments: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the log-sum-exp of every query on every segment of keys, float32 [B, H, segments, Lq].
+
+    q [B, Lq, H, D], k [B, Lk, H, D]; segments are first keys and ones after the last.
+    """
+    batch, len_q, heads, head_dim = q.shape
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    if k.stride(-1) != 1:
+        k = k.contiguous()
+    starts, stops = torch.tensor(list(zip(*segments, strict=True)), dtype=torch.int32, device=q.device)
+    lse = torch.empty(batch, heads, len(segments), len_q, dtype=torch.float32, device=q.device)
+    num_keys = sum(stop - start for start, stop in segments)
+    segments_each = max(1, KEYS_EACH * len(segments) // max(num_keys, 1))
+    grid = (triton.cdiv(len_q, BLOCK_Q), batch * heads, triton.cdiv(len(segments), segments_each))
+    sizes = (*q.stride()[:3], *k.stride()[:3], heads, len_q, len(segments), segments_each)
+    tiles = _tiles(head_dim, BLOCK_Q, BLOCK_K)
+    launch(_segment_kernel, grid, q, k, starts, stops, lse, head_dim**-0.5 * LOG2_E, *sizes, **tiles)
+    return lse
 
 
 # What every key token receives: as above with keys and queries swapped.
