@@ -35,6 +35,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from scipy.stats import quantile_test
 from torch import Tensor, nn
 
+from experiments.benchmarks.video_models import LAYERS, VIDEO_MODELS, made
 from experiments.caches import outputs
 from experiments.caches.files import Record, require_writable, save_report
 from experiments.configs import policy_settings
@@ -84,7 +85,7 @@ class Row:
 
 def run(argv=None):
     groups: dict[str, Group] = dict.fromkeys(OF_ROLLOUTS, rollouts)
-    groups |= {"pipeline": pipeline, "notebooks": notebooks}
+    groups |= {"pipeline": pipeline, "transformers": transformers, "notebooks": notebooks}
     parser = row_parser(__doc__, groups, default=["plain", "logits", "mass"])
     parser.add_argument("--policies", nargs="+", default=[], help="more rows, as --cache_policy takes them")
     args = parser.parse_args(argv)
@@ -460,6 +461,36 @@ def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]
             sampler.row(f"{title}, one word", "2 steps, one word, all layers", partial(sampler.sample, WORD)),
             sampler.row(f"{title}, all layers, second attention call", measured, by_second_call),
         ]
+
+
+# --- Video transformers of diffusers
+def transformers(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
+    """Yield a forward of each model of VIDEO_MODELS: plain, and with mean logits and mass of every head."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    for title, sizes in VIDEO_MODELS.items():
+        model, arguments = made(sizes, device, dtype)
+        outputs: dict[str, Tensor] = {}
+
+        def forward(name: str, *requests: CaptureRequest, model=model, given=arguments, kept=outputs) -> None:
+            capture: Any = nullcontext()
+            if requests:
+                capture = diffusers_capture.capture_diffusers(model, *requests)
+            with capture:
+                kept[name] = model(**given)[0]
+
+        def facts(name: str, kept=outputs) -> Record:
+            return {"sha256": sha256_of([kept[name]])}
+
+        rows = []
+        for name, requests in (("plain", []), ("every head", [FRAME])):
+            call = partial(forward, name, *requests)
+            seconds, more = partial(seconds_of, call), partial(facts, name)
+            rows.append(Row(f"{title}, {name}", f"a forward of {LAYERS} layers", seconds, more))
+        yield rows
+        del model, arguments, outputs, rows
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 # --- A notebook for each layer

@@ -2,16 +2,20 @@
 
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 
 import pytest
+import torch
+import torch.nn.attention.flex_attention as flex_attention
 from conftest import ROOT
 
 from experiments.benchmarks import peers, rows
 from experiments.benchmarks.rows import Row, in_turn
+from experiments.benchmarks.video_models import LAYERS, VIDEO_MODELS, made
 from wan.cache import of_window
 from wan.config import ModelConfig
+from wan.diffusers_capture import capture_diffusers
 from wan.model import CausalWanModel
 
 ON_CPU = ["--config_path", "configs/wan_mini.yaml", "--device", "cpu", "--num_frames", "6", "--repeats", "1"]
@@ -164,3 +168,23 @@ def test_the_same_weights_noise_and_passes(checkout, tmp_path):
     maps = [row for name, row in table.items() if name.startswith("attention-map-diffusers")]
     assert len(maps) == 2 and all("seconds" in row or "attention_map" in row["absent"] for row in maps)
     assert table["WanPipeline"]["seconds"]
+
+
+@pytest.mark.parametrize("title", VIDEO_MODELS)
+def test_video_models_run_with_tiny_sizes(title, monkeypatch):
+    """Their real sizes need a GPU."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    sizes = VIDEO_MODELS[title]
+    tiny = replace(sizes, heads=(2, 128), latents=(*sizes.latents[:2], 4, 8), sizes=dict(sizes.sizes))
+    for name in {"ffn_dim"} & sizes.sizes.keys():
+        tiny.sizes[name] = 32
+    if "LTX" in title:
+        tiny.sizes["cross_attention_dim"] = 256
+    if "LTX-2" in title:
+        tiny.sizes["audio_num_attention_heads"], tiny.sizes["audio_cross_attention_dim"] = 2, 128
+    model, arguments = made(tiny, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        plain = model(**arguments)[0]
+        with capture_diffusers(model, granularity="frame") as calls:
+            assert torch.equal(model(**arguments)[0], plain)
+    assert len(calls) == LAYERS and {call.frames for call in calls} <= {"verified", "told"}

@@ -131,3 +131,29 @@ def test_a_mask_that_is_neither_boolean_nor_additive_is_refused():
     q = drawn(1, 4, 1, 8)
     with pytest.raises(ConfigError, match=r"boolean or added to logits; one of torch.int64 cannot be seen"):
         diffusers_attention.mask_of(arguments, q, q)
+
+
+# --- On a GPU: run by tests/run.sh --gpu
+@pytest.mark.real_gpu
+@pytest.mark.parametrize("name", ["hunyuan", "hunyuan15", "skyreels", "helios", "ltx2"])
+def test_kernels_weigh_masked_calls_as_chunks_do(name, device, monkeypatch):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    model, given = made(name)
+    model = model.to(device, torch.bfloat16)
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor):
+            given[key] = value.to(device)
+            if value.is_floating_point() and "mask" not in key:
+                given[key] = value.to(device, torch.bfloat16)
+    with torch.no_grad():
+        plain = model(**given)[0]
+        with capture_diffusers(model, granularity="frame") as calls:
+            assert torch.equal(model(**given)[0], plain)
+        monkeypatch.setattr(diffusers_attention, "mass_kernels", lambda q: None)
+        with capture_diffusers(model, granularity="frame") as expected:
+            assert torch.equal(model(**given)[0], plain)
+    for call, other in zip(calls, expected, strict=True):
+        assert call.values.keys() == other.values.keys()
+        for key, value in other.values.items():
+            torch.testing.assert_close(call.values[key], value, atol=1e-5, rtol=1e-4, equal_nan=True)
