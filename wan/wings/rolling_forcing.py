@@ -9,7 +9,6 @@ over a first block that is still noisy are omitted, since the next pass overwrit
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +135,8 @@ class RollingForcingPipeline(CausalInferencePipeline):
         batch, _, _, height, width = noise.shape
         n, text = self.num_frame_per_block, self.model.text_keys_values(prompt_embeds)
         policy = CleanFrames(window=n + self.attention_size, sink=n)
-        cache: Any = self.model.new_kv_cache(batch, num_frames, height, width, policy, n)
+        cache = self.model.new_kv_cache(batch, num_frames, height, width, policy, n)
+        assert isinstance(cache, RollingCache)  # CleanFrames.cache_type
         window: dict[int, Tensor] = {}  # block -> its latents at its present level
 
         def forward(x: Tensor, t: Tensor, at: Pass) -> Tensor:
