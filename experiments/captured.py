@@ -8,7 +8,7 @@ seen["resid_post"].stack()
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from experiments import memory
+from experiments import words as words_of_prompts
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson, psnr
 from experiments.caches import load_cache, save_cache
@@ -109,7 +110,13 @@ def resolved_steps(session: Any, steps: Sequence[int] | None) -> list[int] | Non
 
 @reusable
 def capture(
-    session: Any, *sites: Any, stream_to: str | Path | None = None, layout: Any = None, **chosen: Any
+    session: Any,
+    *sites: Any,
+    stream_to: str | Path | None = None,
+    layout: Any = None,
+    words: Any = None,
+    each: bool = False,
+    **chosen: Any,
 ) -> Iterator["Captured"]:
     """Capture activations of a session's videos, or of a diffusers pipeline's, at sites (wan.sites.SITES).
 
@@ -118,7 +125,9 @@ def capture(
     and reduce(x, where) or reduce(x), which returns the value to keep. stream_to is a folder for any number
     of runs (experiments/caches/activations.py): memory holds one block at a time, and runs that the folder
     has are not repeated. Without a site, attention is captured by the fields of attention_requests. Each
-    video of a batch is captured and reduced on its own. layout says where frames lie in a transformer that is
+    video of a batch is captured and reduced on its own. words are of the prompt: captured.words() has their
+    mass on the video, over some layers and steps, each=True of every head. layout says where frames lie in
+    a transformer that is
     not known (wan.diffusers_capture.watching). Raises ConfigError for a selection that the model
     lacks or that does not fit in memory, CacheError for a folder of another capture.
     """
@@ -132,7 +141,9 @@ def capture(
     captured = Captured([], None, stream_to)
     chosen["steps"] = resolved_steps(session, chosen.get("steps"))
     with session.opened(layout):
-        if sites:
+        if words is not None:
+            captured.asked_words = WordsAsked.of(words, each, session, sites, chosen)
+        elif sites:
             check_chosen(chosen)
             captured.watcher = SiteCapture(tuple(watching.check_site(name) for name in sites), **chosen)
             check_capture(session, captured.watcher, stream_to is not None)
@@ -145,7 +156,8 @@ def capture(
             check_requests(session, captured.requests)
         # An inner capture would leave the outer one without calls.
         others = session.captures()
-        if others and (not session.can_nest or (not sites and any(other.requests for other in others))):
+        of_attention = any(other.requests or other.asked_words for other in others)
+        if others and (not session.can_nest or (not sites and of_attention)):
             raise ConfigError(
                 f"this {session.kind} is captured already; ask one capture for all layers: layers=[0, 1]"
             )
@@ -332,6 +344,7 @@ class Captured:
     ):
         self.requests, self.watcher = list(requests), watcher
         self.folder = None if folder is None else ActivationStore(folder)
+        self.asked_words: WordsAsked | None = None
         self.runs: list[Run] = []
 
     def roll_out(
@@ -368,6 +381,23 @@ class Captured:
         runs = make(recording.watching())
         recording.finish(runs)
         return runs
+
+    def requests_of(self, tokens_of_prompts: Callable[[], Sequence[Sequence[str]]]) -> list[CaptureRequest]:
+        """Return what is captured of attention; words are found in the tokens of the videos' prompts."""
+        if self.asked_words is None:
+            return self.requests
+        return [self.asked_words.request(tokens_of_prompts())]
+
+    def words(self, run: Run | None = None, direction: str = "video_to_text") -> "words_of_prompts.WordMaps":
+        """Return the maps of the words that were asked for (None: of the last run).
+
+        direction "text_to_video" is what a word's own tokens see, which joint attention alone has.
+        """
+        if self.asked_words is None:
+            raise ConfigError('no words were asked for: capture(session, words=["circle"])')
+        asked = self.asked_words
+        run = run or self._last()
+        return words_of_prompts.maps_of_run(run, asked.words, each=asked.by_head, direction=direction)
 
     @contextmanager
     def recording(
@@ -463,6 +493,46 @@ class Captured:
         calls = len(self.runs[-1].records) if self.runs else 0
         kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
         return f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
+
+
+@dataclass(frozen=True)
+class WordsAsked:
+    """Words of a prompt whose mass is captured, in which layers, steps and kind of attention."""
+
+    words: list[str]
+    by_head: bool
+    layers: list[int] | None
+    steps: list[int] | None
+    kind: str  # of attention: "cross", or "self" where text and video attend together
+
+    @classmethod
+    def of(
+        cls, words: Any, by_head: bool, session: Any, sites: Sequence[Any], chosen: Mapping[str, Any]
+    ) -> "WordsAsked":
+        """Check what is asked for. ConfigError beside sites or other fields, and for a model without text."""
+        if sites:
+            raise ConfigError("words are captured alone: leave the sites out, or open a capture of their own")
+        for name in chosen:
+            require_known(name, ("layers", "steps"), "capture of words knows no {}")
+        kind = session.text_kind()
+        if kind is None:
+            raise ConfigError(
+                f"which keys of {session.config.model} are of text is not known: leave words out"
+            )
+        layers, steps = chosen.get("layers"), chosen.get("steps")
+        check_requests(session, [CaptureRequest(layers=layers, steps=steps, granularity="frame")])
+        return cls(words_of_prompts.check_words(words), by_head, layers, steps, kind)
+
+    def request(self, tokens_of_prompts: Sequence[Sequence[str]]) -> CaptureRequest:
+        """Return the request for prompts of these tokens."""
+        return words_of_prompts.word_request(
+            self.words,
+            tokens_of_prompts,
+            by_head=self.by_head,
+            layers=self.layers,
+            steps=self.steps,
+            kind=self.kind,
+        )
 
 
 class Recording:

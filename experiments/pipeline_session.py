@@ -39,6 +39,7 @@ from wan import diffusers_capture, sites
 from wan import identity as identities
 from wan.capture import CapturedCall, move_to_cpu
 from wan.config import RunConfig
+from wan.diffusers_frames import family_of
 from wan.diffusers_latents import frames_at, latents_by_frame
 from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import counted_edits
@@ -237,7 +238,8 @@ class PipelineSession(AnySession):
         sites.require_running_generators()
         planned = self.plan(args, kwargs)
         captures = self.captures()
-        requests = [request for capture in captures for request in capture.requests]
+        tokens = partial(self.tokens_of, planned)
+        requests = [request for capture in captures for request in capture.requests_of(tokens)]
         runs: list[Run] = []
         output: Any = None
         with ExitStack() as stack:
@@ -382,7 +384,9 @@ class PipelineSession(AnySession):
                     records=calls,
                     latents=video,
                     pass_timesteps=[],
-                    prompt_tokens=words_of(self.pipe, config.prompt, columns),
+                    prompt_tokens=words_of(
+                        self.pipe, config.prompt, columns, call.arguments.get("prompt_template")
+                    ),
                     common=common,
                     stopped=stopped,
                     bidirectional=True,
@@ -399,6 +403,21 @@ class PipelineSession(AnySession):
 
     def items_of(self, configs: Sequence[Any]) -> int:
         return 0
+
+    def text_kind(self) -> str | None:
+        family = family_of(self.model)
+        if family is None or getattr(self.pipe, "tokenizer", None) is None:
+            return None
+        if family.cross:
+            return "cross"
+        if family.has_text_behind:
+            return "self"
+        return None
+
+    def tokens_of(self, call: PipelineCall) -> list[list[str]]:
+        """Return the tokens of each video's prompt, as many as the model reads."""
+        length, template = (call.arguments.get(name) for name in ("max_sequence_length", "prompt_template"))
+        return [words_of(self.pipe, config.prompt, length, template) for config in call.configs]
 
     def facts_of(self, configs: Sequence[Any], *sizes: Any) -> list[dict[str, Any]]:
         count, frames = sizes
@@ -518,6 +537,7 @@ class PipelineSession(AnySession):
             stack.enter_context(capture.recording(self, planned.configs, runs, models))
             forwards = Forwards(models=models)
             stack.enter_context(sites.watched(forwards))
+            # Words are of a prompt, which no call tells here: capture.requests has none of them.
             records = stack.enter_context(rollouts.capturing(capture.requests, models))
             try:
                 yield
@@ -799,14 +819,25 @@ def scheduler_facts(pipe: Any) -> dict[str, Any]:
     return {"class": type(scheduler).__name__} | json.loads(json.dumps(settings, default=str))
 
 
-def words_of(pipe: Any, prompt: str | None, columns: int | None) -> list[str]:
+def words_of(
+    pipe: Any, prompt: str | None, columns: int | None, template: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the text of each token of a prompt, cleaned and cut off as the pipeline does before it encodes.
 
-    columns is how many tokens the model attends to. None are returned where there is no tokenizer.
+    columns is how many tokens the model attends to. None are returned where there is no tokenizer. template
+    is HunyuanVideo's, which stands around the prompt: its tokens in front are cut off.
     """
     tokenizer = getattr(pipe, "tokenizer", None)
     if not tokenizer or not prompt:
         return []
+    if template is not None:
+        start = template.get("crop_start")
+        if start is None:  # as diffusers counts: without the end of the text, and the mark of the prompt
+            start = len(tokenizer(template["template"]).input_ids) - 2
+        length = None if columns is None else columns + start
+        text = template["template"].format(prompt)
+        ids = tokenizer(text, truncation=length is not None, max_length=length).input_ids
+        return tokenizer.convert_ids_to_tokens(ids)[start:]
     modules = (sys.modules[kind.__module__] for kind in type(pipe).__mro__)
     clean = next((module.prompt_clean for module in modules if hasattr(module, "prompt_clean")), str)
     ids = tokenizer(clean(prompt), truncation=columns is not None, max_length=columns).input_ids

@@ -106,6 +106,10 @@ class AnySession:
         """Let a capture see forwards that are in no run of generate(): of somebody's pipeline alone."""
         return nullcontext()
 
+    def text_kind(self) -> str | None:
+        """Return which attention reads the prompt: "cross", "self" of joint attention; None: not known."""
+        return "cross"
+
     def items_of(self, configs: Sequence[Any]) -> int:
         """Return how many videos are made together; 0 where the first forward tells it."""
         return len(configs)

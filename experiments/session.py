@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
@@ -330,6 +330,8 @@ class Session(AnySession):
         self.prepare(requests, observer=observer, config=configs[0])
         for each in configs:
             self.require_loaded(each)
+        if captures is not None:
+            requests = captures.requests_of(partial(self.tokens_of, configs))
 
         def make(watching: AbstractContextManager[None]) -> list[Run]:
             token = rollouts.ROLLING.set(True)
@@ -341,6 +343,13 @@ class Session(AnySession):
         by_value = first_frames is not None
         runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
+
+    def tokens_of(self, configs: Sequence[RunConfig]) -> list[list[str]]:
+        """Return the tokens of each video's prompt. ConfigError where a video has several prompts."""
+        for config in configs:
+            if config.prompt_schedule:
+                raise ConfigError("words are of one prompt, and prompt_schedule changes it: leave words out")
+        return [self.texts[config.prompt][1] for config in configs]
 
     def _roll_out(
         self,

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from helpers.checkpoints import small_wan_pipeline
 from helpers.refusals import refused
 
-from experiments import load, words
+from experiments import capture, load, words
 from experiments.caches import mp4
 from experiments.caches.files import CacheError, RunError
 from wan.capture import CaptureRequest
@@ -86,3 +87,60 @@ def test_what_was_not_captured_has_no_map(run):
         words.maps_of_run(run, ["circle"], direction="text_to_video")
     with refused("direction is 'up'"):
         words.maps_of_run(run, ["circle"], direction="up")
+
+
+# --- capture(session, words=...)
+def test_words_are_captured_of_every_video_of_a_batch():
+    """Each has the words of its own prompt, at their own places."""
+    session = load("wan_mini", num_frames=3)
+    prompts = [
+        "a red circle moving right over a dark blue background",
+        "a dark blue background, a red circle",
+    ]
+    with capture(session, words=["circle"], layers=[2, 5], steps=[0, 1]) as captured:
+        both = session.generate(prompts, seeds=[1, 1])
+    for prompt, run in zip(prompts, both, strict=True):
+        with capture(session, words=["circle"], layers=[2, 5], steps=[0, 1]) as alone:
+            session.generate(prompt, seed=1)
+        maps = captured.words(run)["circle"]
+        assert maps.shape == (3, 4, 4)
+        torch.testing.assert_close(maps, alone.words()["circle"], atol=1e-5, rtol=0)
+    with capture(session, words="circle", each=True, layers=[2], steps=[0]) as captured:
+        session.generate(prompts[0], seed=1)
+    assert captured.words()["circle"].shape == (1, 12, 1, 3, 4, 4)
+
+
+def test_words_of_a_pipeline_are_the_softmax_on_their_tokens():
+    """Of the conditional branch, whose text has them."""
+    pipe = small_wan_pipeline()
+    sizes = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "output_type": "latent"}
+
+    def make() -> None:
+        generator = torch.Generator().manual_seed(1)
+        pipe("a red circle", max_sequence_length=16, guidance_scale=5.0, generator=generator, **sizes)
+
+    with capture(pipe, words=["circle"]) as captured:
+        make()
+    with capture(pipe, granularity="map", cross=True) as every:
+        make()
+    [run] = captured.runs
+    tokens = [n for n, token in enumerate(run.prompt_tokens) if "circle" in token]
+    calls = [call for call in every.calls if "word_map" in call.values and call["branch"] == "cond"]
+    means = [call["word_map"][0].float()[..., tokens].sum(-1).mean(0) for call in calls]  # [Lq] each
+    expected = torch.stack(means).mean(0).view(3, 4, 4)
+    assert tokens and {call["branch"] for call in run.records} == {"cond"}
+    torch.testing.assert_close(captured.words()["circle"], expected, atol=2e-4, rtol=0)
+
+
+def test_what_has_no_words_is_refused_before_the_video():
+    session = load("wan_mini", num_frames=3)
+    with refused("the word 'square' is not in the prompt"), capture(session, words=["square"]):
+        session.generate(PROMPT, seed=1)
+    with refused("words are captured alone"), capture(session, "z", words=["circle"]):
+        pass
+    with refused("capture of words knows no 'heads'"), capture(session, words=["circle"], heads=[1]):
+        pass
+    with refused("which keys of .* are of text is not known"):
+        capture(small_wan_pipeline().transformer, words=["circle"]).__enter__()
+    with capture(session) as captured, refused("no words were asked for"):
+        captured.words()
