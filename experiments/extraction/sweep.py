@@ -184,12 +184,12 @@ def dask_client(args: argparse.Namespace, device: str = "auto") -> Iterator["Cli
         yield None
         return
     os.environ.update(WORKER_ENVIRONMENT)  # Dask reads it when it is imported
-    for name in ("asyncio", "tornado"):  # which it runs on
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         import distributed  # noqa: F401
     except ImportError:
         raise ConfigError('workers need Dask; run: pip install ".[cluster]"') from None
+    for name in ("distributed.client", "asyncio", "tornado"):  # and what it runs on
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     cluster: Any = nullcontext(args.scheduler)
     if args.workers:
         cluster = local_cluster(args.workers, device)

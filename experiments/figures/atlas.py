@@ -19,16 +19,15 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 import experiments.figures.style as st
 from experiments.analysis.panels import HeadMap, LabelMap
-from experiments.figures.style import BLUE, DARK, GREEN, HATCH, ORANGE, PURPLE, YELLOW, styled
 
-COLORS = {"anchor": BLUE, "wave": ORANGE, "veil": GREEN, "static": PURPLE, "dynamic": YELLOW}
+COLORS = {"anchor": st.BLUE, "wave": st.ORANGE, "veil": st.GREEN, "static": st.PURPLE, "dynamic": st.YELLOW}
 SHARED = ("logits", "/ seeds", "share of x0")  # units whose panels are to be compared
 
 
 # --- Maps layers × heads
 
 
-@styled
+@st.styled
 def head_maps(
     maps: Sequence[HeadMap], layers: Sequence[int], *, subtitle: str, title="Measures of every head"
 ) -> Figure:
@@ -65,7 +64,7 @@ def head_maps(
     return figure
 
 
-@styled
+@st.styled
 def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str) -> Figure:
     """Draw a panel per map of labels; a dot marks a head whose label differs from the one beside it."""
     shown = [(panel, panel.labels) for panel in maps if panel.labels is not None]
@@ -90,7 +89,7 @@ def label_maps(maps: Sequence[LabelMap], layers: Sequence[int], *, subtitle: str
     return figure
 
 
-@styled
+@st.styled
 def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: str) -> Figure:
     """Draw correlations [layers, heads] from -1 to 1."""
     title = f"{quantity} of two atlases: correlation of each head"
@@ -98,7 +97,7 @@ def correlation_map(correlation: np.ndarray, layers: Sequence[int], quantity: st
     return st.one_heat_map(correlation, title, "", names, layers, cmap="RdBu_r", vmin=-1, vmax=1)
 
 
-@styled
+@st.styled
 def attribution_maps(maps: Mapping[str, np.ndarray], layers: Sequence[int], *, subtitle: str) -> Figure:
     """Draw the scores of each site, [layers, heads] or [layers, 1]; red adds to the metric."""
     figure, axes = st.panels(len(maps), min(3, len(maps)), (3.0, _height(len(layers)) + 0.3))
@@ -138,7 +137,7 @@ def _scale(kind: str, values: np.ndarray) -> dict[str, Any]:
 # --- Dots of heads, coloured by layer
 
 
-@styled
+@st.styled
 def attribution_against(compared: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
     """Draw a panel per comparison of scores and effects [pairs, N, H]: a dot per head, the mean of pairs."""
     figure, axes = st.panels(len(compared), 3, (2.9, 2.6))
@@ -152,7 +151,7 @@ def attribution_against(compared: Mapping[str, tuple[np.ndarray, np.ndarray]]) -
     return figure
 
 
-@styled
+@st.styled
 def effect_against(
     effect: np.ndarray,
     measures: Mapping[str, np.ndarray],
@@ -206,7 +205,7 @@ def _layer_bar(figure: Figure, layers: ScalarMappable, axes: Sequence[Axes]) -> 
 # --- The first-frame effect
 
 
-@styled
+@st.styled
 def placebo_strips(
     effect: np.ndarray, placebos: np.ndarray, frames: Sequence[int], title: str, subtitle=""
 ) -> Figure:
@@ -222,8 +221,8 @@ def placebo_strips(
     strips.set(ylabel="Heads, by their effect of frame 0")
     st.color_bar(figure, image, strips, "logits", values)
     mean = _quiet_mean(values)
-    means.bar(columns[1:], mean[columns[1:]], color=BLUE, width=0.8, label="placebo: another key frame")
-    means.bar([0], mean[:1], color=ORANGE, width=0.8, linewidth=0, label="frame 0")
+    means.bar(columns[1:], mean[columns[1:]], color=st.BLUE, width=0.8, label="placebo: another key frame")
+    means.bar([0], mean[:1], color=st.ORANGE, width=0.8, linewidth=0, label="frame 0")
     means.axhline(0, color="0.4", linewidth=0.8)
     means.set_ylabel("Mean (logits)")
     st.label_places(means.xaxis, range(columns[-1] + 1))
@@ -233,14 +232,14 @@ def placebo_strips(
     return figure
 
 
-@styled
+@st.styled
 def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: str, subtitle="") -> Figure:
     """Draw the mean and middle half over heads of excesses [heads, F] and contrasts [heads, first]."""
     figure, (left, right) = st.panels(2, 2, (4.5, 2.4))
     half = {"errorbar": ("pi", 50), "legend": False}
     # Left: by distance
     heads, distances = np.nonzero(np.isfinite(excess))
-    band = {"color": BLUE, "linewidth": 1.5, "err_kws": {"alpha": 0.25, "linewidth": 0}}
+    band = {"color": st.BLUE, "linewidth": 1.5, "err_kws": {"alpha": 0.25, "linewidth": 0}}
     st.seaborn().lineplot(x=distances, y=excess[heads, distances], ax=left, **band, **half)
     left.set(xlabel="Distance (latent frames)", ylabel="Excess of frame 0 (logits)")
     left.set_title("Against other frames at equal distance")
@@ -248,7 +247,7 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: st
     st.label_places(left.xaxis, distances, places=distances)
     # Right: by key frame
     heads, frames = np.nonzero(np.isfinite(contrasts))
-    bars = {"hue": frames == 0, "palette": {True: ORANGE, False: BLUE}, "dodge": False, "width": 0.75}
+    bars = {"hue": frames == 0, "palette": {True: st.ORANGE, False: st.BLUE}, "dodge": False, "width": 0.75}
     bars |= {
         "native_scale": True,
         "saturation": 1,
@@ -269,13 +268,15 @@ def distances_and_contrasts(excess: np.ndarray, contrasts: np.ndarray, title: st
     return figure
 
 
-@styled
+@st.styled
 def effect_by_pass(effects: Mapping[str, np.ndarray], title: str, subtitle="") -> Figure:
     """Draw first-frame effects [heads] of every pass, by its name: a line a head, and their mean."""
     values = np.stack([of_pass.ravel() for of_pass in effects.values()])
     figure, (axis,) = st.panels(1, 1, (max(4.0, 0.9 * len(values) + 1.5), 2.6))
     axis.plot(values, color="0.6", linewidth=0.5)
-    axis.plot(np.nanmean(values, 1), "o-", color=DARK, linewidth=1.8, markersize=4, label="mean over heads")
+    axis.plot(
+        np.nanmean(values, 1), "o-", color=st.DARK, linewidth=1.8, markersize=4, label="mean over heads"
+    )
     axis.axhline(0, color="0.4", linewidth=0.8, linestyle=":")
     # Names of passes share the width, less 0.5 inches of the y axis
     room = 0.9 * (figure.get_figwidth() - 0.5) / max(1, len(values))
@@ -289,7 +290,7 @@ def _mark_absent(axis: Axes, frames: np.ndarray, values: np.ndarray) -> None:
     """Hatch the key frames without a value, as a stopped run has them."""
     label: str | None = "not attended by a later block"
     for frame in frames[~np.isfinite(values)]:
-        axis.axvspan(frame - 0.5, frame + 0.5, **HATCH, label=label)
+        axis.axvspan(frame - 0.5, frame + 0.5, **st.HATCH, label=label)
         label = None  # one entry of the legend
 
 
@@ -301,11 +302,16 @@ def _quiet_mean(values: np.ndarray) -> np.ndarray:
 
 # --- Interventions
 
-DASHES = {"direct": ("-", BLUE), "own block": ("-.", ORANGE), "total": ("--", GREEN), "floor": (":", DARK)}
+DASHES = {
+    "direct": ("-", st.BLUE),
+    "own block": ("-.", st.ORANGE),
+    "total": ("--", st.GREEN),
+    "floor": (":", st.DARK),
+}
 FAR_BELOW = 100  # times smaller than the smallest effect: a floor that is only named
 
 
-@styled
+@st.styled
 def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Figure:
     """Draw a line per effect [F], in units of the distance between two seeds; on a logarithmic scale."""
     figure, (axis,) = st.panels(1, 1, (7.0, 2.5))
@@ -314,7 +320,7 @@ def effects_by_frame(changes: Mapping[str, np.ndarray], *, subtitle: str) -> Fig
     effects = [values for name, values in positive.items() if name != "floor" and np.isfinite(values).any()]
     least = min((np.nanmin(values) for values in effects), default=0)
     for name, values in positive.items():
-        line, color = DASHES.get(name, ("-", PURPLE))
+        line, color = DASHES.get(name, ("-", st.PURPLE))
         label = name
         # A floor far below all effects would squeeze them: its size goes into the legend
         largest = np.nanmax(values, initial=0)
@@ -340,7 +346,7 @@ def _scale_by_logarithm(axis: Axes) -> None:
     axis.yaxis.set_major_formatter("{x:g}")
 
 
-@styled
+@st.styled
 def knockout_shares(
     panels: Mapping[str, Mapping[str, Sequence[Any]]],
     counts: Mapping[str, int],
@@ -378,7 +384,7 @@ def knockout_shares(
     return figure
 
 
-@styled
+@st.styled
 def budget_curves(
     panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
     ceilings: Mapping[str, float],
@@ -393,8 +399,8 @@ def budget_curves(
     figure, axes = st.panels(len(rules), min(4, len(rules)), (2.3, 1.9), sharey=True)
     legend: dict[str, Artist] = {}
     for axis, rule in zip(axes, rules, strict=True):
-        _draw_budget(axis, panels["uniform"], "uniform windows", DARK)
-        _draw_budget(axis, panels[rule], "the rule", BLUE)
+        _draw_budget(axis, panels["uniform"], "uniform windows", st.DARK)
+        _draw_budget(axis, panels[rule], "the rule", st.BLUE)
         _draw_ceilings(axis.axhline, ceilings)
         axis.set(title=rule, ylim=(-0.02, 1.02))
         legend |= st.handles(axis)
@@ -424,7 +430,7 @@ def _draw_ceilings(draw_line: Any, ceilings: Mapping[str, float]) -> None:
         draw_line(value, color="0.4", linewidth=0.8, linestyle=line, label=f"{name}, {value:.2f}")
 
 
-@styled
+@st.styled
 def share_bars(
     shares: Mapping[str, Sequence[float]],
     ceilings: Mapping[str, float],
@@ -440,7 +446,7 @@ def share_bars(
     figure, (axis,) = st.panels(1, 1, (7.0, 0.7 + 0.24 * len(shares)))
     rows = range(len(shares))
     st.mark_intervals(axis, rows, list(shares.values()), label="share, 95 %")
-    for (name, marks), color, marker in zip((others or {}).items(), (ORANGE, "0.5"), "Ds", strict=False):
+    for (name, marks), color, marker in zip((others or {}).items(), (st.ORANGE, "0.5"), "Ds", strict=False):
         axis.plot(marks, rows, marker, color=color, markersize=4, label=name)
     _draw_ceilings(axis.axvline, ceilings)
     axis.set_yticks(rows, [st.wrapped(name, st.SMALL, 2.0) for name in shares])
@@ -452,7 +458,7 @@ def share_bars(
 # --- The x0 lens, and numbers by layer
 
 
-@styled
+@st.styled
 def lens_strip(
     images: Sequence[Sequence[np.ndarray]], layers: Sequence[int], steps: Sequence[int], distance: np.ndarray
 ) -> Figure:
@@ -465,7 +471,7 @@ def lens_strip(
     return figure
 
 
-@styled
+@st.styled
 def lines_by_layer(
     values: Sequence[Sequence[float]] | np.ndarray, layers: Sequence[int], names: Sequence[str], y: str
 ) -> Figure:

@@ -18,19 +18,24 @@ import experiments.figures.style as st
 from experiments.analysis.axes import NO_SLOT, SPECIAL, KeyColumns
 from experiments.analysis.panels import BlockPanel, HeadPanel, PartsPanel, ProfileMap
 from experiments.caches.view import NOTHING, Caption
-from experiments.figures.style import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SMALL, Style, styled
 
 BARS_UP_TO = 60  # frames: gaps between more bars would be thinner than a pixel
 MARKERS_UP_TO = 25
 SHOWN = 18  # first query frame of the block to point out: the paper's figure shows 18–20 alone
 MIXED = -98  # position of a slot whose tokens stand at several ones
-MARKS = {"sink": BLUE, "average": ORANGE, "memory": GREEN, "chosen tokens": PURPLE, "zeros": "0.45"}
-DASHED: Style = {"color": ORANGE, "linestyle": "--"}
+MARKS = {
+    "sink": st.BLUE,
+    "average": st.ORANGE,
+    "memory": st.GREEN,
+    "chosen tokens": st.PURPLE,
+    "zeros": "0.45",
+}
+DASHED: st.Style = {"color": st.ORANGE, "linestyle": "--"}
 
 # --- Profiles over key frames
 
 
-@styled
+@st.styled
 def head_curves(
     panels: Sequence[HeadPanel],
     caption: Caption,
@@ -54,7 +59,7 @@ def head_curves(
         # 2. What it is compared with: equal attention to all keys, and the published curve
         if panel.no_preference is not None:
             label = f"no preference: {panel.no_preference:.3g}"
-            axis.axhline(panel.no_preference, label=label, color=RED, linewidth=1, linestyle=":")
+            axis.axhline(panel.no_preference, label=label, color=st.RED, linewidth=1, linestyle=":")
         if panel.reference is not None and panel.clipped is not None:
             _draw_reference(axis, panel.reference, panel.clipped)
             tops = np.fmax(tops, panel.reference)
@@ -80,7 +85,7 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> d
     F = len(panel.profile)
     if panel.curve is None:
         label = "per key frame"
-        axis.bar(np.arange(F), panel.profile, width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+        axis.bar(np.arange(F), panel.profile, width=0.8, color=st.BLUE, alpha=0.75, linewidth=0)
         axis.set_ylabel(st.LABELS[caption.quantity])
     else:
         label = "mean per key frame"
@@ -88,21 +93,21 @@ def _draw_profile(axis: Axes, panel: HeadPanel, caption: Caption, title="") -> d
         tokens = "per key token"
         if panel.group > 1:
             tokens = f"mean of {panel.group} key tokens"
-        axis.stairs(panel.curve, edges, fill=True, color=BLUE, alpha=0.55, linewidth=0, label=tokens)
+        axis.stairs(panel.curve, edges, fill=True, color=st.BLUE, alpha=0.55, linewidth=0, label=tokens)
         axis.set_ylabel(st.TOKEN_LABELS[caption.quantity])
     # The mean of a frame stands in its middle, over tokens of k - 1/2 .. k + 1/2
-    axis.plot(np.arange(F), panel.profile, color=DARK, marker="o", markersize=3, label=label)
+    axis.plot(np.arange(F), panel.profile, color=st.DARK, marker="o", markersize=3, label=label)
     averages = np.empty(0) if panel.averages is None else panel.averages
     return _finish_profile(axis, panel.profile, averages, caption, title)
 
 
 def _draw_reference(axis: Axes, reference: np.ndarray, clipped: np.ndarray) -> None:
     """Draw a curve [F] read off another figure; arrows stand where that figure cuts it off."""
-    (line,) = axis.plot(reference, "--", color=RED, label="read off the paper")
+    (line,) = axis.plot(reference, "--", color=st.RED, label="read off the paper")
     line.set(marker="D", markersize=3, markevery=np.flatnonzero(~clipped).tolist())
     if clipped.any():
         keys, label = np.flatnonzero(clipped), "cut off by the paper's plot"
-        axis.plot(keys, reference[clipped], "^", color=RED, markersize=7, label=label)
+        axis.plot(keys, reference[clipped], "^", color=st.RED, markersize=7, label=label)
 
 
 def _mark_highest(axis: Axes, profile: np.ndarray, tops: np.ndarray, label: str) -> None:
@@ -116,8 +121,8 @@ def _mark_highest(axis: Axes, profile: np.ndarray, tops: np.ndarray, label: str)
     elif highest > 0.9 * F:
         side = "right"
     text = axis.annotate(label, (highest, top), (0, 5), textcoords="offset points")
-    text.set(weight="bold", color=DARK, ha=side)
-    axis.plot(highest, profile[highest], "o", color=DARK, markersize=5, markerfacecolor="white")
+    text.set(weight="bold", color=st.DARK, ha=side)
+    axis.plot(highest, profile[highest], "o", color=st.DARK, markersize=5, markerfacecolor="white")
 
 
 def _finish_profile(
@@ -147,7 +152,7 @@ def head_titles(values: np.ndarray, text: str = "H{head}, Δ = {value:+.2f}") ->
     return [title.replace("+nan", "N/A").replace("nan", "N/A").replace("-", "−") for title in titles]
 
 
-@styled
+@st.styled
 def head_grid(
     profiles: np.ndarray, titles: Sequence[str], caption: Caption, *, layer: int, note=""
 ) -> Figure:
@@ -158,9 +163,9 @@ def head_grid(
     for axis, values, title in zip(axes, profiles, titles, strict=True):
         # [F + averages]
         if F <= BARS_UP_TO:
-            st.bars(axis, values[:F], BLUE, width=0.85)
+            st.bars(axis, values[:F], st.BLUE, width=0.85)
         else:
-            axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=BLUE, linewidth=0)
+            axis.stairs(values[:F], np.arange(F + 1) - 0.5, fill=True, color=st.BLUE, linewidth=0)
         axis.yaxis.set_major_locator(MaxNLocator(3))
         legend |= _finish_profile(axis, values[:F], values[F:], caption, title)
     parts = [f"Layer {layer}, {n} heads: {st.NAMES[caption.quantity]}", note, "scales differ"]
@@ -170,7 +175,7 @@ def head_grid(
     return figure
 
 
-@styled
+@st.styled
 def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Sequence[str]) -> Figure:
     """Draw a panel per head of profiles [atlases, F + averages]: mean, deviation (n − 1), each atlas."""
     columns, size = 4, (2.5, 1.4)
@@ -182,11 +187,11 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
         # [atlases, F + averages]
         F = values.shape[1] - caption.averages
         mean = values.mean(0)
-        st.mean_bars(axis, values.T[:, None], [BLUE], ddof=1, width=0.8, alpha=0.6)
+        st.mean_bars(axis, values.T[:, None], [st.BLUE], ddof=1, width=0.8, alpha=0.6)
         axis.plot(values[:, :F].T, color="0.35", linewidth=0.5)
         legend |= _finish_profile(axis, mean[:F], mean[F:], caption, title)
     label = f"mean ± standard deviation over {len(names)} atlases"
-    legend["mean"] = Patch(color=BLUE, alpha=0.6, label=label)
+    legend["mean"] = Patch(color=st.BLUE, alpha=0.6, label=label)
     note = "grey lines: each atlas"
     if len(names) <= 4:
         note = f"grey lines: {', '.join(names)}"
@@ -195,7 +200,7 @@ def sweep_curves(profiles: Mapping[str, np.ndarray], caption: Caption, names: Se
     return figure
 
 
-@styled
+@st.styled
 def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
     """Draw the mean over heads of profiles [N, H, F + averages] in a band: std, or middle 80 % of masses."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
@@ -212,12 +217,12 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
         mean, deviation = values.mean(0), values.std(0)
         if caption.quantity == "mean_logit":
             bottom = (mean - deviation)[:F]
-            axis.bar(frames, 2 * deviation[:F], 0.8, bottom, color=BLUE, alpha=0.3, linewidth=0)
+            axis.bar(frames, 2 * deviation[:F], 0.8, bottom, color=st.BLUE, alpha=0.3, linewidth=0)
             axis.use_sticky_edges = False  # else the lowest bar touches the frame, as if it were cut off
         else:  # masses are skewed: a deviation around their mean would go below 0
             low, high = np.quantile(values[:, :F], [0.1, 0.9], axis=0)
-            axis.fill_between(frames, low, high, color=BLUE, alpha=0.3, linewidth=0)
-        axis.plot(frames, mean[:F], color=BLUE, marker=marker, markersize=2)
+            axis.fill_between(frames, low, high, color=st.BLUE, alpha=0.3, linewidth=0)
+        axis.plot(frames, mean[:F], color=st.BLUE, marker=marker, markersize=2)
         axis.yaxis.set_major_locator(MaxNLocator(ticks))
         legend |= _finish_profile(axis, mean[:F], mean[F:], caption, f"Layer {layer}")
     band = "mean and middle 80 % of"
@@ -230,13 +235,13 @@ def layer_comparison(profiles: np.ndarray, layers: Sequence[int], caption: Capti
     return figure
 
 
-@styled
+@st.styled
 def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Caption) -> Figure:
     """Draw the mean over heads of profiles [N, H, F + averages], every layer in one axes."""
     N, H, F = *profiles.shape[:2], profiles.shape[2] - caption.averages
     figure, (axis,) = st.panels(1, 1, (7.0, 3.2))
     # 1. Few layers are named in the legend, many have a scale
-    few = (BLUE, ORANGE, GREEN, PURPLE, RED, DARK)
+    few = (st.BLUE, st.ORANGE, st.GREEN, st.PURPLE, st.RED, st.DARK)
     colors: Colormap = ListedColormap(few[:N])
     if len(few) < N:
         colors = matplotlib.colormaps["viridis"].resampled(N)
@@ -261,7 +266,7 @@ def layers_together(profiles: np.ndarray, layers: Sequence[int], caption: Captio
     return figure
 
 
-@styled
+@st.styled
 def layer_statistics(
     first: np.ndarray, middle: np.ndarray, last: np.ndarray, layers: Sequence[int], caption: Caption
 ) -> Figure:
@@ -269,7 +274,7 @@ def layer_statistics(
     N, H = first.shape
     figure, (axis,) = st.panels(1, 1, (7.0, 2.6))
     values = np.stack([first, middle, last], 1)  # [N, 3, H]
-    colors = {"first key frame": BLUE, "middle (all between)": GREEN, "last key frame": ORANGE}
+    colors = {"first key frame": st.BLUE, "middle (all between)": st.GREEN, "last key frame": st.ORANGE}
     st.mean_bars(axis, values, list(colors.values()), width=0.8)
     axis.axhline(0, color="0.4", linewidth=0.8)
     st.label_places(axis.xaxis, layers)
@@ -284,15 +289,15 @@ def layer_statistics(
 # --- Frame 0 by block of queries, waves of temporal RoPE, and published curves beside ours
 
 
-@styled
+@st.styled
 def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *, of_paper=True) -> Figure:
     """Draw frame 0's excess over the other context frames against the block of queries, a panel a head."""
     figure, axes = st.panels(len(blocks), columns=1, size=(7.0, 1.6))
     for axis, (name, (starts, measured, predicted)) in zip(axes, blocks.items(), strict=True):
         middles = starts + 1
-        colors = [ORANGE if start == SHOWN else "0.6" for start in starts]
+        colors = [st.ORANGE if start == SHOWN else "0.6" for start in starts]
         st.bars(axis, measured, colors, width=2.2, places=middles)
-        axis.plot(middles, predicted, "o-", color=BLUE, markersize=3)
+        axis.plot(middles, predicted, "o-", color=st.BLUE, markersize=3)
         axis.axhline(0, color="0.3", linewidth=0.8)
         axis.set(xlim=(starts[0] - 1, starts[-1] + 3), title=name)
         st.label_places(axis.xaxis, middles, places=middles)
@@ -302,15 +307,15 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
         queries += ", those of the paper"
     legend: dict[str, Artist] = {
         "measured": Patch(color="0.6", label="measured"),
-        "shown": Patch(color=ORANGE, label=queries),
-        "predicted": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves + s"),
+        "shown": Patch(color=st.ORANGE, label=queries),
+        "predicted": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves + s"),
     }
     x, y = "Middle query frame of the block (latent)", "Frame 0 − other context (logits)"
     st.label_figure(figure, axes, title, subtitle, y, legend, x)
     return figure
 
 
-@styled
+@st.styled
 def curves_in_parts(parts: Mapping[str, Sequence[PartsPanel]], title: str, subtitle="") -> Figure:
     """Draw context curves beside their waves, a panel a head, with blocks of queries side by side.
 
@@ -327,23 +332,23 @@ def curves_in_parts(parts: Mapping[str, Sequence[PartsPanel]], title: str, subti
         left = 0
         for block in of_head:
             frames = left + np.arange(len(block.measured))
-            colors = [ORANGE, *[GREY] * (len(frames) - 1)]
+            colors = [st.ORANGE, *[st.GREY] * (len(frames) - 1)]
             st.bars(axis, block.measured, colors, places=frames)
-            axis.plot(frames, block.waves, "o-", color=BLUE, markersize=2.5)
-            axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=RED, linewidth=2.5)
-            label = axis.text(left - 0.4, top + 0.1 * height, block.name, va="center", fontsize=SMALL)
+            axis.plot(frames, block.waves, "o-", color=st.BLUE, markersize=2.5)
+            axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=st.RED, linewidth=2.5)
+            label = axis.text(left - 0.4, top + 0.1 * height, block.name, va="center", fontsize=st.SMALL)
             label.set_in_layout(False)  # it is inside the panel
             ticks |= {left + frame: str(frame) for frame in range(0, len(frames), 3)}
             left += len(frames) + 2
-        axis.axhline(0, color=DARK, linewidth=0.6)
+        axis.axhline(0, color=st.DARK, linewidth=0.6)
         axis.set_xlim(-1, left - 2)
         st.label_places(axis.xaxis, ticks.values(), places=ticks)
     st.hide_inner_labels(figure, axes)
     legend: dict[str, Artist] = {
-        "first": Patch(color=ORANGE, label="measured, frame 0"),
-        "others": Patch(color=GREY, label="measured, other context"),
-        "waves": Line2D([], [], color=BLUE, marker="o", markersize=3, label="waves"),
-        "s": Line2D([], [], color=RED, linewidth=2.5, label="s, at frame 0"),
+        "first": Patch(color=st.ORANGE, label="measured, frame 0"),
+        "others": Patch(color=st.GREY, label="measured, other context"),
+        "waves": Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="waves"),
+        "s": Line2D([], [], color=st.RED, linewidth=2.5, label="s, at frame 0"),
     }
     st.label_figure(figure, axes, title, subtitle, "Mean logit", legend)
     return figure
@@ -358,7 +363,7 @@ class HeadPair(NamedTuple):
     r: float
 
 
-@styled
+@st.styled
 def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], title: str) -> Figure:
     """Draw the sorted r of all heads, a line for each name, and some heads' curves beside the published."""
     figure, axes = st.panels(1 + len(worst), 3, (3.0, 2.0))
@@ -367,26 +372,26 @@ def heads_by_agreement(r: Mapping[str, np.ndarray], worst: Sequence[HeadPair], t
         axes[0].plot(np.linspace(0, 1, len(ordered)), ordered, label=name)
     axes[0].set(title="All heads, ordered", xlabel="Share of heads", ylabel="r of curves", ylim=(-1, 1.02))
     for axis, pair in zip(axes[1:], worst, strict=True):
-        _bars_and_line(axis, pair.published, pair.ours, GREY)
+        _bars_and_line(axis, pair.published, pair.ours, st.GREY)
         axis.set(title=f"{pair.name}, r = {pair.r:.2f}", xlabel="Key frame (latent)", ylabel="Mean logit")
     legend = st.handles(axes[0])
-    legend["published"] = Patch(color=GREY, label="published curve")
-    legend["here"] = Line2D([], [], color=BLUE, marker="o", markersize=3, label="here")
+    legend["published"] = Patch(color=st.GREY, label="published curve")
+    legend["here"] = Line2D([], [], color=st.BLUE, marker="o", markersize=3, label="here")
     st.label_figure(figure, [], title, legend=legend)
     return figure
 
 
 def _bars_and_line(axis: Axes, bars: np.ndarray, line: np.ndarray, color: str | list[str]) -> None:
     st.bars(axis, bars, color)
-    axis.plot(line, "o-", color=BLUE, markersize=2.5)
-    axis.axhline(0, color=DARK, linewidth=0.6)
+    axis.plot(line, "o-", color=st.BLUE, markersize=2.5)
+    axis.axhline(0, color=st.DARK, linewidth=0.6)
     st.label_places(axis.xaxis, range(len(bars)))
 
 
 # --- Maps: query frames, heads or slots over keys
 
 
-@styled
+@st.styled
 def frame_maps(
     matrices: np.ndarray,
     query_frames: Sequence[int],
@@ -452,7 +457,7 @@ def frame_maps(
     return figure
 
 
-@styled
+@st.styled
 def profile_heat_maps(
     panels: Sequence[ProfileMap],
     title: str,
@@ -479,7 +484,7 @@ def profile_heat_maps(
     return figure
 
 
-@styled
+@st.styled
 def key_maps(panels: Mapping[str, KeyColumns], quantity: str, title: str, subtitle="") -> Figure:
     """Draw a panel per layer, a row per head; the strip above marks sinks, memories and choices."""
     figure, axes = _heat_panels([(quantity, panel.values) for panel in panels.values()], None)
@@ -538,7 +543,7 @@ def _keys_label(key_axis: str, labels: Sequence[str]) -> str:
     return "Key frame (latent)"
 
 
-@styled
+@st.styled
 def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle: str) -> Figure:
     """Draw the cross-attention mass [H, words] of every head on each word, and on the whole prompt."""
     H, n = mass.shape
@@ -552,14 +557,14 @@ def prompt_words(mass: np.ndarray, words: Sequence[str], *, layer: int, subtitle
     left.set(xlabel="Word of the prompt", ylabel="Head")
     st.label_places(left.yaxis, range(H))
     st.color_bar(figure, image, [left, right], st.LABELS["mass"], mass)
-    right.barh(np.arange(H), mass.sum(1), color=BLUE, height=0.8, linewidth=0)
+    right.barh(np.arange(H), mass.sum(1), color=st.BLUE, height=0.8, linewidth=0)
     right.set(xlabel="whole prompt", xlim=(0, 1), ylim=(H - 0.5, -0.5), xticks=[0, 1])
     right.grid(False, axis="y")
     st.label_figure(figure, [], f"Layer {layer}: attention mass per prompt word", subtitle)
     return figure
 
 
-@styled
+@st.styled
 def rope_bands(
     values: np.ndarray, names: Sequence[str], caption: Caption, *, layer: int, head: int
 ) -> Figure:
@@ -567,7 +572,7 @@ def rope_bands(
     F, bands = values.shape
     ratios = [1, max(1.2, bands / 9)]
     figure, (above, below) = st.panels(2, 1, (7.0, 1.2 + 0.1 * bands), sharex=True, height_ratios=ratios)
-    above.bar(np.arange(F), values.sum(-1), width=0.8, color=BLUE, alpha=0.75, linewidth=0)
+    above.bar(np.arange(F), values.sum(-1), width=0.8, color=st.BLUE, alpha=0.75, linewidth=0)
     above.set_ylabel("sum of all")
     legend = _finish_profile(above, values.sum(-1), np.empty(0), caption)
     image = st.heat_map(below, values.T, **st.color_scale(values, "mean_logit"))
@@ -582,7 +587,7 @@ def rope_bands(
     return figure
 
 
-@styled
+@st.styled
 def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: str, subtitle="") -> Figure:
     """Draw frames and positions [blocks, slots]: a cell a slot, coloured by frame, with its position."""
     blocks, slots = frames.shape
@@ -613,7 +618,7 @@ def slot_map(frames: np.ndarray, positions: np.ndarray, num_frames: int, title: 
     return figure
 
 
-@styled
+@st.styled
 def last_block_attention(
     mass: np.ndarray, frames: np.ndarray, positions: np.ndarray, title: str, subtitle=""
 ) -> Figure:
@@ -630,7 +635,7 @@ def last_block_attention(
     return st.one_heat_map(mass, title, subtitle, names, columns=labels, **st.color_scale(mass, "mass"))
 
 
-@styled
+@st.styled
 def survival_map(kept: np.ndarray, title: str, subtitle="") -> Figure:
     """Draw kept [layers, F]: how much of each frame the last block still sees, layer by layer."""
     names = ("Layer", "Latent frame", "Share of its tokens kept")

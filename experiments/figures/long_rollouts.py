@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 
 import experiments.figures.style as st
 from experiments.analysis.stats import Interval
-from experiments.figures.style import BLUE, DARK, GREEN, ORANGE, PURPLE, RED, SKY, YELLOW, styled
 
-LINES = (RED, BLUE, GREEN, ORANGE, PURPLE, YELLOW, SKY)
+LINES = (st.RED, st.BLUE, st.GREEN, st.ORANGE, st.PURPLE, st.YELLOW, st.SKY)
 CONTROL = "0.45"  # grey of what bounds a score
 CONTROL_MARKERS = {"frozen": "s", "vae": "P", "rendered": "X"}
 
 
-@styled
+@st.styled
 def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtitle="") -> Figure:
     """Draw a row a policy, of frames side by side, uint8 [side, n · side, 3]; above it their times."""
     split = "height (n width) color -> n height width color"
@@ -29,7 +28,7 @@ def long_strips(strips: Mapping[str, np.ndarray], seconds: Sequence[int], subtit
     return figure
 
 
-@styled
+@st.styled
 def policy_dots(
     panels: Mapping[str, Mapping[str, Interval]], controls: Sequence[str], label: str, subtitle=""
 ) -> Figure:
@@ -49,7 +48,7 @@ def policy_dots(
                 st.mark_intervals(axis, row, ends, CONTROL, "s")
                 axis.axvline(interval.estimate, color=CONTROL, linewidth=0.8, linestyle=":")
             else:
-                st.mark_intervals(axis, row, ends, DARK)
+                st.mark_intervals(axis, row, ends, st.DARK)
         axis.set_yticks(range(len(names)), names)
         axis.set(ylim=(len(names) - 0.5, -0.5), xlim=(-0.03, 1.03))  # the first policy is on top
         if len(panels) > 1:
@@ -59,7 +58,7 @@ def policy_dots(
     return figure
 
 
-@styled
+@st.styled
 def drift_over_time(
     measures: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]], controls: Sequence[str], subtitle=""
 ) -> Figure:
@@ -84,7 +83,7 @@ def drift_over_time(
     return figure
 
 
-@styled
+@st.styled
 def against_motion(
     motion: Mapping[str, float], measures: Mapping[str, Mapping[str, float]], subtitle=""
 ) -> Figure:
@@ -99,7 +98,7 @@ def against_motion(
     return figure
 
 
-@styled
+@st.styled
 def sink_maps(
     maps: Mapping[str, tuple[Sequence[int], Sequence[int], np.ndarray]], label: str, subtitle=""
 ) -> Figure:
@@ -121,7 +120,7 @@ def sink_maps(
     return figure
 
 
-@styled
+@st.styled
 def cost_and_quality(costs: Mapping[str, tuple[float, float, float]], label: str, subtitle="") -> Figure:
     """Draw megabytes of keys and values, and milliseconds of a late block, each against quality."""
     figure, axes = st.panels(2, 2, (4.5, 2.7))
@@ -133,7 +132,7 @@ def cost_and_quality(costs: Mapping[str, tuple[float, float, float]], label: str
     return figure
 
 
-@styled
+@st.styled
 def rope_against_distance(
     distances: np.ndarray,
     coherence: np.ndarray,
@@ -142,15 +141,15 @@ def rope_against_distance(
 ) -> Figure:
     """Draw Re C(Δ) over Δ in latent frames; below it how far each policy's sink stands from the queries."""
     figure, (above, below) = st.panels(2, 1, (7.0, 1.5), sharex=True, height_ratios=[1.6, 1])
-    above.plot(distances, coherence, color=DARK, linewidth=1)
+    above.plot(distances, coherence, color=st.DARK, linewidth=1)
     note = ""
     if marks:
         places, heights = zip(*marks, strict=True)
-        above.plot(places, heights, "v", color=RED, markersize=5)
+        above.plot(places, heights, "v", color=st.RED, markersize=5)
         note = f"maxima at Δ = {', '.join(map(str, places))}"
     above.set_ylabel("Re C(Δ)")
     # From the first to the last distance at which queries of a block see the sink
-    below.barh(range(len(reach)), [last - first for first, last in reach.values()], color=BLUE, height=0.6)
+    below.barh(range(len(reach)), [last - first for first, last in reach.values()], color=st.BLUE, height=0.6)
     below.set_yticks(range(len(reach)), [st.wrapped(name, st.TINY, 1.2) for name in reach], fontsize=st.TINY)
     below.set_ylim(len(reach) - 0.5, -0.5)
     title, x = "Agreement of RoPE with distance", "Δ, latent frames between query and key"
@@ -158,7 +157,7 @@ def rope_against_distance(
     return figure
 
 
-@styled
+@st.styled
 def effect_by_length(
     effects: Mapping[str, Mapping[int, Interval]], placebos: Mapping[int, float], subtitle=""
 ) -> Figure:
