@@ -482,7 +482,7 @@ class StoredRun:
     def require_own(self, path: Path, about: Mapping[str, Any]) -> None:
         """Raise CacheError for a file of another run in its folder."""
         with reading(path):
-            if any(about[name] != self.about[name] for name in ("fingerprint", "seed")):
+            if begun_as(about) != begun_as(self.about):
                 raise ValueError("it is of another run than its folder")
 
     def write(self, tables: Mapping[str, Activations]) -> None:
@@ -514,6 +514,7 @@ class StoredRun:
     def file_as(self, facts: Mapping[str, Any]) -> None:
         """Say what a run turned out to be, and move it to the folder of that name."""
         about = about_of(self.about["request"], facts, self.about["batch"])
+        about["begun_as"] = begun_as(self.about)  # as its blocks say
         if settings_and_text(about["fingerprint"]) == settings_and_text(self.about["fingerprint"]):
             self.about = about | {"fingerprint": self.about["fingerprint"]}
             return
@@ -552,6 +553,11 @@ def model_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     if facts.get("weights") in NOT_OF_A_FILE:
         model["live_weights"] = facts.get("live_weights")
     return model
+
+
+def begun_as(about: Mapping[str, Any]) -> str:
+    """Return under which name a run was begun, which its first and its last file say alike."""
+    return about.get("begun_as") or f"{about['fingerprint']}_seed{about['seed']}"
 
 
 def about_of(request: Mapping[str, Any], facts: Mapping[str, Any], batch: int) -> dict[str, Any]:
@@ -665,7 +671,8 @@ class ActivationStore:
         """
         self.require(request, facts)
         fingerprint, about = facts["fingerprint"], about_of(request, facts, batch)
-        path = self.path / f"{fingerprint}_seed{facts['seed']}"
+        path = self.path / begun_as(about)
+        about["begun_as"] = path.name
         self._require_texts(texts_by_name(about["edits"]))
         for run in self._stored(path.name):
             if run.name != path.name:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.caches.files import CacheError, in_words, target_of
+from wan.errors import library_writes
 
 MARK = "wan-attention"  # Creator of SVG and PDF, Software of PNG, comment of mp4, generator of HTML
 CHOICE = "choose another name, or --overwrite replaces it (in Python overwrite=True)"
@@ -98,7 +99,8 @@ def require_replaceable(
 
     Raises CacheError, unless overwrite, for a file that is not ours, and for one that has what new lacks.
     """
-    target = target_of(path)
+    with library_writes(path, CacheError):  # such as a name that is too long
+        target = target_of(path)
     if not target.exists() or not target.stat().st_size:
         return None
     old = read(target)

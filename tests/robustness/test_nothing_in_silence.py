@@ -1,5 +1,6 @@
 """What was asked for is what comes: in its order, with its numbers, whole, or refused in one line."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -146,20 +147,24 @@ def test_rows_of_a_store_come_once_and_in_order(session, tmp_path):
 
 
 # --- Stores: a run is known by its identity, and complete or not
-def facts_of(prompt):
-    return {"model": "a pipeline", "prompt": prompt, "seed": None, "fingerprint": None, "num_frames": 1}
+def facts_of(prompt, seed=0):
+    fingerprint = hashlib.sha256(f"{prompt} {seed}".encode()).hexdigest()[:32]
+    return {"model": "a", "prompt": prompt, "seed": seed, "fingerprint": fingerprint, "num_frames": 1}
 
 
-def add_run(store, prompt, values=(1.0,), is_finished=True):
-    """Write a run that nothing tells from others, a block a value."""
+def begin_run(store, prompt, seed=0):
     request = {"sites": ["z"], "dtype": None, "reduce": None}
     request |= dict.fromkeys(("layers", "blocks", "steps", "frames", "heads"))
-    run = store.add(request, facts_of(prompt))
+    return store.begin(request, facts_of(prompt, seed), 1)
+
+
+def add_run(store, prompt, values=(1.0,), seed=0):
+    """Write a run, a block a value."""
+    run = begin_run(store, prompt, seed)
     for block, value in enumerate(values):
         place = Place(0, block, 0, (0,), False, 0.0)
         run.write({"z": Activations("z", (place,), (torch.full((1, 1, 1, 1), value),))})
-    if is_finished:
-        run.finish(None)
+    run.finish(None)
     return run
 
 
@@ -170,18 +175,18 @@ def values_in(folder):
 @pytest.mark.parametrize("removed", [0, 1, 2])
 def test_a_removed_run_and_a_new_one_of_its_prompt_share_no_files(tmp_path, removed):
     store = ActivationStore(tmp_path)
-    runs = [add_run(store, "a", [value]) for value in (1.0, 2.0, 3.0)]
+    runs = [add_run(store, "a", [value], seed=int(value)) for value in (1.0, 2.0, 3.0)]
     shutil.rmtree(runs.pop(removed).path)
-    add_run(store, "a", [4.0])
+    add_run(store, "a", [4.0], seed=4)
     others = [[value] for n, value in enumerate((1.0, 2.0, 3.0)) if n != removed]
     assert values_in(tmp_path) == [*others, [4.0]]
 
 
-def test_two_processes_that_begin_together_write_two_runs(tmp_path):
-    request = {"sites": ["z"], "dtype": None, "reduce": None}
-    request |= dict.fromkeys(("layers", "blocks", "steps", "frames", "heads"))
-    first, second = (ActivationStore(tmp_path).add(request, facts_of("a")) for _ in range(2))
-    assert first.path != second.path
+def test_a_run_that_is_filed_under_another_identity_at_its_end_is_read(tmp_path):
+    run = begin_run(ActivationStore(tmp_path), "a")
+    run.write({"z": Activations("z", (Place(0, 0, 0, (0,), False, 0.0),), (torch.ones(1, 1, 1, 1),))})
+    run.finish(None, facts_of("an edit came while it ran"))
+    assert values_in(tmp_path) == [[1.0]] and len(ActivationStore(tmp_path).rows("z", 0)) == 1
 
 
 @pytest.mark.parametrize("name", ["{}_copy", "copy of {}", "{}0", "{}.new"])
