@@ -39,6 +39,7 @@ class Forward:
     layout: KeyLayout
     family: Family
     check: FrameCheck
+    text: list[int] = field(default_factory=list)  # by item: tokens behind the frames before the prompt's
     norms: list[tuple[Site, nn.Module, Tensor]] = field(default_factory=list)  # compared, not yet read
 
 
@@ -193,11 +194,9 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
             f"layer {site.layer}: {len_q} queries and {len_k} keys are not {video.frames} "
             f"frames of {video.tokens} tokens: give layout=(frames, tokens of each)"
         )
-    layout, text = None, None
+    layout = None
     if is_self:
         layout = forward.layout
-        if forward.family.has_text_behind:
-            text = len_k - around[1]
     compare_queries(forward, caller, site, q, around_q)
     # 2. Edits change q, k, v, and add a bias to the logits of keys.
     calls = [
@@ -212,7 +211,7 @@ def _attend(forward: Forward, caller: Caller, original: Any, arguments: dict[str
             around_q=around_q,
             check=forward.check,
             beside=_beside(forward, around),
-            text=text,
+            text=_text_of(forward, is_self, len_k - around[1], items),
         )
         for at, items in forward.parts
     ]
@@ -282,6 +281,14 @@ def _asks_frames_alone(by: Any, call: Call) -> bool:
     assert call.at is not None
     with during(call.at):
         return by.wants_frames_alone(call.site)
+
+
+def _text_of(forward: Forward, is_self: bool, behind: int, items: slice) -> int | None:
+    """Return the key of the prompt's first token in a call of some items; None where it is not known."""
+    starts = set(forward.text[items])
+    if not is_self or len(starts) != 1:
+        return None
+    return behind + starts.pop()
 
 
 def _beside(forward: Forward, around: tuple[int, int]) -> tuple[tuple[str, int], ...]:

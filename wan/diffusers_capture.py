@@ -378,7 +378,8 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
     frames = parts[0][0].query_frames
     is_chunk = told.place is not None or arguments.get("chunk_partition") is not None
     _check_watchers(watched, told, parts[0][0], video, is_chunk)
-    require_bands(watched, getattr(observer(), "requests", ()))
+    requests = getattr(observer(), "requests", ())
+    require_bands(watched, requests)
     forward = attention.Forward(
         parts=parts,
         video=video,
@@ -386,6 +387,8 @@ def _run_forward(watched: Watched, original: Callable[..., Any], args: tuple, kw
         family=watched.family,
         check=FrameCheck(),
     )
+    if watched.family.text_of and any(request.granularity == "words" for request in requests):
+        forward.text = watched.family.text_of(arguments)
     # 2. The experiment comes before the forward, or behind the first one of streamed offload, which notes the
     # order of its modules meanwhile.
     is_late = _records_order(watched.transformer)

@@ -212,12 +212,28 @@ class Family:
     frame_axis: int | None = 2  # of hidden_states; None: tokens
     early: str = ""  # a list of blocks that run before the layers
     behind: str = "condition"  # what tokens behind the video are
-    has_text_behind: bool = False  # the prompt's tokens, the first one first
+    # Of a forward's arguments: how many tokens behind the video come before the prompt's first, by item
+    text_of: Callable[[Mapping[str, Any]], list[int]] | None = None
     has_wan_rope: bool = False  # pairs of dims, and bands of time, height and width, as RotaryTable's
     is_told: bool = False  # by a user's layout
 
 
 WAN = Family(of_latents, has_wan_rope=True)
+
+
+def text_at_once(arguments: Mapping[str, Any]) -> list[int]:
+    """Return where the prompt begins among text tokens: at once (HunyuanVideo)."""
+    return [0] * len(arguments["hidden_states"])
+
+
+def text_behind_glyphs(arguments: Mapping[str, Any]) -> list[int]:
+    """Return where the prompt begins: behind the valid tokens of an image and of ByT5 (HunyuanVideo-1.5)."""
+    glyphs = arguments["encoder_attention_mask_2"].bool().sum(1)
+    if bool((arguments["image_embeds"] != 0).any()):
+        glyphs = glyphs + arguments["image_embeds"].shape[1]
+    return glyphs.tolist()
+
+
 JOINT = Family(of_latents, ("transformer_blocks",), attn="attn", cross="", mlp="ff", behind="text")
 PACKED = Family(of_sequence, ("transformer_blocks",), mlp="ff", frame_axis=None)
 FAMILIES: dict[str, Family] = {
@@ -229,9 +245,9 @@ FAMILIES: dict[str, Family] = {
     "LTX2VideoTransformer3DModel": PACKED,  # without its audio
     "HeliosTransformer3DModel": Family(with_history),
     "AnyFlowFARTransformer3DModel": Family(of_chunks, frame_axis=1, behind="padding"),
-    "HunyuanVideo15Transformer3DModel": JOINT,
+    "HunyuanVideo15Transformer3DModel": replace(JOINT, text_of=text_behind_glyphs),
     "HunyuanVideoTransformer3DModel": replace(
-        JOINT, layers=("transformer_blocks", "single_transformer_blocks"), has_text_behind=True
+        JOINT, layers=("transformer_blocks", "single_transformer_blocks"), text_of=text_at_once
     ),
 }
 

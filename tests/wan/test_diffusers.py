@@ -523,6 +523,26 @@ def test_another_family_is_captured_where_its_frames_are_told(monkeypatch):
         run(model, given)
 
 
+# --- Words of joint attention
+@pytest.mark.parametrize("name, item", [("hunyuan", 0), ("hunyuan", 1), ("hunyuan15", 0)])
+def test_words_of_joint_attention_are_found_in_the_text(name, item, seen):
+    """Word 0 is tokens 1 and 3 of the prompt that the transformer got, word 1 is token 2."""
+    model, given = made(name)
+    given = {key: x[item : item + 1] if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+    request = CaptureRequest(layers=[1], granularity="words", words=(((1, 3), (2,)),))
+    with capture_diffusers(model, request) as calls:
+        run(model, given)
+    q, k, mask = [each for each in seen if each[0].shape[2] > 18][1]
+    softmax = logits_of(q, k, mask).softmax(-1).mean(1)[0]
+    first = 18
+    if name == "hunyuan15":  # two image tokens and three of ByT5 come first
+        first += 5
+    (call,) = calls
+    for number, tokens in enumerate(([first + 1, first + 3], [first + 2])):
+        close(call.values["word_share"][0, 0, :, number], softmax[:18, tokens].sum(-1), 1e-6)
+        close(call.values["text_share"][0, 0, :, number], softmax[tokens, :18].sum(0), 1e-6)
+
+
 # --- On a GPU: run by tests/run.sh --gpu
 @pytest.mark.real_gpu
 @pytest.mark.parametrize("backend", ["native", "_native_flash", "_native_cudnn", "_native_efficient"])
