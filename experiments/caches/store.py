@@ -190,7 +190,7 @@ def remedy(path: str | Path, formats: Sequence[str] = ()) -> str:
 
 def is_damaged_cache(path: Path) -> bool:
     """Return True for a file that begins as save_cache() writes one, whatever follows."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
         start = file.read(1 << 16)

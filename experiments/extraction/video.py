@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from os.path import isfile
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def require_free(
 
     CacheError, unless overwrite, for a file that must stay (caches/outputs.py).
     """
-    if not Path(path).exists():
+    if not exists(path):  # False for a name that is too long
         return None  # and no weights need to be hashed
     frames = 1 + VIDEO_FRAMES_PER_LATENT * ((num_frames or config.num_frames) - 1)
     new = mp4.contents_of_video(frames, model_title(config))
