@@ -53,8 +53,10 @@ def edited(
 
     Those of one's own intervene() around this get what they lack, too.
     """
-    own = [one for one in session.watchers() if isinstance(one, Edits)]
-    lacking = [edit for one in own for edit in one.edits if edit.needs and edit not in one.data]
+    outer_edits = [active for active in session.watchers() if isinstance(active, Edits)]
+    lacking = [
+        edit for active in outer_edits for edit in active.edits if edit.needs and edit not in active.data
+    ]
     if batch > 1:
         require_no_data((*edits, *lacking), "videos that are made together")
     if edits:
@@ -63,24 +65,24 @@ def edited(
             edit.check(sizes)
     with ExitStack() as stack:
         # What they need: runs by source and unedited outputs by sites, which several edits share
-        data, made = dict[Edit, object](), dict[Any, Any]()
+        data, sources = dict[Edit, object](), dict[Any, Any]()
         for edit in (*edits, *lacking):
             edit.check_source(config)
         for edit in (*edits, *lacking):
             source, how = getattr(edit, "source", None), edit.how if isinstance(edit, Ablate) else None
             if isinstance(source, Source):
-                if source not in made:
-                    made[source] = stack.enter_context(run_of(session, config, source))
-                data[edit] = made[source]
+                if source not in sources:
+                    sources[source] = stack.enter_context(run_of(session, config, source))
+                data[edit] = sources[source]
             elif how == "mean":
                 data[edit] = reference_means(session, config, source, edit.sites)
             elif how == "frame_mean":
-                if edit.sites not in made:
-                    made[edit.sites] = _head_outputs(session, config, edit.sites)
-                data[edit] = made[edit.sites]
-        for one in own:
-            stack.callback(setattr, one, "data", one.data)
-            one.data = {edit: data[edit] for edit in one.edits if edit in data} | one.data
+                if edit.sites not in sources:
+                    sources[edit.sites] = _head_outputs(session, config, edit.sites)
+                data[edit] = sources[edit.sites]
+        for active in outer_edits:
+            stack.callback(setattr, active, "data", active.data)
+            active.data = {edit: data[edit] for edit in active.edits if edit in data} | active.data
         yield stack.enter_context(intervene(*edits, data=data)) if edits else None
 
 
@@ -92,8 +94,10 @@ def run_of(session: "Session", config: RunConfig, source: Source) -> RunInStep:
 
 def source_of(session: "Session", config: RunConfig, source: Source) -> "tuple[Session, RunConfig]":
     """Return the session and config that make the run that a source names."""
-    given = {name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None}
-    other = replace(config, **given)
+    changes = {
+        name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None
+    }
+    other = replace(config, **changes)
     if source.weights is not None:
         other = replace(other, checkpoint_path=None if source.weights == "base" else source.weights)
         session = session.with_weights(other)
@@ -193,7 +197,7 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
         remedy = "remove it"
     with library_reads(f"{path}: means of head outputs", remedy=remedy):
         content = dict(load_tensors(path, mmap=False))
-        found = content.pop("fingerprint", None)
+        fingerprint = content.pop("fingerprint", None)
         for name, values in content.items():
             kind, layer, step, branch = name.split("|")
             if not values.is_floating_point() or (
@@ -204,5 +208,5 @@ def _read_means(path: Path, sizes: ModelConfig, made_of: str = "") -> dict[Key, 
                 )
             means[kind, int(layer), int(step), branch] = values
     if made_of:
-        require_same(path, found, made_of, remedy)
+        require_same(path, fingerprint, made_of, remedy)
     return means

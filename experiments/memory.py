@@ -318,7 +318,7 @@ def needs_of_run(
     # 5. The rollout: what stays for all blocks, and the widest moment of one layer
     weights, on_host = transformer(model, dtype, config.offload)
     tokens = captured(config, model, [request for request in requests if request.granularity == "token"])
-    kept = captured(config, model, requests) - tokens
+    captured_bytes = captured(config, model, requests) - tokens
     keys_and_values, texts = kv_cache(config, model, dtype) // config.gpus, 1  # each GPU has some heads
     if bidirectional:
         keys_and_values = 0
@@ -333,9 +333,9 @@ def needs_of_run(
         "text": texts * model.num_layers * 2 * model.text_len * model.dim * dtype.itemsize,
         "activations": frames * S * widest,
         "latents": config.num_frames * (config.num_passes + 1) * latent,
-        "capture": kept + working,
+        "capture": captured_bytes + working,
     }
-    copies = {"captured": tokens + 2 * kept}  # building a cache of frames copies them
+    copies = {"captured": tokens + 2 * captured_bytes}  # building a cache of frames copies them
     if on_gpu:
         needs.append(Need("rolling out", "GPU", rolling))
         needs.append(Need("rolling out", "host", {"weights": on_host} | copies))
@@ -408,12 +408,12 @@ def check_requests(
             check_indices("query frame", [query.frame for query in of_frames], config.num_frames)
             check_indices("query token", tokens, model.tokens_per_frame(config.height, config.width))
         last = max(range(blocks) if request.blocks is None else request.blocks)
-        there = config.passes_of_block(last)
-        absent = [step for step in request.steps or () if step not in there]
+        passes = config.passes_of_block(last)
+        absent = [step for step in request.steps or () if step not in passes]
         if absent and num_passes is None:
             raise ConfigError(
                 f"step {absent[0]} is a pass of other blocks than block {last}, which has "
-                f"{', '.join(map(str, there))}; first_block_steps differ from denoising_step_list"
+                f"{', '.join(map(str, passes))}; first_block_steps differ from denoising_step_list"
             )
 
 

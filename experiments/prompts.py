@@ -33,33 +33,33 @@ def encode_prompts(
     config: RunConfig, prompts: Sequence[str], sizes: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> dict[str, PromptStates]:
     """Return embeddings and tokens of each prompt; load the encoder only if needed, and free it."""
-    if given := config.prompt_embeds:
-        own = with_given_prompt(config, None)
-        if other := [short_repr(prompt) for prompt in prompts if prompt != own]:
+    if embeds_file := config.prompt_embeds:
+        file_prompt = with_given_prompt(config, None)
+        if other := [short_repr(prompt) for prompt in prompts if prompt != file_prompt]:
             needs = f"and this run needs those of {other[0]}; leave --prompt_embeds out"
-            raise ConfigError(f"{given} holds the states of {short_repr(own)}, {needs}")
-        states, tokens = read_states(given, sizes)
-        return {own: (states.to(device, dtype), tokens)}
+            raise ConfigError(f"{embeds_file} holds the states of {short_repr(file_prompt)}, {needs}")
+        states, tokens = read_states(embeds_file, sizes)
+        return {file_prompt: (states.to(device, dtype), tokens)}
     # Remembered states are taken where all that their bits depend on is the same (states_files)
-    where, known = encoding_device(config, device), dict[str, PromptStates]()
+    where, states_by_prompt = encoding_device(config, device), dict[str, PromptStates]()
     encoder: TextEncoder | None = None
     for prompt, path, is_there in states_files(config, prompts, sizes, dtype, where):
         if path is not None and is_there:
             with suppress(CheckpointError):  # damaged: to be made again
-                known[prompt] = read_states(path, sizes)
+                states_by_prompt[prompt] = read_states(path, sizes)
                 continue
         # umT5 has 11 GB in bfloat16: it is loaded once, for the prompts that are not remembered
         encoder = encoder or TextEncoder.from_pretrained(config.ckpt_dir, sizes.text_len, dtype, where)
         with one_thread() if where.type == "cpu" and sizes.text_dim < 1024 else nullcontext():
-            known[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
+            states_by_prompt[prompt] = states, tokens = encoder([prompt]), encoder.words(prompt)
         if path is not None:  # a full disk costs the next run some seconds
             with suppress(OSError, RuntimeError), replacing(path) as file:
-                kept = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}
-                torch.save(kept | {"fingerprint": path.stem}, file)
+                content = {"prompt": prompt, "tokens": tokens, "prompt_embeds": states.cpu()}
+                torch.save(content | {"fingerprint": path.stem}, file)
     if encoder is not None and where.type == "cuda":
         del encoder
         torch.cuda.empty_cache()  # else its gigabytes stay reserved beside the transformer's
-    return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in known.items()}
+    return {prompt: (states.to(device), tokens) for prompt, (states, tokens) in states_by_prompt.items()}
 
 
 def needs_encoder(
@@ -93,13 +93,14 @@ def states_files(
 
 def with_given_prompt(config: RunConfig, prompt: str | None) -> str:
     """Return the prompt of a run with --prompt_embeds: the file's own, or else the given one; not both."""
-    own = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
-    if own is not None and not isinstance(own, str):
-        raise CheckpointError(f"{config.prompt_embeds}: its prompt is {short_repr(own)}, not a text")
-    if prompt is not None and own is not None and prompt != own:
-        holds = f"{config.prompt_embeds} holds the states of {short_repr(own)}"
+    file_prompt = read_weights_file(require_file(config.prompt_embeds or "", MAKE_ONE)).get("prompt")
+    if file_prompt is not None and not isinstance(file_prompt, str):
+        raise CheckpointError(f"{config.prompt_embeds}: its prompt is {short_repr(file_prompt)}, not a text")
+    if prompt is not None and file_prompt is not None and prompt != file_prompt:
+        holds = f"{config.prompt_embeds} holds the states of {short_repr(file_prompt)}"
         raise ConfigError(f"--prompt is {short_repr(prompt)}, but {holds}")
-    return next(text for text in (own, prompt, config.prompt) if text is not None)  # "" is a prompt too
+    # "" is a prompt too
+    return next(text for text in (file_prompt, prompt, config.prompt) if text is not None)
 
 
 def read_states(path: str | Path, sizes: ModelConfig) -> PromptStates:

@@ -51,11 +51,11 @@ def survival(atlas: dict) -> np.ndarray:
     """Return the share of each frame's tokens that the last block still sees, per layer: [layers, F]."""
     if "tokens_kept" in atlas:
         return np.minimum(atlas["tokens_kept"][:, -1].numpy() / atlas["frame_seq_length"], 1)
-    kept = np.zeros((len(atlas["layers"]), atlas["num_frames"]))
-    for layer in range(len(kept)):
+    visible = np.zeros((len(atlas["layers"]), atlas["num_frames"]))
+    for layer in range(len(visible)):
         frames = slots_of(atlas, layer)[0][-1]
-        kept[layer, frames[frames >= 0]] = 1
-    return kept
+        visible[layer, frames[frames >= 0]] = 1
+    return visible
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,8 @@ def clipped(video: np.ndarray) -> np.ndarray:
 def flicker(video: np.ndarray) -> np.ndarray:
     """Mean absolute difference to the next frame, in shares of full scale -> [T − 1]."""
     parts = [video[start : start + FPS + 1].astype(np.float32) for start in range(0, len(video) - 1, FPS)]
-    found = [np.abs(np.diff(part, axis=0)).mean((1, 2, 3)) / 255 for part in parts]
-    return np.concatenate([np.empty(0, np.float32), *found])  # one frame has no next one
+    changes = [np.abs(np.diff(part, axis=0)).mean((1, 2, 3)) / 255 for part in parts]
+    return np.concatenate([np.empty(0, np.float32), *changes])  # one frame has no next one
 
 
 def distance(video: np.ndarray) -> np.ndarray:
@@ -226,7 +226,7 @@ def motion(video: np.ndarray) -> np.ndarray:
     # Large videos are averaged down first: motion is in sides per second, whatever their size.
     scale = max(1, min(video.shape[1:3]) // FLOW_SIDE)
     height, width = (side // scale for side in video.shape[1:3])
-    found = []
+    speeds = []
     for start in range(0, len(video) // FPS * FPS, FPS):
         grey = luma(video[start : start + FPS + 1])[:, : height * scale, : width * scale]
         small = grey.reshape(len(grey), height, scale, width, scale).mean((2, 4))
@@ -235,8 +235,8 @@ def motion(video: np.ndarray) -> np.ndarray:
         lengths = np.linalg.norm(flow(small[pairs], small[pairs + 1]), axis=-1).reshape(len(pairs), -1)
         # A small object moves few pixels: the mean of all would be the background's.
         fastest = np.sort(lengths, 1)[:, -max(1, int(FASTEST * lengths.shape[1])) :]
-        found.append(fastest.mean() * FPS / min(height, width))
-    return np.array(found)
+        speeds.append(fastest.mean() * FPS / min(height, width))
+    return np.array(speeds)
 
 
 def largest_drop(distances: np.ndarray) -> float:
@@ -265,8 +265,8 @@ def luma(frames: np.ndarray) -> np.ndarray:
     return frames @ np.array([0.299, 0.587, 0.114], np.float32) / 255
 
 
-def _rms(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.sqrt(((one - other) ** 2).mean((-3, -2, -1)))
+def _rms(video: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.sqrt(((video - other) ** 2).mean((-3, -2, -1)))
 
 
 # --- Policies side by side

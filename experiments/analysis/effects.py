@@ -81,11 +81,11 @@ class HeadStudy:
         """ρ of every measure with the effect, and partial ρ given layer and ‖z‖."""
         # Deeper layers have larger effects and other attention: what is left beside layer and norm counts.
         layer = np.broadcast_to(np.arange(len(self.layers))[:, None], self.effect.shape)
-        given = [layer]
+        controls = [layer]
         if self.norms is not None:
-            given.append(self.norms)
+            controls.append(self.norms)
         return {
-            name: (head_correlation(self.effects, values), head_correlation(self.effects, values, given))
+            name: (head_correlation(self.effects, values), head_correlation(self.effects, values, controls))
             for name, values in self.measures.items()
         }
 
@@ -104,7 +104,7 @@ def read_study(causal_atlas: str | Path, atlas: str | Path | None = None) -> Hea
     return HeadStudy(
         edits_in_words(cache["interventions"]),
         cache["layers"],
-        np.stack([per_run[prompts == one].mean(0) for one in dict.fromkeys(cache["prompts"])]),
+        np.stack([per_run[prompts == prompt].mean(0) for prompt in dict.fromkeys(cache["prompts"])]),
         float(np.nanmean(cache["floor"].numpy())),
         {label: np.nanmean(cache[name].numpy(), (0, -1)) for name, label in names.items() if name in cache},
         cache["head_norms"].numpy().mean(0) if "head_norms" in cache else None,

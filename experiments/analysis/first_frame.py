@@ -124,8 +124,8 @@ def key_frame_contrasts(
         values, vectors = np.linalg.eigh(z.T @ z)
         free = values <= RANK_TOLERANCE * max(values[-1], 1)
         inverse = vectors[:, ~free] / values[~free] @ vectors[:, ~free].T
-        known = np.abs(contrast @ vectors[:, free]).max(1, initial=0) < 1e-6
-        return np.where(known[:, None], contrast @ inverse @ (z.T @ y), np.nan)
+        is_determined = np.abs(contrast @ vectors[:, free]).max(1, initial=0) < 1e-6
+        return np.where(is_determined[:, None], contrast @ inverse @ (z.T @ y), np.nan)
 
     return np.moveaxis(_of_heads(fit, matrix, context_cells(block_sizes), first), 0, -1)
 
@@ -143,13 +143,13 @@ def _of_heads(
     F = matrix.shape[-1]
     # [..., F, F] -> [heads, F F]
     flat = np.asarray(matrix, np.float64).reshape(-1, F * F)
-    there = np.isfinite(flat) & wanted.ravel()
+    is_filled = np.isfinite(flat) & wanted.ravel()
     results = np.full((n, len(flat)), np.nan)
     alike: dict[bytes, list[int]] = {}  # np.unique of rows would take most of the time
-    for head, mask in enumerate(there):
+    for head, mask in enumerate(is_filled):
         alike.setdefault(mask.tobytes(), []).append(head)
     for heads in alike.values():
-        if (mask := there[heads[0]]).any():
+        if (mask := is_filled[heads[0]]).any():
             with np.errstate(divide="ignore", invalid="ignore"):
                 results[:, heads] = fit(Cells(mask.reshape(F, F)), flat[heads][:, mask].T)
     return results.reshape(n, *matrix.shape[:-2])
@@ -172,10 +172,10 @@ def equal_distance_excess(matrix: np.ndarray, block_sizes: Sequence[int]) -> np.
 
 def matrices(view: Profiles) -> np.ndarray:
     """Return the matrices [layers, heads, F, F] of a view. CacheError for a cache of profiles alone."""
-    found = view.frame_matrices()
-    if found is None:
+    values = view.frame_matrices()
+    if values is None:
         raise CacheError(NO_MATRIX)
-    return found
+    return values
 
 
 def sign_rate(values: np.ndarray) -> np.ndarray:
@@ -211,8 +211,8 @@ class FirstFrame(NamedTuple):
     def rank(self) -> np.ndarray:
         """Rank of an effect among its placebos' sizes, 1 the highest; NaN without one [layers, heads]."""
         rank = 1 + (np.abs(self.placebos) >= self.fit.effect[..., None]).sum(-1)
-        known = np.isfinite(self.fit.effect) & np.isfinite(self.placebos).any(-1)
-        return np.where(known, rank, np.nan)
+        is_known = np.isfinite(self.fit.effect) & np.isfinite(self.placebos).any(-1)
+        return np.where(is_known, rank, np.nan)
 
     def summary(self, threshold: float = 2.0) -> dict[str, float | int]:
         """Mean and median of s, heads above a threshold and above all placebos, first contrasts."""
@@ -252,8 +252,12 @@ def effects_of(views: Mapping[str, Profiles]) -> dict[str, np.ndarray]:
 def pass_rows(effects: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     """Mean effect of every pass, and the correlation of its heads with those of the first pass."""
     first = next(iter(effects.values()), np.empty(0))
-    there = np.isfinite([first, *effects.values()]).all(0)
+    is_finite = np.isfinite([first, *effects.values()]).all(0)
     return [
-        {"pass": name, "mean of s": np.nanmean(s), "r with the first pass": pearson(s[there], first[there])}
+        {
+            "pass": name,
+            "mean of s": np.nanmean(s),
+            "r with the first pass": pearson(s[is_finite], first[is_finite]),
+        }
         for name, s in effects.items()
     ]

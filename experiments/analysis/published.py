@@ -122,7 +122,7 @@ def labels_for(view: Profiles, folder: str | Path = FOLDER) -> tuple[np.ndarray,
     if view.model != FIGURE4_MODEL or view.edits or not Path(folder).is_dir():
         return None
     files = {HEAD_LABELS_CSV: (1, -1, 2), STATIC_HEADS_CSV: (1, 0)}
-    kinds, locality = (read_labels(Path(folder) / name, known) for name, known in files.items())
+    kinds, locality = (read_labels(Path(folder) / name, allowed) for name, allowed in files.items())
     if view.num_heads != kinds.shape[1] or max(view.layers) >= len(kinds):
         return None
     return kinds[list(view.layers)], locality[list(view.layers)]

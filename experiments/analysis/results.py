@@ -43,7 +43,7 @@ class LongRollouts:
 
     def __init__(self, findings: Mapping[str, Any]):
         self.findings = findings
-        self.labels = {label: one["name"] for label, one in findings["policies"].items()}
+        self.labels = {label: entry["name"] for label, entry in findings["policies"].items()}
         self.controls = [label for label in CONTROLS if label in self.labels]
         # Windows beside head-wise policies of as many bytes belong to the family too.
         beside = [of["window"] for of in findings.get("at_equal_bytes", {}).values()]
@@ -91,7 +91,7 @@ class LongRollouts:
         """Windows, sinks, and the measure [windows, sinks] in frames; NaN where there is no such policy."""
         rows = self.findings["sink_map"][policy]
         windows = sorted({row["window"] for row in rows})
-        sinks = sorted({row["sink"] for each in self.findings["sink_map"].values() for row in each})
+        sinks = sorted({row["sink"] for of_policy in self.findings["sink_map"].values() for row in of_policy})
         # [windows, sinks]
         values = np.full((len(windows), len(sinks)), np.nan)
         for row in rows:
@@ -155,17 +155,17 @@ def read_strips(path: str | Path, results: str | Path) -> tuple[dict[str, np.nda
 
     A row's name has the policy's mean over all videos of the results, and the share of this video.
     """
-    report, found = read_report(path, "long_rollouts"), LongRollouts.open(results)
+    report, runs = read_report(path, "long_rollouts"), LongRollouts.open(results)
     rows = {}
     for label, row in report["rows"].items():
-        name = f"{found.labels[label]}\n{found.interval(label).estimate:.0%}, here {row['right']:.0%}"
+        name = f"{runs.labels[label]}\n{runs.interval(label).estimate:.0%}, here {row['right']:.0%}"
         picture = Image.open(io.BytesIO(base64.b64decode(row["png"])))
         # [side, n · side, 3] uint8, a PNG of 32 colours
         rows[name] = np.asarray(picture.convert("RGB"))
     about = (
         f"{report['prompt']}, seed {report['seed']}\n{report['model']}; %: seconds 5 to 60 with colour and "
     )
-    about += f"shape right, mean over {found.findings['prompts']} prompts × {found.findings['seeds']} seeds"
+    about += f"shape right, mean over {runs.findings['prompts']} prompts × {runs.findings['seeds']} seeds"
     return rows, report["seconds"], about + ", and this video"
 
 
@@ -213,11 +213,11 @@ def presence_panels(
     """Return panels, counts and subtitle, for figures.knockout_shares, of presence_and_identity.json."""
     panels, counts = {}, {}
     for title, (captions, edit, question) in asked.items():
-        found = {HEADS[of]: report["shares"][captions][f"{edit}, {of}"] for of in heads}
+        shares = {HEADS[of]: report["shares"][captions][f"{edit}, {of}"] for of in heads}
         panels[title] = {
-            label: (*row[question]["all"], row[question]["each"]) for label, row in found.items()
+            label: (*row[question]["all"], row[question]["each"]) for label, row in shares.items()
         }
-        counts = {label: row["returns"] for label, row in found.items()}
+        counts = {label: row["returns"] for label, row in shares.items()}
     trainings = len(report["trainings"])
     seeds = next(iter(report["trainings"].values()))["seeds"]
     videos = [row["videos"] for row in (report["shares"][c]["knockout, nobody"] for c, *_ in asked.values())]
@@ -269,13 +269,13 @@ def attribution_pairs(report: Mapping[str, Any]) -> dict[str, tuple[np.ndarray, 
         "gradient of one pass, rollout": ("attribution", "rollout"),
         "exact patch of one pass, rollout": ("exact", "rollout"),
     }
-    found = {}
+    pairs = {}
     for name, columns in compared.items():
         rows = [pair for pair in report["pairs"] if all(column in pair for column in columns)]
         if rows:
             score, effect = (np.array([row[column] for row in rows]) for column in columns)
-            found[name] = score, effect
-    return found
+            pairs[name] = score, effect
+    return pairs
 
 
 def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     rows = []
     for name, (score, effect) in attribution_pairs(report).items():
-        each = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
+        of_pairs = [spearman(a.ravel(), b.ravel()) for a, b in zip(score, effect, strict=True)]
         # Of the strongest heads of a pair: ρ, and whether scores name them. [pairs, heads], strongest first
         flat = [-np.abs(x.reshape(len(x), -1)) for x in (score, effect)]
         by_score, by_effect = (np.argsort(x, -1, kind="stable") for x in flat)
@@ -304,9 +304,9 @@ def attribution_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "compared": name,
-                "pairs": len(each),
-                "ρ of a pair": str(bootstrap(np.array(each))),
-                "least": min(each),
+                "pairs": len(of_pairs),
+                "ρ of a pair": str(bootstrap(np.array(of_pairs))),
+                "least": min(of_pairs),
                 f"ρ of the {STRONGEST} strongest": str(bootstrap(of_strongest)),
                 "the first named": f"{(by_score[:, 0] == by_effect[:, 0]).mean():.0%}",
                 "of the first 5": f"{np.mean(fives):.0%}",

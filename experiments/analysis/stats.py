@@ -225,8 +225,8 @@ def sign_flip_p(differences: np.ndarray, draws: int = 10_000) -> float:
         return np.abs(x.mean(axis))
 
     options = {"permutation_type": "samples", "n_resamples": draws, "rng": np.random.default_rng(0)}
-    found = scipy.stats.permutation_test((differences,), size_of_mean, alternative="greater", **options)
-    return float(found.pvalue)
+    test = scipy.stats.permutation_test((differences,), size_of_mean, alternative="greater", **options)
+    return float(test.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
@@ -241,10 +241,10 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 # --- Differences of videos
 
 
-def _require_one_shape(one: np.ndarray, other: np.ndarray) -> None:
+def _require_one_shape(video: np.ndarray, other: np.ndarray) -> None:
     """Raise ConfigError for videos of two shapes, of which NumPy would repeat one."""
-    if np.shape(one) != np.shape(other):
-        raise ConfigError(f"videos of {list(np.shape(one))} and {list(np.shape(other))} are not compared")
+    if np.shape(video) != np.shape(other):
+        raise ConfigError(f"videos of {list(np.shape(video))} and {list(np.shape(other))} are not compared")
 
 
 def psnr(one: np.ndarray, other: np.ndarray, peak: float = 1.0) -> np.ndarray:

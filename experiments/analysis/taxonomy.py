@@ -36,8 +36,8 @@ class Thresholds:
     def __post_init__(self):
         check_fields(self)
         if not 0 <= self.veil_max < self.anchor_min <= 1:
-            said = f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}"
-            raise ConfigError(f"{said}, both shares of 1")
+            problem = f"veil_max {self.veil_max} must be below anchor_min {self.anchor_min}"
+            raise ConfigError(f"{problem}, both shares of 1")
 
 
 def load_thresholds(path: str | Path) -> Thresholds:
@@ -115,29 +115,29 @@ def label_maps(
 def _beside_published(ours: LabelMap, labels: np.ndarray | None, source: str) -> tuple[LabelMap, LabelMap]:
     """Return our map with the heads that differ marked, and the map of published labels."""
     other_model = "" if labels is not None else "published for another model"
-    theirs = LabelMap(f"published, {source}", ours.names, labels, other_model)
+    published = LabelMap(f"published, {source}", ours.names, labels, other_model)
     our_labels = ours.labels
     if our_labels is None:
-        return ours, theirs
+        return ours, published
     ours = ours._replace(missing_reason="")
     if labels is not None:
         title = f"{ours.title}, {agreement(our_labels, labels):.1%} agree"
         ours = ours._replace(title=title, differs=our_labels != labels)
-    return ours, theirs
+    return ours, published
 
 
 def label_rows(maps: Sequence[LabelMap]) -> list[dict[str, Any]]:
     """A row per label of label_maps: how many heads have it, and how many of them are published as which."""
     rows = []
-    for ours, theirs in zip(maps[::2], maps[1::2], strict=True):
-        reasons = [reason for reason in (ours.missing_reason, theirs.missing_reason) if reason]
+    for ours, published in zip(maps[::2], maps[1::2], strict=True):
+        reasons = [reason for reason in (ours.missing_reason, published.missing_reason) if reason]
         for label, name in ours.names.items():
             row: Record = {"label": name, "heads": None}
             if ours.labels is not None:
                 heads = ours.labels == label
                 row["heads"] = heads.sum()
-                if theirs.labels is not None:
+                if published.labels is not None:
                     for other, other_name in ours.names.items():
-                        row[f"published {other_name}"] = (heads & (theirs.labels == other)).sum()
+                        row[f"published {other_name}"] = (heads & (published.labels == other)).sum()
             rows.append(row | {"absent": "; ".join(reasons)})
     return rows

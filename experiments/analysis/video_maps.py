@@ -98,15 +98,15 @@ def open_map(
 ) -> VideoMap:
     """Open one map; mass is times the keys that the query sees: 1 is even. CacheError for an absent one."""
     typed = MapsCache.from_dict(cache)
-    there = _queries(typed)
-    place: Any = next(iter(there), None)
+    queries = _queries(typed)
+    place: Any = next(iter(queries), None)
     if query is not None:
         if len(query) > 3:
             raise CacheError(f"query {short_repr(query)} is not a frame, row and column, or a frame alone")
         place = (*query, ANY, ANY)[:3]  # a frame alone is its mean
     # 1. The query's row of the block that holds it: [Lk] of a layer, pass and head
-    _, n, p, h = _indices(typed, layer, step, head, ("query", place, there))
-    block, row = there[place]
+    _, n, p, h = _indices(typed, layer, step, head, ("query", place, queries))
+    block, row = queries[place]
     assert block.map_mass is not None and block.map_logits is not None
     assert block.key_frame is not None and block.key_token is not None
     mass = block.map_mass[n, p, h, row].float().numpy() / typed.frame_seq_length  # sums to 1
@@ -124,7 +124,7 @@ def open_map(
     values = total * seen.sum() if quantity == "mass" else total / np.maximum(count, 1)
     grid = np.where(count > 0, values, np.nan).astype(np.float32).reshape(-1, typed.rows, typed.columns)
     # 4. Its pass and block, for titles
-    at, own = typed.passes()[p], tuple(block.query_frames)
+    at, queries_of_block = typed.passes()[p], tuple(block.query_frames)
     return VideoMap(
         grid,
         quantity,
@@ -132,8 +132,8 @@ def open_map(
         head,
         pass_name(*at),
         place,
-        own,
-        () if at.is_clean_pass else own,
+        queries_of_block,
+        () if at.is_clean_pass else queries_of_block,
         int(seen.sum()),
         float(1 - mass[placed].sum()),
         typed.model,
@@ -180,14 +180,14 @@ def _queries(cache: MapsCache) -> dict[Place, tuple[BlockMaps, int]]:
 
 
 def _indices(
-    cache: MapsCache, layer: int, step: int | None, head: int, *more: tuple[str, object, Collection]
+    cache: MapsCache, layer: int, step: int | None, head: int, *axes_before: tuple[str, object, Collection]
 ) -> list[int]:
     """Return where more things, a layer, a pass and a head are; CacheError for one that is absent."""
     if step is None:
         step = cache.pass_steps[0]
     axes = [("layer", layer, cache.layers), ("pass", step, cache.pass_steps), ("head", head, cache.heads)]
     indices = []
-    for name, number, numbers in (*more, *axes):
+    for name, number, numbers in (*axes_before, *axes):
         require_held(name, number, numbers)
         indices.append(list(numbers).index(number))
     return indices

@@ -445,7 +445,7 @@ class RandomPipeline:
 def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]:
     """Yield WanPipeline by attention backend: plain, and with mean logits and mass of a layer or all."""
     sampler, measured = RandomPipeline(args, config), "2 steps, mean logits and mass"
-    one, every = (partial(sampler.sample, replace(FRAME, layers=layers)) for layers in ([1], None))
+    of_one_layer, every = (partial(sampler.sample, replace(FRAME, layers=layers)) for layers in ([1], None))
 
     def by_second_call() -> None:  # as where no kernel of the backend returns the log-sum-exp
         with mock.patch.object(diffusers_attention, "kernel_of", lambda call: None):
@@ -456,7 +456,7 @@ def pipeline(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]]
         title = f"WanPipeline, {backend.removeprefix('_native_')}"
         yield [
             sampler.row(f"{title}, plain", "2 steps", sampler.sample),
-            sampler.row(f"{title}, layer 1", measured, one),
+            sampler.row(f"{title}, layer 1", measured, of_one_layer),
             sampler.row(f"{title}, all layers", measured, every),
             sampler.row(f"{title}, one word", "2 steps, one word, all layers", partial(sampler.sample, WORD)),
             sampler.row(f"{title}, all layers, second attention call", measured, by_second_call),

@@ -118,8 +118,8 @@ def any_quantity(views: Views) -> Profiles:
 def compared_cache(path: str | Path, page_passes: Sequence[Views], max_bytes: int) -> dict[str, Any]:
     """Return the data of a second cache of the same layers, heads, frames and passes; else CacheError."""
     page_view = any_quantity(page_passes[0])
-    held = any_quantity(open_passes_of(Path(path))[0]).layers
-    passes = open_passes_of(Path(path), [layer for layer in page_view.layers if layer in held])
+    layers = any_quantity(open_passes_of(Path(path))[0]).layers
+    passes = open_passes_of(Path(path), [layer for layer in page_view.layers if layer in layers])
     view = any_quantity(passes[0])
     # Differences are of the same heads: other weights of the model may be compared, another model may not
     sizes = ["layers", "num_heads", "num_frames", "block_sizes", "num_averages"]
@@ -221,14 +221,14 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
             break
     # 3. Fewer passes, evenly chosen, the first and the last among them where two fit
     for count in range(len(sizes), -1, -1):
-        kept = np.unique(np.linspace(0, len(sizes) - 1, count).round().astype(int)).tolist()
-        if sizes[kept].sum() <= max_bytes - base:
+        chosen = np.unique(np.linspace(0, len(sizes) - 1, count).round().astype(int)).tolist()
+        if sizes[chosen].sum() <= max_bytes - base:
             break
     for number, (shown, of_pass) in enumerate(zip(data["passes"], matrices, strict=True)):
-        shown["left_out"] = number not in kept
+        shown["left_out"] = number not in chosen
         shown["matrices"] = dict.fromkeys(of_pass) if shown["left_out"] else of_pass
-    if len(kept) < len(passes):
-        missing = f"Frame matrices of {len(kept)} of {len(passes)} passes are shown"
+    if len(chosen) < len(passes):
+        missing = f"Frame matrices of {len(chosen)} of {len(passes)} passes are shown"
         data["notes"].append(f"{missing}: more would not fit in one page. Allow more with --max_mb.")
     return data
 
@@ -399,7 +399,7 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
     ]
     by_query = [of_pass[0][0] for of_pass in maps]  # of each pass, the maps of the first layer and head
     values = np.array(
-        [[[[one.values for one in row] for row in rows] for rows in of_pass] for of_pass in maps]
+        [[[[item.values for item in row] for row in rows] for rows in of_pass] for of_pass in maps]
     )
     # 3. Pool patches until they fit: base64 of a byte a value, and two numbers a row
     while values.size * 4 // 3 + values[..., 0, 0, 0].size * 16 > max_bytes - 2000:
@@ -412,8 +412,8 @@ def maps_of(path: str | Path, view: Profiles, max_bytes: int) -> dict[str, Any]:
         "heads": typed.heads,
         "passes": [queries[0].pass_label for queries in by_query],
         "queries": places,
-        "noise": [[list(one.noise_frames) for one in queries] for queries in by_query],
-        "own": [one.query_frames[0] for one in by_query[0]],
+        "noise": [[list(item.noise_frames) for item in queries] for queries in by_query],
+        "own": [item.query_frames[0] for item in by_query[0]],
         "unit": by_query[0][0].unit,
         "grid": [typed.rows, typed.columns],
         "rows": values.shape[-2],

@@ -171,9 +171,9 @@ def use_size(width: str | float | None = None, height: float | None = None) -> N
     """Draw figures from now on as wide as a journal's "column" or "page", or so many inches; None: freely."""
     global _size
     inches = WIDTHS.get(width) if isinstance(width, str) else width
-    for value, asked in ((inches, width), (height, height)):
-        if asked is not None and (value is None or not 1 <= value <= 40):
-            raise ConfigError(f"a figure's size is {', '.join(WIDTHS)}, or 1..40 inches, not {asked!r}")
+    for value, wanted in ((inches, width), (height, height)):
+        if wanted is not None and (value is None or not 1 <= value <= 40):
+            raise ConfigError(f"a figure's size is {', '.join(WIDTHS)}, or 1..40 inches, not {wanted!r}")
     _size = inches, height
 
 

@@ -71,12 +71,12 @@ def videos() -> Figure:
     mini = Miniature(load_config("configs/wan_mini.yaml"))
     scenes = [scene for name, count in STRIPS.items() for scene in held_out_scenes(SETS[name], count)]
     captions = [scene.caption for scene in scenes]
-    made = {
+    rows = {
         "rendered": render_videos(scenes, FRAMES),
         "causal": mini.causal(captions),
         "base": mini.base(captions),
     }
-    strips = {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in made.items()}
+    strips = {name: [v.permute(0, 2, 3, 1).numpy() for v in row] for name, row in rows.items()}
     about = "wan-mini: held-out captions; rendered, causal in 4 steps, base model"
     return video_strips(captions, strips, "Videos of the miniature", about)
 

@@ -41,12 +41,12 @@ class EvalPool(ProcessPoolExecutor):
         self.workers = workers
         self.submit(os.getpid).result()  # all are forked here and now
 
-    def submit(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         if self.workers > 1:
-            return super().submit(function, *given, **named)
+            return super().submit(function, *arguments, **named)
         future: Future[Any] = Future()
         with one_thread():
-            future.set_result(function(*given, **named))
+            future.set_result(function(*arguments, **named))
         return future
 
     def judge_all(self, videos: Iterable[Tensor], scenes: Sequence[Scene]) -> list[dict[str, bool]]:

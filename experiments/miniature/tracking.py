@@ -132,8 +132,8 @@ def track_colors(video: Tensor, names: list[str]) -> list[Track]:
     owner = (video[:, None] - palette[:, :, None, None]).norm(dim=2).argmin(1)  # [F, H, W]
     owned = (owner == i for i in range(1, len(palette)))
     return [
-        _measure((mine & grown(shrunk(mine))).float(), palette[i].expand(len(video), 3))
-        for i, mine in enumerate(owned, 1)
+        _measure((mask & grown(shrunk(mask))).float(), palette[i].expand(len(video), 3))
+        for i, mask in enumerate(owned, 1)
     ]
 
 

@@ -361,8 +361,8 @@ def train_vae(stage: Stage) -> dict:
     [averaged], numbers = fit(stage, [vae], loss_of, lambda _, p: p.ndim >= 4, before)
 
     # Latents are normalised by the statistics of their channels, which the VAE's config keeps.
-    some = list(itertools.islice(sample_scenes(stage.seed + 1, kinds=KINDS), min(256, stage.clips)))
-    latents = encode_scenes(averaged, some, stage.device).float()  # [N, z, f, h, w]
+    sample = list(itertools.islice(sample_scenes(stage.seed + 1, kinds=KINDS), min(256, stage.clips)))
+    latents = encode_scenes(averaged, sample, stage.device).float()  # [N, z, f, h, w]
     std, mean = torch.std_mean(latents, (0, 2, 3, 4))
     averaged.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
     averaged.save_pretrained(stage.output_dir / "vae")
@@ -554,12 +554,12 @@ def frame_mask(sizes: Sequence[int], window: int = -1, sink: int = 0) -> Tensor:
     count = sum(sizes)
     mask = torch.zeros(2 * count, 2 * count, dtype=torch.bool)
     for block, frames in enumerate(block_ranges(list(sizes))):
-        own = torch.arange(frames.start, frames.stop)
+        places = torch.arange(frames.start, frames.stop)
         seen = torch.tensor(visible_frames(sizes, block, window, sink))
         past = seen[(seen < frames.start) | (seen >= frames.stop)]
-        mask[own[:, None], seen] = True
-        mask[count + own[:, None], past] = True
-        mask[count + own[:, None], count + own] = True
+        mask[places[:, None], seen] = True
+        mask[count + places[:, None], past] = True
+        mask[count + places[:, None], count + places] = True
     return mask
 
 
@@ -665,8 +665,8 @@ def train_causal(stage: Stage) -> dict:
 
     def loss_of(step: int, progress: float) -> tuple[str, Loss]:
         losses.before(step)
-        own = bool(step % 2) and progress > OWN_PAST_AFTER
-        return "own past" if own else "true past", lambda: losses(own)
+        from_own_past = bool(step % 2) and progress > OWN_PAST_AFTER
+        return "own past" if from_own_past else "true past", lambda: losses(from_own_past)
 
     muon = (lambda *_: False) if stage.rank else is_block_matrix
     [averaged], numbers = fit(stage, [model], loss_of, muon)
@@ -719,17 +719,17 @@ class FewStep(TeacherForcing):
         self.before(0)
 
     @torch.no_grad()
-    def path(self, some: Tensor, seed: int) -> list[Tensor]:
+    def path(self, clips: Tensor, seed: int) -> list[Tensor]:
         """Take the teacher's guided Euler steps from noise to clean blocks, each after the clip's own past.
 
         Returns x_t [B, F, C, h, w] of these clips at the sampler's noise levels and at 0. Keys and values of
         the clean blocks are the same at every step, and stay in a KV cache.
         """
         # 1. Noise, and the text with and without the caption
-        model, past = self.teacher, self.clips.latents[some].transpose(1, 2)
+        model, past = self.teacher, self.clips.latents[clips].transpose(1, 2)
         random = torch.Generator(past.device).manual_seed(seed)
         x = torch.randn(past.shape, generator=random, device=past.device)
-        rows = torch.cat([some + 1, torch.zeros_like(some)])  # with the caption, and with the empty one
+        rows = torch.cat([clips + 1, torch.zeros_like(clips)])  # with the caption, and with the empty one
         text = model.text_keys_values(encode_text(self.encoder, self.clips, rows))
         sigmas, frames = teacher_sigmas().to(x.device), range(x.shape[1])
         # 2. Keys and values of the clean clip
@@ -757,9 +757,9 @@ class FewStep(TeacherForcing):
         turns = len(self.turns)
         wanted = turns + step * self.batch * turns // (PATH_USES * len(self.paths))
         for number in range(max(self.made, wanted - turns), wanted):
-            some = self.turns[number % turns]
-            for i, x in enumerate(self.path(some, self.seed + PATHS_APART * number)):
-                self.paths[some, i] = x.to(self.paths.dtype)
+            clips = self.turns[number % turns]
+            for i, x in enumerate(self.path(clips, self.seed + PATHS_APART * number)):
+                self.paths[clips, i] = x.to(self.paths.dtype)
         self.made = wanted
 
     def __call__(self, own_past: bool) -> Tensor:

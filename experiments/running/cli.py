@@ -510,17 +510,17 @@ def config_from(args: argparse.Namespace) -> RunConfig:
     """Return the settings of a run_parser's flags: the YAML, overridden by the flags that were given."""
     # 1. The YAML, and flags that were given: None is a flag that was not
     names = [field.name for field in fields(RunConfig) if field.name not in FILE_FIELDS]
-    given: dict[str, Any] = {name: getattr(args, name, None) for name in [*names, "size"]}
+    values: dict[str, Any] = {name: getattr(args, name, None) for name in [*names, "size"]}
     if args.gpu_id is not None:
-        given["device"] = f"cuda:{args.gpu_id}"
+        values["device"] = f"cuda:{args.gpu_id}"
     if args.cache_policy is not None:
         # local_attn_size and sink_size of the YAML mean a policy too, and are replaced with it
-        given |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
+        values |= {"cache_policy": policy_settings(args.cache_policy), "local_attn_size": -1, "sink_size": 0}
     if args.prompt_schedule:
-        given["prompt_schedule"] = schedule_settings(args.prompt_schedule)
+        values["prompt_schedule"] = schedule_settings(args.prompt_schedule)
     if args.lora:
-        given["lora"] = [lora_file(text) for text in args.lora]
-    config = with_paths(load_config(args.config_path, given), located)
+        values["lora"] = [lora_file(text) for text in args.lora]
+    config = with_paths(load_config(args.config_path, values), located)
     if args.no_checkpoint:
         config = replace(config, checkpoint_path=None)
     if config.prompt_embeds:
@@ -583,8 +583,8 @@ def config_file(name: str) -> str:
     if isfile(named):
         return named
     if Path(name).name == name and not Path(name).suffix:
-        known = did_you_mean(name, [path.stem for path in Path(located("configs")).glob("*.yaml")])
-        raise argparse.ArgumentTypeError(f"{short_repr(name)} is no file, and none of configs/{known}")
+        hint = did_you_mean(name, [path.stem for path in Path(located("configs")).glob("*.yaml")])
+        raise argparse.ArgumentTypeError(f"{short_repr(name)} is no file, and none of configs/{hint}")
     return name
 
 
@@ -592,7 +592,7 @@ def schedule_settings(path: str) -> list[Any]:
     """Read the list under `prompts` in a YAML file: frame, prompt and how of every switch."""
     settings = read_yaml(path) if isfile(path) else {}
     prompts = settings.get("prompts")
-    fits = isinstance(prompts, list) and all(isinstance(each, dict) for each in prompts)
+    fits = isinstance(prompts, list) and all(isinstance(prompt, dict) for prompt in prompts)
     if not isinstance(prompts, list) or not prompts or not fits or set(settings) != {"prompts"}:
         raise ConfigError(
             f"prompt schedule {short_repr(path)} is no YAML file of one list `prompts`, each with frame, "

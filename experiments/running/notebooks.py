@@ -166,8 +166,8 @@ def run_notebooks(args: argparse.Namespace) -> None:
     origin["notebook_sha256"] = hashlib.sha256(json.dumps(cells).encode()).hexdigest()
     runs = []
     for layer in layers:
-        given = parameters | {"CACHE_PATH": str(files[layer].resolve()), "LAYER": layer}
-        inputs = origin | {"cache_sha256": sampled_sha256(files[layer]), "parameters": given}
+        of_layer = parameters | {"CACHE_PATH": str(files[layer].resolve()), "LAYER": layer}
+        inputs = origin | {"cache_sha256": sampled_sha256(files[layer]), "parameters": of_layer}
         executed, figures = folder / "notebooks" / f"layer{layer}.ipynb", folder / f"layer{layer}"
         runs.append(LayerRun(notebook=path, inputs=inputs, executed=executed, figures=figures))
     # 4. Execute what is not done, in one kernel that imports torch and matplotlib once

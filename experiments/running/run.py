@@ -74,11 +74,11 @@ def make_caches(
     ):
         start = time.monotonic()
         session.prepare(requests, observer=watch, decodes=args.save_video is not None)
-        made = session.generate(requests=requests, observer=watch)
+        result = session.generate(requests=requests, observer=watch)
         if several:
             torchrun.leave()
         if writes:
-            save(args, made, outputs, watch)
+            save(args, result, outputs, watch)
             what = f"{parts} {unit}s of {config.num_frames} frames"
             files = f"{len(outputs)} file{'s' * (len(outputs) > 1)}"
             watch.print(f"{what}, {files}: {time.monotonic() - start:.1f} s, {memory()}")
@@ -173,7 +173,7 @@ def save(
             print("\n".join(lines))
         return
     how = "as partial" if "partial" in result.common else "whole"
-    kept = f"saved {how}: {', '.join(caches)}" if caches else "none of what was asked for was captured yet"
+    outcome = f"saved {how}: {', '.join(caches)}" if caches else "none of what was asked for was captured yet"
     raise StoppedError(
-        f"stopped after {result.stopped}; {kept}; to make the rest, run the same command again"
+        f"stopped after {result.stopped}; {outcome}; to make the rest, run the same command again"
     )

@@ -46,14 +46,14 @@ def classes_of(
     else:
         if rule == "dummy":
             require_held("--block", block, range(1, len(view.block_sizes)), "the blocks with a past")
-        own = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1)
+        block_of_queries = block_frames(atlas["block_sizes"], block if rule == "dummy" else -1)
         mass = view.frame_matrices()  # [layers, H, F, F]
-        if mass is not None and own[0]:
-            rows = mass[:, :, own].mean(2)  # [layers, H, F]
+        if mass is not None and block_of_queries[0]:
+            rows = mass[:, :, block_of_queries].mean(2)  # [layers, H, F]
             if rule == "dummy":
-                labels = dummy(rows, own, num)
+                labels = dummy(rows, block_of_queries, num)
             else:  # frames before the last three of the past
-                labels = most(np.nansum(rows[:, :, : own[0] - 3], -1), num)
+                labels = most(np.nansum(rows[:, :, : block_of_queries[0] - 3], -1), num)
     if labels is None or (labels == ABSENT).any():
         raise CacheError(f"rule {rule} needs an atlas with more: masses of all frames, or all passes")
     return labels
@@ -75,10 +75,10 @@ def most(values: np.ndarray, num: int) -> np.ndarray:
     return chosen.reshape(values.shape)
 
 
-def dummy(mass: np.ndarray, own: list[int], num: int) -> np.ndarray:
+def dummy(mass: np.ndarray, newest: list[int], num: int) -> np.ndarray:
     """Return SINK, NEIGHBOUR or DUMMY by masses [layers, H, F] of a block: Dummy Forcing's rule, all rows."""
     # Shares of what all heads read, so that sinks and neighbours compete on one scale.
-    first, middle = mass[:, :, 0], mass[:, :, 1 : own[0]].sum(-1)
+    first, middle = mass[:, :, 0], mass[:, :, 1 : newest[0]].sum(-1)
     first, middle = first / first.sum(), middle / middle.sum()
     classes = np.where(first < middle, NEIGHBOUR, SINK)
     return np.where(most(-np.maximum(first, middle), num) == 1, DUMMY, classes)
@@ -94,7 +94,7 @@ def query_means(config: RunConfig) -> dict[str, np.ndarray]:
     session = load(config).prepare()
     sums: dict[int, Any] = {}
 
-    def add(layer: int, norm: Any, module: Any, given: Any, projected: torch.Tensor) -> None:
+    def add(layer: int, norm: Any, module: Any, inputs: Any, projected: torch.Tensor) -> None:
         # The hook sees projections before the norm and RoPE.
         q = norm(projected).double().unflatten(-1, (-1, 2))  # [B, L, H, D / 2, 2]
         new = q.sum((0, 1)), q.norm(dim=-1).sum((0, 1)), projected[..., 0].numel()

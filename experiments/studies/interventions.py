@@ -135,8 +135,8 @@ def measure(
     """Return the tensors of an effects cache: distances [F] to the base run, and both runs' latents."""
     nothing = torch.full((config.num_frames,), torch.nan)
 
-    def rolled_out(some: Sequence[Edit], **how: Any) -> Tensor:
-        with edited(session, config, some):
+    def rolled_out(applied: Sequence[Edit], **how: Any) -> Tensor:
+        with edited(session, config, applied):
             return session.rollout(config, **how)
 
     def run_distance(latents: Tensor) -> Tensor:
@@ -170,13 +170,13 @@ def measure(
         effects["direct"], frames = nothing.clone(), block_ranges(config.block_sizes)
 
         def probe(block: int, denoise: Callable[[], Tensor]) -> None:
-            own = slice(frames[block].start, frames[block].stop)
+            frames_of_block = slice(frames[block].start, frames[block].stop)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # NaN where nothing is edited
-                with edited(session, config, edits) as made:
+                with edited(session, config, edits) as applied_edits:
                     x0 = denoise()
-            if made is not None and any(made.changed):
-                effects["direct"][own] = distance(base[:, own], x0)[0].float()
+            if applied_edits is not None and any(applied_edits.changed):
+                effects["direct"][frames_of_block] = distance(base[:, frames_of_block], x0)[0].float()
 
         session.rollout(config, probe=probe)
     return effects

@@ -59,13 +59,13 @@ class HeadAgreement(NamedTuple):
 
     def numbers(self) -> dict[str, float | None]:
         """Return what a table shows, each over all heads."""
-        found = {
+        measured = {
             "r of last-block curves, median": self.median_r,
             "r, 5 % of heads are below": float(np.nanpercentile(self.r, 5)),
             "heads most like their own": float(self.is_best.mean()),
             **self.of_heads,
         }
-        return {name: value if value is None else round(value, 3) for name, value in found.items()}
+        return {name: value if value is None else round(value, 3) for name, value in measured.items()}
 
     @property
     def median_r(self) -> float:
@@ -87,7 +87,7 @@ class HeadAgreement(NamedTuple):
 
 def verdict(comparisons: Sequence[HeadAgreement]) -> str:
     """Return the worst verdict of several videos."""
-    return max((one.verdict for one in comparisons), key=VERDICTS.index)
+    return max((comparison.verdict for comparison in comparisons), key=VERDICTS.index)
 
 
 def compare(
@@ -101,28 +101,33 @@ def compare(
     cells = context_cells(block_sizes)
     # [layers, H, F]: the mean over the last block's queries
     last = np.asarray(ours, np.float64)[..., -block_sizes[-1] :, :].mean(-2)
-    (mine, distances), (theirs, _) = (last_block_context(one, block_sizes) for one in (last, curves))
+    (our_curves, distances), (published_curves, _) = (
+        last_block_context(values, block_sizes) for values in (last, curves)
+    )
     # Amplitudes of the waves that RoPE makes, [layers, H, bands].
-    a, b = (fit_waves(np.nan_to_num(one), distances, frequencies).amplitude for one in (mine, theirs))
+    a, b = (
+        fit_waves(np.nan_to_num(values), distances, frequencies).amplitude
+        for values in (our_curves, published_curves)
+    )
     rho = [spearman(a[..., band].ravel(), b[..., band].ravel()) for band in range(a.shape[-1])]
-    matrix_r, of_s, rates = None, None, [sign_rate(mine), sign_rate(theirs)]
+    matrix_r, of_s, rates = None, None, [sign_rate(our_curves), sign_rate(published_curves)]
     if matrix is not None:
-        both = [np.where(cells, np.asarray(one, np.float64), np.nan) for one in (ours, matrix)]
+        both = [np.where(cells, np.asarray(values, np.float64), np.nan) for values in (ours, matrix)]
         # Softmax ignores a constant of a query: rows are compared without their mean.
-        within = [(one - mean_without_nan(one)[..., None])[..., cells] for one in both]  # of each query
+        within = [(values - mean_without_nan(values)[..., None])[..., cells] for values in both]
         matrix_r = float(np.nanmedian(pearson(*within)))
-        s = np.stack([first_frame_effect(one, block_sizes).effect.ravel() for one in (ours, matrix)])
+        s = np.stack([first_frame_effect(values, block_sizes).effect.ravel() for values in (ours, matrix)])
         s = s[:, np.isfinite(s).all(0)]
         of_s = float(pearson(*s)) if s.shape[1] > 2 else None
-        rates = [sign_rate(one[..., cells]) for one in (ours, matrix)]
-    r = pearson(mine, theirs)
-    flat = [one.reshape(-1, one.shape[-1]) for one in (mine, theirs)]
+        rates = [sign_rate(values[..., cells]) for values in (ours, matrix)]
+    r = pearson(our_curves, published_curves)
+    flat = [values.reshape(-1, values.shape[-1]) for values in (our_curves, published_curves)]
     # Shifted or permuted heads agree well with another head, not with their own.
     others = pearson(flat[0][:, None], flat[1][None])  # [heads, published heads]
     is_best = np.isfinite(r) & ((others > r.reshape(-1, 1)).sum(1).reshape(r.shape) == 0)
     # None where the published data lack the matrix.
     of_heads = {
-        "RMS, median (logits)": float(np.nanmedian(rms_difference(mine, theirs))),
+        "RMS, median (logits)": float(np.nanmedian(rms_difference(our_curves, published_curves))),
         "r of whole matrices, median": matrix_r,
         "r of s over heads": of_s,
         "heads of the same kind": agreement(*(kinds(rate, Thresholds()) for rate in rates)),
@@ -155,41 +160,41 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
             )
 
     # Noise on a GPU depends on the card. The published log does not say for sure which one it was.
-    given = [cache.get("config", {}).get("noise", "seeded") for cache in caches]
-    noises = TRIED if all(cache["weights"] == "published" for cache in caches) else given[:1]
+    configured = [cache.get("config", {}).get("noise", "seeded") for cache in caches]
+    noises = TRIED if all(cache["weights"] == "published" for cache in caches) else configured[:1]
     if config.noise != "seeded":
         noises = (config.noise,)
     configs = [
         replace(config, prompt=cache["prompt"], seed=cache["seed"], num_frames=cache["num_frames"])
         for cache in caches
     ]
-    largest = max(configs, key=lambda one: one.num_frames)
+    largest = max(configs, key=lambda item: item.num_frames)
     requests = cache_builders.atlas_requests(largest, mass=False, key_curve=False, cross=False)
 
     # 2. Generate the same videos, under one noise after another until the heads agree.
-    def closest(found: list[HeadAgreement]) -> float:
+    def closest(agreements: list[HeadAgreement]) -> float:
         """Return how near the farther video is."""
-        return min(one.median_r for one in found)
+        return min(agreement.median_r for agreement in agreements)
 
     best: list[HeadAgreement] = []
     best_logits, best_noise = [], ""
     with observed(args) as watch:
-        session = load(largest).prepare(requests, [one.prompt for one in configs], watch)
+        session = load(largest).prepare(requests, [item.prompt for item in configs], watch)
         for noise in noises:
-            found, logits = [], []
-            for one, view in zip(configs, views, strict=True):
-                own = replace(one, noise=noise)  # type: ignore[arg-type]  # checked by RunConfig
-                made = session.generate(config=own, requests=requests, observer=watch)
-                if made.stopped:
-                    raise RunError(f"stopped after {made.stopped}: nothing was compared")
-                ours = matrices(open_profiles(cache_builders.atlas_cache(made)))
+            results, logits = [], []
+            for item, view in zip(configs, views, strict=True):
+                with_noise = replace(item, noise=noise)  # type: ignore[arg-type]  # checked by RunConfig
+                run = session.generate(config=with_noise, requests=requests, observer=watch)
+                if run.stopped:
+                    raise RunError(f"stopped after {run.stopped}: nothing was compared")
+                ours = matrices(open_profiles(cache_builders.atlas_cache(run)))
                 logits.append(ours)
                 waves = fitted_frequencies(view, view.num_frames - view.block_sizes[-1])
-                theirs = view.profiles(), view.frame_matrices()
-                found.append(compare(ours, *theirs, view.block_sizes, waves))
-            if not best or closest(found) > closest(best):
-                best, best_logits, best_noise = found, logits, noise
-            watch.print(f"noise {noise}: median r {closest(found):.3f}")
+                references = view.profiles(), view.frame_matrices()
+                results.append(compare(ours, *references, view.block_sizes, waves))
+            if not best or closest(results) > closest(best):
+                best, best_logits, best_noise = results, logits, noise
+            watch.print(f"noise {noise}: median r {closest(results):.3f}")
             # The right noise is found: no other one is tried.
             if verdict(best) == VERDICTS[0]:
                 break
@@ -197,20 +202,20 @@ def check(args: argparse.Namespace, config: RunConfig) -> None:
     # 3. Print the table, draw r of all heads beside the curves of the worst, and say the verdict.
     titles = [path.stem.removeprefix("self_forcing_dmd_") for path in paths]
     compared = dict(zip(titles, best, strict=True))
-    columns = {name: one.numbers() for name, one in compared.items()}
+    columns = {name: item.numbers() for name, item in compared.items()}
     shown = [{"": row} | {name: of[row] for name, of in columns.items()} for row in best[0].numbers()]
     for layer, head, label in published.FIGURE4_HEADS:  # a model of fewer heads lacks them
-        if all(layer < one.r.shape[0] and head < one.r.shape[1] for one in best):
-            shown.append({"": f"{label}: r"} | {name: one.r[layer, head] for name, one in compared.items()})
+        if all(layer < item.r.shape[0] and head < item.r.shape[1] for item in best):
+            shown.append({"": f"{label}: r"} | {name: item.r[layer, head] for name, item in compared.items()})
     print(table(shown))
     worst = []
     for name, comparison, ours, view in zip(titles, best, best_logits, views, strict=True):
         context, _ = last_block_context(view.profiles(), view.block_sizes)
-        mine = ours[..., -view.block_sizes[-1] :, : context.shape[-1]].mean(-2)
+        our_context = ours[..., -view.block_sizes[-1] :, : context.shape[-1]].mean(-2)
         for layer, head in comparison.worst(4):
-            pair = (mine[layer, head], context[layer, head], comparison.r[layer, head])
+            pair = (our_context[layer, head], context[layer, head], comparison.r[layer, head])
             worst.append(HeadPair(f"{name}, L{view.layers[layer]}H{head}", *pair))
-    curves = {name: one.r.ravel() for name, one in compared.items()}
+    curves = {name: item.r.ravel() for name, item in compared.items()}
     says = verdict(best)
     figure = heads_by_agreement(curves, worst, f"{config.model}, noise {best_noise}: {says}")
     print(save_figure(figure, args.output_path, overwrite=True))
