@@ -87,7 +87,6 @@ class PartsPanel(NamedTuple):
     measured: np.ndarray  # [n]
     waves: np.ndarray  # [n], with the row's constant
     s: float  # what frame 0 has beside them
-    name: str  # which queries
 
 
 # --- Panels of a view

@@ -192,7 +192,7 @@ def split_first(
 
 def panels_of_view(
     view: Profiles, heads: Sequence[HeadPanel]
-) -> tuple[dict[str, BlockPanel], dict[str, list[PartsPanel]]]:
+) -> tuple[dict[str, BlockPanel], dict[str, PartsPanel]]:
     """Return both kinds of panels for some heads of a view; none without the whole past or known bands.
 
     The curves are of the block at queries 18–20, the paper's, and of those beside it.
@@ -207,17 +207,16 @@ def panels_of_view(
     splits = [split_first(matrix, view.block_sizes, fit, b) for b in range(2, len(queries))]
     starts, last = np.array([b.start for b in queries[2:]]), min(len(queries), 8)
     by_block: dict[str, BlockPanel] = {}
-    parts: dict[str, list[PartsPanel]] = {}
+    parts: dict[str, PartsPanel] = {}
     for panel in heads:
         at = view.layers.index(panel.layer), panel.head
         measured, predicted = np.transpose([(s.total[at], s.waves[at] + s.s[at]) for s in splits])
         by_block[panel.label] = BlockPanel(starts, measured, predicted)
-        parts[panel.label] = []
         for block in queries[last - 3 : last]:
             row, waves = (x[at] for x in _mean_rows(matrix, block, fit))
             waves = waves + (row - waves - fit.s[at] * (np.arange(len(row)) == 0)).mean()
-            name = f"queries {block.start}–{block.stop - 1}"
-            parts[panel.label].append(PartsPanel(row, waves, float(fit.s[at]), name))
+            name = f"{panel.label}, queries {block.start}–{block.stop - 1}"
+            parts[name] = PartsPanel(row, waves, float(fit.s[at]))
     return by_block, parts
 
 

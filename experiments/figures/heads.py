@@ -316,27 +316,30 @@ def first_by_block(blocks: Mapping[str, BlockPanel], title: str, subtitle="", *,
 
 
 @st.styled
-def curves_in_parts(parts: Mapping[str, Sequence[PartsPanel]], title: str, subtitle="") -> Figure:
-    """Draw context curves beside their waves, a panel a head, with blocks of queries side by side.
+def curves_in_parts(parts: Mapping[str, PartsPanel], title: str, subtitle="") -> Figure:
+    """Draw context curves beside their waves, a panel a head, with its blocks of queries side by side.
 
-    A line shows what s adds to frame 0, and the rest follows.
+    Names are "HEAD, queries A–B". A line shows what s adds to frame 0, and the rest follows.
     """
-    figure, axes = st.panels(len(parts), columns=1, size=(7.0, 1.7))
-    blocks = [block for of_head in parts.values() for block in of_head]
-    values = np.concatenate([[b.waves[0] + b.s, *b.measured, *b.waves, 0] for b in blocks])
+    heads: dict[str, dict[str, PartsPanel]] = {}
+    for name, block in parts.items():
+        head, _, queries = name.rpartition(", ")
+        heads.setdefault(head, {})[queries] = block
+    figure, axes = st.panels(len(heads), columns=1, size=(7.0, 1.7))
+    values = np.concatenate([[b.waves[0] + b.s, *b.measured, *b.waves, 0] for b in parts.values()])
     bottom, top = values.min() - 0.5, values.max() + 0.5
     height = top - bottom
-    for axis, (name, of_head) in zip(axes, parts.items(), strict=True):
-        axis.set(ylim=(bottom, top + 0.2 * height), title=name)  # above: which queries
+    for axis, (head, blocks) in zip(axes, heads.items(), strict=True):
+        axis.set(ylim=(bottom, top + 0.2 * height), title=head)  # above: which queries
         ticks: dict[float, str] = {}
         left = 0
-        for block in of_head:
+        for queries, block in blocks.items():
             frames = left + np.arange(len(block.measured))
             colors = [st.ORANGE, *[st.GREY] * (len(frames) - 1)]
             st.bars(axis, block.measured, colors, places=frames)
             axis.plot(frames, block.waves, "o-", color=st.BLUE, markersize=2.5)
             axis.plot([left, left], [block.waves[0], block.waves[0] + block.s], color=st.RED, linewidth=2.5)
-            label = axis.text(left - 0.4, top + 0.1 * height, block.name, va="center", fontsize=st.SMALL)
+            label = axis.text(left - 0.4, top + 0.1 * height, queries, va="center", fontsize=st.SMALL)
             label.set_in_layout(False)  # it is inside the panel
             ticks |= {left + frame: str(frame) for frame in range(0, len(frames), 3)}
             left += len(frames) + 2
