@@ -140,7 +140,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path, capfd):
             "prompt_embeds are missing, or not finite numbers",
         ),
         (STATES | {"tokens": ["a"] * 6}, [], "tokens are not a list of at most 5 texts"),
-        (STATES | {"prompt": 3}, [], "its prompt is a int, not a text"),
+        (STATES | {"prompt": 3}, [], "its prompt is 3, not a text"),
         (STATES | {"prompt": "a"}, ["--prompt", "b"], "--prompt is 'b', but .* the states of 'a'"),
         ([1], [], "cannot be read"),
     ):
