@@ -41,8 +41,8 @@ from experiments.caches.files import Record, require_writable, save_report
 from experiments.configs import policy_settings
 from experiments.extraction import video
 from experiments.provenance import choose_device, choose_dtype, environment
+from experiments.run_notebooks import NOTEBOOKS
 from experiments.running.cli import config_from, count, main, run_parser
-from experiments.running.notebooks import SHEET
 from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends, diffusers_attention, diffusers_capture
@@ -501,7 +501,7 @@ def notebooks(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]
     """Yield the first layer of each notebook that run_notebooks.py runs, beside each further one."""
     if not Path(ATLAS).is_file():
         raise ConfigError(f"{ATLAS} is not there; run: bash experiments/quickstart.sh")
-    for notebook in SHEET:
+    for notebook in NOTEBOOKS:
         stem = notebook.removesuffix(".ipynb")
         yield [
             Row(f"{stem}, first layer", "CPU seconds of the command", partial(cpu_seconds, notebook, 0)),

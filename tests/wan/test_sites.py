@@ -264,7 +264,7 @@ def no_tensor(x, where):
         (wrong_shape, r"wrong_shape at v: layer 2, block 1, step 1: it returned \[1, 1, 3, 16\].*, not"),
         (wrong_dtype, "returned .*torch.float64 .*, not .*float32"),
         (not_a_number, "it returned NaN"),
-        (no_tensor, "it returned a int"),
+        (no_tensor, "it returned 3, not a tensor"),
     ],
 )
 def test_an_edit_returns_a_tensor_like_the_one_it_got(function, message):
