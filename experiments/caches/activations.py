@@ -649,12 +649,12 @@ class ActivationStore:
         pairs = [("request", run.about["request"], request)]
         if facts is not None:
             pairs.append(("model", model_of(run.about), model_of(facts)))
-        for part, stored, asked in pairs:
-            asked = json.loads(json.dumps(asked))
-            for name in sorted({*asked, *stored}, key=lambda name: (name == "live_weights", name)):
-                if asked.get(name) == stored.get(name):
+        for part, stored, wanted in pairs:
+            wanted = json.loads(json.dumps(wanted))
+            for name in sorted({*wanted, *stored}, key=lambda name: (name == "live_weights", name)):
+                if wanted.get(name) == stored.get(name):
                     continue
-                values = f"{short_repr(stored.get(name))}, not {short_repr(asked.get(name))}"
+                values = f"{short_repr(stored.get(name))}, not {short_repr(wanted.get(name))}"
                 remedy = "choose another folder"
                 if name == "reduce":
                     remedy += ', or give each function a name of its own, named("...", function)'
