@@ -149,7 +149,8 @@ def _of_heads(
     for head, mask in enumerate(is_filled):
         alike.setdefault(mask.tobytes(), []).append(head)
     for heads in alike.values():
-        if (mask := is_filled[heads[0]]).any():
+        mask = is_filled[heads[0]]
+        if mask.any():
             with np.errstate(divide="ignore", invalid="ignore"):
                 results[:, heads] = fit(Cells(mask.reshape(F, F)), flat[heads][:, mask].T)
     return results.reshape(n, *matrix.shape[:-2])
