@@ -227,12 +227,12 @@ def attribute(
     """
     session = as_session(session)
     if isinstance(session, PipelineSession):
-        chosen = numbers_of(session, layers, blocks, steps)
         if integrated != 1:
             raise ConfigError("integrated is 1 for a pipeline, whose passes cannot run again: leave it out")
         if seed is not None:
             call["generator"] = torch.Generator().manual_seed(seed)
-        return _attribute_pipeline(session, {"prompt": prompt} | call, source, metric, tuple(sites), chosen)
+        numbers = numbers_of(session, layers, blocks, steps)
+        return _attribute_pipeline(session, {"prompt": prompt} | call, source, metric, tuple(sites), numbers)
     for name in call:
         raise ConfigError(f"attribute knows no {short_repr(name)}; a pipeline takes its own arguments")
     given: dict[str, Any] = {"prompt": prompt, "seed": seed}
@@ -288,10 +288,11 @@ def _attribute_pipeline(
         for site in sites:
             if check_site(site) in OF_FORWARD:
                 raise ConfigError(f"{site} belongs to no layer: attribute a site such as z or mlp_out")
-            Patch(site, source, passes="denoise").check_source(planned.configs[0])
+            config: Any = planned.configs[0]
+            Patch(site, source, passes="denoise").check_source(config)
         # 2. The source, without anybody's edits: its activations at sites, and its x0.
-        theirs = session.replaced(call=planned, config=planned.configs[0])
-        theirs, other = source_of(theirs, planned.configs[0], source)
+        of_call = session.replaced(call=planned, config=planned.configs[0])
+        theirs, other = source_of(of_call, planned.configs[0], source)
         kept = [SiteCapture(sites, **chosen, to=None), SiteCapture(("x0",), steps=chosen["steps"], to=None)]
 
         def run_source() -> None:

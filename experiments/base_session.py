@@ -25,6 +25,7 @@ from wan.blocks import VIDEO_FRAMES_PER_LATENT
 from wan.capture import CapturedCall, CaptureRequest, move_to_cpu
 from wan.config import RunConfig, as_one_block, load_config
 from wan.errors import ConfigError, require_known
+from wan.identity import LiveWeights
 from wan.interventions import config_edits, counted_edits, intervene
 from wan.model import WanModel
 from wan.noise import draw_noise
@@ -51,8 +52,14 @@ class BaseSession(Session):
     def prompts_of(self, config: RunConfig) -> list[str]:
         return [config.prompt, config.base.negative_prompt]
 
-    def common(self, config: RunConfig, edits: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-        return super().common(config, edits, base=asdict(config.base), **more)
+    def common(
+        self,
+        config: RunConfig,
+        edits: Sequence[Any] = (),
+        live: LiveWeights | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        return super().common(config, edits, live=live, base=asdict(config.base), **more)
 
     def load_pipeline(self, config: RunConfig) -> TextToVideoPipeline:
         """Load the base weights of ckpt_dir."""

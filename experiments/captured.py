@@ -48,6 +48,7 @@ from experiments.extraction.video import decode
 from experiments.pipeline_session import PipelineSession, is_pipeline, session_of
 from experiments.runs import CAPTURES, AnySession, Run
 from experiments.session import Session, load
+from wan import diffusers_capture
 from wan import sites as watching
 from wan.activations import Activation, SiteCapture
 from wan.blocks import VIDEO_FRAMES_PER_LATENT, block_frames
@@ -266,8 +267,8 @@ def check_requests(session: Any, requests: Sequence[CaptureRequest]) -> None:
     if not isinstance(session, PipelineSession):
         memory.check_requests(session.config, session.model_config, requests)
         return
-    for request in requests:
-        watching.check_indices("layer", request.layers, session.model_config.num_layers)
+    for model in session.models.values():
+        diffusers_capture.check_requests(model, requests)
 
 
 def check_capture(session: Any, watcher: SiteCapture, streams: bool) -> None:

@@ -46,9 +46,7 @@ MEANS_SEEDS = (0, 1)
 
 
 @contextmanager
-def edited(
-    session: "Session", config: RunConfig, edits: Sequence[Edit], batch: int = 1
-) -> Iterator[Edits | None]:
+def edited(session: Any, config: RunConfig, edits: Sequence[Edit], batch: int = 1) -> Iterator[Edits | None]:
     """Make edits while a rollout of config runs, with the means and the runs in step that they need.
 
     Those of one's own intervene() around this get what they lack, too.
@@ -92,7 +90,7 @@ def run_of(session: "Session", config: RunConfig, source: Source) -> RunInStep:
     return RunInStep(lambda: session.rollout(other))
 
 
-def source_of(session: "Session", config: RunConfig, source: Source) -> "tuple[Session, RunConfig]":
+def source_of(session: Any, config: Any, source: Source) -> tuple[Any, Any]:
     """Return the session and config that make the run that a source names."""
     changes = {
         name: getattr(source, name) for name in ("prompt", "seed") if getattr(source, name) is not None

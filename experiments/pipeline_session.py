@@ -568,7 +568,7 @@ class PipelineSession(AnySession):
 
 # --- Calls of a pipeline
 # Arguments that say nothing of a video's numbers, or that its prompt and seed say
-NOT_NUMBERS = ("generator", "output_type", "return_dict", "prompt", "prompt_embeds")
+NOT_NUMBERS: tuple[str, ...] = ("generator", "output_type", "return_dict", "prompt", "prompt_embeds")
 NOT_NUMBERS += ("callback_on_step_end", "callback_on_step_end_tensor_inputs")
 
 
@@ -784,18 +784,18 @@ def decoder_of(pipe: Any) -> Callable[[Tensor], Tensor]:
 @torch.no_grad()
 def decode_by(vae: Any, title: str, latents: Tensor) -> Tensor:
     """Decode latents by the VAE of a Wan or Hunyuan pipeline; RunError for other VAEs, which differ."""
-    config, kind = getattr(vae, "config", None), type(vae).__name__
+    kind = type(vae).__name__
     if kind not in ("AutoencoderKLWan", "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15"):
         raise RunError(f'{title} returned no video: leave output_type="latent" out, and it decodes its own')
     x = latents.transpose(1, 2).to(vae.device, vae.dtype)  # [1, C, F, h, w]
     if kind == "AutoencoderKLWan":
         mean, std = (
             torch.tensor(values).view(1, -1, 1, 1, 1).to(x)
-            for values in (config.latents_mean, config.latents_std)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
         )
         x = x / (1.0 / std) + mean
     else:
-        x = x / config.scaling_factor
+        x = x / vae.config.scaling_factor
     video = vae.decode(x, return_dict=False)[0]
     return to_pixels((video.float() / 2 + 0.5).clamp(0, 1).transpose(1, 2))[0].cpu()
 

@@ -292,7 +292,7 @@ class Run:
             pieces.append((call["query_frames"], call["key_frames"], piece))
         return assemble(pieces, num_frames)
 
-    def of_branch(self, branch: str) -> "Run":
+    def of_branch(self, branch: str | None) -> "Run":
         """Return the run as if only one branch of guidance had been captured."""
         return replace(self, records=[call for call in self.records if call["branch"] == branch])
 

@@ -46,8 +46,8 @@ class Window:
         if x.ndim == 3:
             if x.shape[1] >= video.before + video.total:
                 self.first = video.before
-            grid = arguments.get("height"), arguments.get("width")
-            if None in grid or grid[0] * grid[1] != video.tokens:
+            grid = arguments.get("height") or 0, arguments.get("width") or 0
+            if grid[0] * grid[1] != video.tokens:
                 grid = video.tokens, 1
             tokens = x[:, self.first : self.first + video.total]
             self.frames = tokens.unflatten(1, (video.frames, *grid)).permute(0, 1, 4, 2, 3)
@@ -145,7 +145,7 @@ def show(site: str, parts: Parts, x: Tensor) -> Tensor:
 
 def coefficients(model: nn.Module, told: Told, at: Pass, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return a and b of x0 = a·x_t + b·output, [1, F or 1, 1, 1, 1], by the scheduler's prediction type."""
-    scheduler = getattr(told.pipeline, "scheduler", None)
+    scheduler: Any = getattr(told.pipeline, "scheduler", None)
     config = getattr(scheduler, "config", {})
     one = x.new_ones(1, 1, 1, 1, 1)
     # 1. Noise levels of frames, or of a model whose time is its noise level.
