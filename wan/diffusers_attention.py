@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,16 @@ class Forward:
     family: Family
     check: FrameCheck
     text: list[int] = field(default_factory=list)  # by item: tokens behind the frames before the prompt's
-    norms: list[tuple[Site, nn.Module, Tensor]] = field(default_factory=list)  # compared, not yet read
+    compared: list["Comparison"] = field(default_factory=list)  # not yet read
+
+
+class Comparison(NamedTuple):
+    """Whether the queries of a call are [in order, in order or changed otherwise], bool on their device."""
+
+    site: Site
+    module: nn.Module
+    answer: Tensor
+    is_proof: bool  # False: that they are in order says nothing of what comes after
 
 
 @dataclass(eq=False)
@@ -53,6 +62,7 @@ class Caller:
     has_image_keys: bool = False
     has_called: bool = False
     norms: Norms | None = None  # of the queries that its norm returned
+    given: Any = None  # hidden states [B, L, C]
 
 
 class Reached(BaseException):
@@ -69,9 +79,9 @@ IS_EXPERIMENT: ContextVar[bool] = ContextVar("diffusers_experiment", default=Fal
 
 
 @contextmanager
-def calling(site: Site | None, module: nn.Module, num_heads: int) -> Iterator[Caller]:
-    """Say that an attention module calls while the context lasts."""
-    before, caller = CALLER.get(), Caller(site, module, num_heads)
+def calling(site: Site | None, module: nn.Module, num_heads: int, given: Any = None) -> Iterator[Caller]:
+    """Say that an attention module, given hidden states, calls while the context lasts."""
+    before, caller = CALLER.get(), Caller(site, module, num_heads, given=given)
     CALLER.set(caller)
     try:
         yield caller
@@ -101,6 +111,31 @@ def note_norms(normed: Any) -> None:
     elif normed.shape[1] == caller.num_heads != normed.shape[2]:
         normed = normed.transpose(1, 2)
     caller.norms = norms_of(normed.detach())
+
+
+SAMPLED = 8  # channels that are compared
+
+
+def note_projected(x: Any) -> None:
+    """Compare the hidden states that a module projects to queries with those that it was given.
+
+    Rows of others, as of text, may have been put behind them. Most processors hand on the same tensor.
+    """
+    caller, forward = CALLER.get(), FORWARD.get()
+    if caller is None or caller.site is None or caller.given is x or forward is None or not is_looked_at():
+        return
+    given = caller.given
+    if not isinstance(given, Tensor) or given.device != x.device or given.ndim != 3 or x.ndim != 3:
+        return
+    if x.shape[0] != given.shape[0] or x.shape[1] < given.shape[1] or x.shape[2] != given.shape[2]:
+        return
+    sent = x[:, : given.shape[1], :SAMPLED].detach().float()
+    given = given[..., :SAMPLED].detach().float()
+    is_equal = torch.isclose(given, sent, rtol=1e-2, atol=1e-4).all()
+    is_sum_equal = torch.isclose(given.sum(1), sent.sum(1), rtol=1e-2, atol=1e-2).all()
+    # Other rows of the same sum are a permutation; anything else is not known.
+    answer = torch.stack([is_equal, is_equal | ~is_sum_equal])
+    forward.compared.append(Comparison(caller.site, caller.module, answer, is_proof=False))
 
 
 # --- What modules return
@@ -312,23 +347,25 @@ def compare_queries(forward: Forward, caller: Caller, site: Site, q: Tensor, aro
     sent = norms_of(q[:, rows].detach())
     if normed[0].shape != sent[0].shape:
         raise _permuted(site, caller.module)
-    forward.norms.append((site, caller.module, compare_norms(normed, sent, q.dtype)))
+    answer = compare_norms(normed, sent, q.dtype)
+    forward.compared.append(Comparison(site, caller.module, answer, is_proof=True))
     if not q.is_cuda:
         read_comparisons(forward)
 
 
 def read_comparisons(forward: Forward) -> None:
     """Note which calls have their queries in order. ConfigError where tokens were permuted."""
-    if not forward.norms:
+    if not forward.compared:
         return
-    compared, forward.norms = forward.norms, []
-    answers = torch.stack([answer for *_, answer in compared]).tolist()
-    for (site, module, _), (is_in_order, is_scaled) in zip(compared, answers, strict=True):
+    compared, forward.compared = forward.compared, []
+    answers = torch.stack([comparison.answer for comparison in compared]).tolist()
+    in_order = forward.check.in_order
+    for (site, module, _, is_proof), (is_in_order, is_changed) in zip(compared, answers, strict=True):
         # Image tokens may have queries of their own, which another norm made.
-        if not is_in_order and not is_scaled and site.kind != "cross_image":
+        if not is_in_order and not is_changed and site.kind != "cross_image":
             raise _permuted(site, module)
-        if is_in_order:
-            forward.check.in_order[site] = True
+        if is_proof or not is_in_order:
+            in_order[site] = is_in_order and in_order.get(site, True)
 
 
 def _permuted(site: Site, module: nn.Module) -> ConfigError:

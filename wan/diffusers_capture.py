@@ -186,6 +186,9 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
             norm = getattr(module, "norm_q", None)
             if isinstance(norm, nn.Module):
                 wrap(norm, _call_norm, stack)
+            projection = getattr(module, "to_q", None)
+            if isinstance(projection, nn.Module):
+                wrap(projection, _call_projection, stack)
             norm = getattr(module, "norm_added_k", None)
             if norm is None:
                 norm = getattr(module, "k_img_norm", None)
@@ -330,7 +333,10 @@ def _call_attention(
             f"layer {site.layer}: its processor is {type(module.processor).__name__}, which was set while "
             "captures and edits watch: set it before them"
         )
-    with attention.calling(site, module, num_heads) as caller:
+    given = kwargs.get("hidden_states")
+    if args:
+        given = args[0]
+    with attention.calling(site, module, num_heads, given) as caller:
         out = original(*args, **kwargs)
     if site is None:
         return out
@@ -343,6 +349,11 @@ def _call_attention(
         )
     name = {"self": "attn_out", "cross": "cross_out"}[site.kind]
     return attention.show_output(name, site.layer, out)
+
+
+def _call_projection(original: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+    attention.note_projected(x)
+    return original(x, *args, **kwargs)
 
 
 def _call_norm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

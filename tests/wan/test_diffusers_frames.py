@@ -254,6 +254,30 @@ def test_a_processor_that_permutes_tokens_is_refused(layer, scale):
     assert not calls
 
 
+class Early(transformer_wan.WanAttnProcessor):
+    """Put tokens in another order before they are projected."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
+        order = torch.arange(hidden_states.shape[1]).view(F, -1).T.flatten()
+        if encoder_hidden_states is None:
+            rotary_emb = tuple(x[:, order] for x in rotary_emb)
+        out = super().__call__(
+            attn, hidden_states[:, order], encoder_hidden_states, attention_mask, rotary_emb
+        )
+        return out[:, order.argsort()]
+
+
+@pytest.mark.parametrize("layer, name", [(0, "attn1"), (1, "attn1"), (1, "attn2")])
+def test_tokens_that_are_permuted_before_their_projection_are_refused(layer, name):
+    model, given = made("wan")
+    plain = run(model, given)
+    getattr(model.blocks[layer], name).processor = Early()
+    torch.testing.assert_close(run(model, given), plain, atol=1e-5, rtol=1e-5)
+    refused = pytest.raises(ConfigError, match="frame")
+    with refused, capture_diffusers(model, granularity="frame", kinds=("self", "cross")):
+        run(model, given)
+
+
 def test_layers_whose_order_nobody_can_tell_are_unverified():
     model, given = made("wan")
     model.blocks[0].attn1.processor = Scaling()
