@@ -521,7 +521,7 @@ class PipelineSession(AnySession):
     def opened(self, layout: Any = None) -> Iterator[None]:
         """Let captures and edits see this pipeline while the context lasts, and its calls be runs."""
         with (
-            diffusers_capture.watching(self.pipe, layout or self.layout),
+            diffusers_capture.watching(self.pipe, self.layout if layout is None else layout),
             noted_prompts(self.pipe),
             wrapped_call(self.pipe),
         ):

@@ -7,6 +7,7 @@ input and looks which queries change (slices_of_rows); and since RoPE keeps norm
 gets have those that the module's own norm returned, row by row (compare_norms).
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -176,17 +177,42 @@ def of_coordinates(coordinates: Tensor, num_frames: Any) -> VideoTokens:
     return VideoTokens(len(shown), counts[shown[0]], before, names=(("condition", before),))
 
 
+def require_two_parameters(layout: Callable[..., Any]) -> None:
+    """Raise ConfigError for a function that cannot be called as layout(config, arguments)."""
+    try:
+        inspect.signature(layout).bind(None, None)
+    except ValueError:  # some functions of C do not say what they take
+        return
+    except TypeError:
+        raise ConfigError(
+            f"{short_repr(layout)} is no layout: it is called with the model's config and the arguments of "
+            "its forward, and returns (frames, tokens of each)"
+        ) from None
+
+
+def checked_layout(layout: Any) -> VideoTokens:
+    """Return where frames lie, of numbers of a user or of the user's function. ConfigError for others."""
+    numbers = layout
+    if isinstance(layout, VideoTokens):
+        numbers = layout[:3]
+    is_numbers = isinstance(numbers, Sequence) and len(numbers) in (2, 3) and {*map(type, numbers)} == {int}
+    if not (is_numbers and min(numbers[:2]) > 0 and min(numbers) >= 0):
+        raise ConfigError(f"{short_repr(layout)} is no layout: {SAY_WHERE}")
+    return VideoTokens(*layout)
+
+
 def told_layout(layout: Any, family: "Family | None") -> Locate:
     """Return where frames lie as a user says it; ConfigError for what is no layout."""
-    is_numbers = isinstance(layout, Sequence) and len(layout) in (2, 3) and {*map(type, layout)} == {int}
-    if not callable(layout) and not (is_numbers and min(layout[:2]) > 0 and min(layout) >= 0):
-        raise ConfigError(f"{short_repr(layout)} is no layout: {SAY_WHERE}")
+    if callable(layout):
+        require_two_parameters(layout)
+    else:
+        checked_layout(layout)
 
     def locate(config: Any, arguments: Mapping[str, Any], variables: Variables) -> VideoTokens:
         numbers = layout
         if callable(layout):
             numbers = layout(config, arguments)
-        video = VideoTokens(*numbers)
+        video = checked_layout(numbers)
         if not video.names:
             video = video._replace(names=(("before", video.before),))
         if family is not None and family.locate is of_latents:

@@ -21,6 +21,7 @@ from conftest import ROOT
 from fontTools.fontBuilder import FontBuilder
 from fontTools.pens.ttGlyphPen import TTGlyphPen
 from helpers.refusals import refused
+from helpers.video_transformers import made
 from matplotlib import font_manager
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -643,3 +644,21 @@ def test_what_is_no_address_of_a_scheduler_is_refused(address):
     flags = Namespace(workers=None, scheduler=address, slurm=None, quiet=True)
     with refused("--scheduler .*write tcp://HOST:PORT"), dask_client(flags):
         pass
+
+
+NO_LAYOUTS = {
+    "a function that returns None": lambda config, arguments: None,
+    "a function that takes nothing": lambda: (3, 6),
+    "negative numbers": (-3, -6),
+    "negative numbers of a function": lambda config, arguments: (-3, -6),
+    "text of a function": lambda config, arguments: ("3", "6"),
+    "one number": lambda config, arguments: (3,),
+    "an array": np.array([3, 6]),
+}
+
+
+@pytest.mark.parametrize("layout", [*NO_LAYOUTS.values()], ids=[*NO_LAYOUTS])
+def test_what_is_no_layout_of_a_pipeline_is_refused(layout):
+    model, inputs = made("cosmos")
+    with refused("is no layout"), torch.no_grad(), capture(model, layout=layout):
+        model(**inputs)
