@@ -13,6 +13,7 @@ own, ATTENTION_WEIGHT_CAPTURE.during(Pass(...)) around a forward takes precedenc
 
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -111,6 +112,8 @@ class Watched:
 
 
 _open: dict[int, Watched] = {}  # by the transformer's id
+# What the experiment found of each transformer: its frames lie where they lay when it was watched before
+_places: weakref.WeakKeyDictionary[nn.Module, dict[Any, Checked]] = weakref.WeakKeyDictionary()
 _replaced: dict[int, tuple[Any, int]] = {}  # by the id of a module's names: the original, how many watch
 _lock = Lock()
 
@@ -175,6 +178,7 @@ def _install(transformer: Any, name: str | None, pipeline: Any, layout: Any) -> 
     # 2. Everything is undone in reverse order, also where a module is refused half-way.
     with ExitStack() as stack:
         watched = Watched(transformer, name, pipeline, family, layers, stack, layout)
+        watched.places = _places.setdefault(transformer, {})
         if layers:
             of_layers = {part for block in (*layers, *early) for part in block.modules()}
             watched.resting = [part for part in _attention_in(transformer) if part not in of_layers]
@@ -506,7 +510,7 @@ def _place_of(
     processors = {
         type(part.processor) for part in watched.transformer.modules() if hasattr(part, "processor")
     }
-    key = forward.video, frozenset(shapes.items()), frozenset(processors)
+    key = forward.video, watched.family, frozenset(shapes.items()), frozenset(processors)
     if key not in watched.places:
         x = arguments["hidden_states"]
         plain = _first_queries(watched, args, kwargs, x)
