@@ -410,7 +410,7 @@ class PipelineSession(AnySession):
             return None
         if family.cross:
             return "cross"
-        if family.has_text_behind:
+        if family.text_of is not None:
             return "self"
         return None
 
