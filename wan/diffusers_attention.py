@@ -62,7 +62,7 @@ class Caller:
     has_image_keys: bool = False
     has_called: bool = False
     norms: Norms | None = None  # of the queries that its norm returned
-    given: Any = None  # hidden states [B, L, C]
+    given: object = None  # hidden states [B, L, C]
 
 
 class Reached(BaseException):

@@ -586,7 +586,7 @@ def without_caches(model: nn.Module) -> Iterator[None]:
     """Let hooks of diffusers that keep a state, as caches do, neither act nor see calls in this context."""
     silenced = []
     for part in model.modules():
-        registry: Any = getattr(part, "_diffusers_hook", None)
+        registry = getattr(part, "_diffusers_hook", None)
         if registry is None:
             continue
         for name, functions in zip(registry._hook_order, registry._fn_refs, strict=True):

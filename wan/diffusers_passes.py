@@ -290,7 +290,7 @@ class Evaluations:
     """Counts forwards that nothing else tells apart, anew for each run and each schedule of timesteps."""
 
     counts: Counter[Any] = field(default_factory=Counter)
-    run: Any = None
+    run: object = None
     schedule: ReferenceType[Any] | None = None
 
     def number(self, parts: Parts, pipeline: Any) -> Parts:

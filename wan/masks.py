@@ -107,7 +107,7 @@ def _reader(mask: Tensor) -> Callable[[int, int], Tensor] | None:
 
 def _reader_of_blocks(mask: Any, len_k: int) -> Callable[[int, int], Tensor]:
     """Return a reader of the rows of a BlockMask, which computes what it hides where that is needed."""
-    flex: Any = sys.modules[type(mask).__module__]
+    flex = sys.modules[type(mask).__module__]
 
     def read(start: int, stop: int) -> Tensor:
         def shifted(item: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:

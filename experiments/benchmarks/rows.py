@@ -473,7 +473,7 @@ def transformers(args: argparse.Namespace, config: RunConfig) -> Iterator[list[R
         outputs: dict[str, Tensor] = {}
 
         def forward(name: str, *requests: CaptureRequest, model=model, given=arguments, kept=outputs) -> None:
-            capture: Any = nullcontext()
+            capture: AbstractContextManager[Any] = nullcontext()
             if requests:
                 capture = diffusers_capture.capture_diffusers(model, *requests)
             with capture:
