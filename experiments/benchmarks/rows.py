@@ -81,6 +81,7 @@ class Row:
     seconds: Callable[[], float]
     facts: Callable[[], Record] = dict
     optional: bool = False  # of another's package: an error makes it absent
+    warms_up: bool = True  # a command of its own does not
 
 
 def run(argv=None):
@@ -143,7 +144,10 @@ def in_turn(rows: list[Row], repeats: int, warm_ups: int = 1) -> Table:
     for row in rows:
         table[row.name] = {"measured": row.measured}
         try:
-            table[row.name] |= warmed_up(row, warm_ups)
+            calls = warm_ups
+            if not row.warms_up:
+                calls = 0
+            table[row.name] |= warmed_up(row, calls)
         except Exception as error:
             if not row.optional:
                 raise
@@ -503,9 +507,10 @@ def notebooks(args: argparse.Namespace, config: RunConfig) -> Iterator[list[Row]
         raise ConfigError(f"{ATLAS} is not there; run: bash experiments/quickstart.sh")
     for notebook in NOTEBOOKS:
         stem = notebook.removesuffix(".ipynb")
+        first, further = partial(cpu_seconds, notebook, 0), partial(seconds_of_further, notebook)
         yield [
-            Row(f"{stem}, first layer", "CPU seconds of the command", partial(cpu_seconds, notebook, 0)),
-            Row(f"{stem}, each further layer", "CPU seconds", partial(seconds_of_further, notebook)),
+            Row(f"{stem}, first layer", "CPU seconds of the command", first, warms_up=False),
+            Row(f"{stem}, each further layer", "CPU seconds", further, warms_up=False),
         ]
 
 
