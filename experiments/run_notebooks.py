@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from experiments.running.cli import Parser, count, count_or_none, input_path, main
+from experiments.running.parameters import NOTEBOOKS
 from wan.errors import ConfigError
-
-NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_figure4", "layer_atlas")]
 
 
 def layers(text: str) -> list[int]:

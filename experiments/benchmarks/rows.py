@@ -41,8 +41,8 @@ from experiments.caches.files import Record, require_writable, save_report
 from experiments.configs import policy_settings
 from experiments.extraction import video
 from experiments.provenance import choose_device, choose_dtype, environment
-from experiments.run_notebooks import NOTEBOOKS
 from experiments.running.cli import config_from, count, main, run_parser
+from experiments.running.parameters import NOTEBOOKS
 from experiments.running.torchrun import end_at_once, this_rank
 from experiments.session import load_pipeline, pipeline_of
 from wan import backends, diffusers_attention, diffusers_capture

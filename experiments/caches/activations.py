@@ -132,7 +132,7 @@ class Activations(Sequence[Tensor]):
 
         That is evaluations and branches where there are several, and experts that ran at the same step.
         """
-        coordinates: dict[str, list[Any]] = {}
+        coordinates = dict[str, list[Any]]()
         for name in COORDINATES:
             values = {getattr(place, name) for place in self.places}
             if None in values or (len(values) == 1 and name in OF_SOME):
@@ -173,7 +173,7 @@ class Activations(Sequence[Tensor]):
     def stack(self) -> Tensor:
         """Stack all calls to one tensor, whose axes have the names axes; CacheError where shapes differ."""
         coordinates = self.coordinates
-        by_key: dict[tuple[Any, ...], Tensor] = {}
+        by_key = dict[tuple[Any, ...], Tensor]()
         for place, value in zip(self.places, self.values, strict=True):
             key = tuple(getattr(place, name) for name in coordinates)
             if key in by_key:
@@ -194,7 +194,7 @@ class Activations(Sequence[Tensor]):
         return torch.stack([by_key[key] for key in keys]).unflatten(0, lengths)
 
     def __repr__(self) -> str:
-        numbers: dict[str, Any] = dict(self.coordinates)
+        numbers = dict[str, Any](self.coordinates)
         numbers |= {name: self.chosen[name] for name in ("frames", "heads") if name in self.chosen}
         calls = ", ".join(f"{name} {list(values)}" for name, values in numbers.items())
         shapes = {str(list(value.shape)) for value in self.values}

@@ -365,7 +365,7 @@ def keys_of(path: Path, passes: Sequence[Views]) -> dict[str, Any] | None:
         return None
     by_axis = {}
     for axis in AXES:
-        coded: list[dict[str, Any]] = []
+        coded = list[dict[str, Any]]()
         for views in passes:
             coded.append({})
             for quantity, view in views.items():

@@ -19,6 +19,8 @@ from experiments.caches.files import in_words
 from wan.errors import ConfigError, did_you_mean, library_reads, short_repr
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
+# Those that run_notebooks.py runs a layer at a time
+NOTEBOOKS = [f"{n}.ipynb" for n in ("extract_all_attention", "plt_fig4", "plot_figure4", "layer_atlas")]
 CHECKED = "_parameters_were_checked"  # a name in a kernel: what appears later are the user's variables
 OF_IPYTHON = ("In", "Out", "exit", "quit", "get_ipython", "open")
 
