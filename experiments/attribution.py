@@ -288,8 +288,7 @@ def _attribute_pipeline(
         for site in sites:
             if check_site(site) in OF_FORWARD:
                 raise ConfigError(f"{site} belongs to no layer: attribute a site such as z or mlp_out")
-            config: Any = planned.configs[0]
-            Patch(site, source, passes="denoise").check_source(config)
+            Patch(site, source, passes="denoise").check_source(planned.configs[0])  # type: ignore[arg-type]
         # 2. The source, without anybody's edits: its activations at sites, and its x0.
         of_call = session.replaced(call=planned, config=planned.configs[0])
         theirs, other = source_of(of_call, planned.configs[0], source)

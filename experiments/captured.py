@@ -7,7 +7,7 @@ seen["resid_post"].stack()
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,7 @@ from experiments.caches.store import layer_from_atlas, layers_of, require_one_mo
 from experiments.caches.view import Profiles, open_profiles
 from experiments.extraction import cache_builders
 from experiments.extraction.video import decode
-from experiments.pipeline_session import PipelineSession, is_pipeline, session_of
+from experiments.pipeline_session import PipelineLens, PipelineSession, is_pipeline, session_of
 from experiments.runs import CAPTURES, AnySession, Run
 from experiments.session import Session, load
 from wan import diffusers_capture
@@ -890,19 +890,37 @@ class Comparison:
 
 # --- The x0 lens
 def x0_lens(
-    session: Session,
+    session: Any,
     prompt: str | None = None,
     seed: int | None = None,
     *,
     layers: int | Collection[int] | None = None,
     blocks: int | Collection[int] | None = None,
+    **call: Any,
 ) -> "Lens":
     """Decode x0 from the residual stream after each layer, with the model's own norm, modulation and head.
 
     This is the logit lens (nostalgebraist 2020) for this model. The head was trained on the last layer only:
-    a layer whose x0 looks empty may still hold information that later layers use.
+    a layer whose x0 looks empty may still hold information that later layers use. call are further arguments
+    of a pipeline, of whose conditional branch it is.
     """
+    session = as_session(session)
     chosen, rows = as_numbers("layers", layers), as_numbers("blocks", blocks)
+    if isinstance(session, PipelineSession):
+        if rows is not None:
+            raise ConfigError("a pipeline makes all frames at once, not in blocks: leave blocks out")
+        if seed is not None:
+            call["generator"] = torch.Generator().manual_seed(seed)
+        of_passes = dict[tuple[int, int, int], Tensor]()
+        with session.opened(), ExitStack() as stack:
+            check_capture(session, SiteCapture(("resid_post",), chosen), streams=True)
+            for model in session.models.values():  # experts have steps of their own
+                lens = PipelineLens(model, chosen, of_passes)
+                lens.models = frozenset([id(model)])
+                stack.enter_context(watching.watched(lens))
+                stack.enter_context(lens.hooked())
+            run = session.generate(prompt, **call)
+        return Lens(run, of_passes, None)
     require_ascending("blocks", rows, "blocks come in the order of the rollout")
     if session.bidirectional or session.config.sampler != "blocks":
         raise ConfigError("x0_lens reads runs whose blocks are denoised one by one: sampler blocks")
@@ -934,7 +952,7 @@ def x0_lens(
 class Lens:
     """x0 as the head decodes it after each layer: latents by (layer, block, step), and the run itself."""
 
-    def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor], vae: VAE):
+    def __init__(self, run: Run, latents: Mapping[tuple[int, int, int], Tensor], vae: VAE | None):
         self.run, self.latents, self.vae = run, dict(latents), vae
         self.layers = list(dict.fromkeys(layer for layer, _, _ in latents))
         self.blocks, self.steps = (sorted({key[n] for key in latents}) for n in (1, 2))
@@ -952,6 +970,9 @@ class Lens:
 
     def frames(self, layer: int, block: int, step: int) -> Tensor:
         """Decode one x0 behind the video's earlier latents: uint8 [frames of the block, height, width, 3]."""
+        if self.run.decoder is not None:  # a pipeline's, of all frames
+            return self.run.decoder(self.latents[layer, block, step])
+        assert self.vae is not None
         # The decoder's convolutions look back, so it gets the earlier frames too; theirs are cut off again.
         first = block_frames(self.run.config.block_sizes, block)[0]
         latents = torch.cat([self.run.latents[:, :first].cpu(), self.latents[layer, block, step]], 1)

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -35,12 +35,14 @@ from experiments.caches.files import RunError
 from experiments.caches.formats import READ_BY
 from experiments.extraction.video import to_pixels
 from experiments.runs import AnySession, Run
+from wan import diffusers_attention as attention
 from wan import diffusers_capture, sites
 from wan import identity as identities
 from wan.capture import CapturedCall, move_to_cpu
 from wan.config import RunConfig
 from wan.diffusers_frames import family_of
-from wan.diffusers_latents import frames_at, latents_by_frame
+from wan.diffusers_latents import Window, coefficients, frames_at, latents_by_frame
+from wan.diffusers_passes import told_of
 from wan.errors import ConfigError, require_known, short_repr
 from wan.interventions import counted_edits
 from wan.sites import Watcher
@@ -175,7 +177,6 @@ class PipelineSession(AnySession):
         self.ids = self.models_watched = frozenset(map(id, self.models.values()))
         self.config = PipelineConfig(model=name_of(pipe))
         self.call: PipelineCall | None = None  # the one that runs, of a session that an edit rolls out by
-        self.layout: Any = None
         if pipe not in _loaded:
             _loaded[pipe] = identities.live_weights(self.models)
 
@@ -193,7 +194,7 @@ class PipelineSession(AnySession):
     @cached_property
     def model_config(self) -> PipelineSizes:
         """Numbers of layers and heads, as far as they are known."""
-        with diffusers_capture.watching(self.model, self.layout):
+        with diffusers_capture.watching(self.model):
             layers = diffusers_capture.count_layers(self.model)
         heads = getattr(self.model.config, "num_attention_heads", None)
         return PipelineSizes(layers, heads, getattr(self.model.config, "attention_head_dim", None))
@@ -241,7 +242,7 @@ class PipelineSession(AnySession):
         tokens = partial(self.tokens_of, planned)
         requests = [request for capture in captures for request in capture.requests_of(tokens)]
         runs: list[Run] = []
-        output: Any = None
+        output = None
         with ExitStack() as stack:
             token = rollouts.ROLLING.set(True)
             stack.callback(rollouts.ROLLING.reset, token)
@@ -521,7 +522,7 @@ class PipelineSession(AnySession):
     def opened(self, layout: Any = None) -> Iterator[None]:
         """Let captures and edits see this pipeline while the context lasts, and its calls be runs."""
         with (
-            diffusers_capture.watching(self.pipe, self.layout if layout is None else layout),
+            diffusers_capture.watching(self.pipe, layout),
             noted_prompts(self.pipe),
             wrapped_call(self.pipe),
         ):
@@ -892,3 +893,72 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray) or hasattr(value, "tobytes"):
         return hashlib.sha256(value.tobytes()).hexdigest()[:16]
     return short_repr(value)
+
+
+# --- The x0 lens
+@dataclass(eq=False)
+class PipelineLens(Watcher):
+    """Read x0 after chosen layers: a forward again, in which every layer returns what the chosen one did."""
+
+    model: nn.Module
+    layers: Sequence[int] | None
+    found: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)  # by layer, block, step
+    sees: frozenset[str] | None = frozenset({"x_t", "x0"})
+    outputs: list = field(default_factory=list)  # of each layer, in this forward
+    given: tuple = ()  # the forward's arguments
+    noisy: Tensor | None = None
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Note arguments and outputs of forwards while the context lasts."""
+        modules = diffusers_capture.layers_of(self.model)
+        if not modules:
+            raise ConfigError(f"x0_lens does not know the layers of {type(self.model).__name__}")
+        with ExitStack() as stack:
+            begin = self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            stack.callback(begin.remove)
+            for module in modules:
+                stack.callback(module.register_forward_hook(self._note).remove)
+            yield
+
+    def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
+        self.given = args, kwargs
+        self.outputs.clear()
+
+    def _note(self, module: Any, args: Any, output: Any) -> None:
+        self.outputs.append(output)
+
+    def on_activation(self, x: Tensor, where: sites.ActivationSite) -> None:
+        if where.site == "x_t":
+            self.noisy = x
+            return
+        if where.branch == "uncond":
+            return
+        forward = attention.FORWARD.get()
+        assert forward is not None and self.noisy is not None
+        told = told_of(self.model, None)
+        arguments = diffusers_capture.arguments_of(self.model, *self.given)
+        [items] = [items for at, items in forward.parts if at == where.at]
+        for layer in range(len(self.outputs)) if self.layers is None else self.layers:
+            output = Context().run(self._again, self.outputs[layer])
+            flow = Window(self.model, output[0], forward.video, arguments).frames[items]
+            a, b = coefficients(self.model, told, where.at, flow)
+            x0 = a * self.noisy[:, :, : flow.shape[2]] + b * flow
+            self.found[layer, where.block, where.step or 0] = x0.detach().cpu()
+
+    @torch.no_grad()
+    def _again(self, output: Any) -> Any:
+        """Run the forward again, whose layers all return this output."""
+        args, kwargs = self.given
+        modules, kept = diffusers_capture.layers_of(self.model), list(self.outputs)
+        before = [vars(module).get("forward") for module in modules]
+        for module in modules:
+            module.forward = lambda *_, **__: output
+        try:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        finally:
+            for module, forward in zip(modules, before, strict=True):
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+            self.outputs[:] = kept

@@ -33,7 +33,7 @@ from experiments.caches.mp4 import write_mp4
 from experiments.extraction.video import decode, load_vae, require_free, save_video
 from experiments.provenance import model_title
 from wan.blocks import block_frames
-from wan.capture import ATTENTION_WEIGHT_CAPTURE, CapturedCall, CaptureRequest
+from wan.capture import Capture, CapturedCall, CaptureRequest
 from wan.config import RunConfig
 from wan.errors import ConfigError
 from wan.interventions import Edit, config_edits
@@ -64,9 +64,7 @@ def capturing(
     """Capture what is requested, of the models of these ids alone; nothing where there is no request."""
     if not requests:
         return nullcontext([])
-    capture: Any = ATTENTION_WEIGHT_CAPTURE.capture(*requests)
-    capture.models = models
-    return capture
+    return Capture(tuple(requests), models=models)
 
 
 def all_edits(edits: Sequence[Edit], touched: Mapping[Edit, int]) -> list[Edit]:

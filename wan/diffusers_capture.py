@@ -123,6 +123,11 @@ def count_layers(transformer: Any) -> int | None:
     return len(_open[id(transformer)].layers) or None
 
 
+def layers_of(transformer: Any) -> list[nn.Module]:
+    """Return the layers of a watched transformer, in order; none where its family is not known."""
+    return _open[id(transformer)].layers
+
+
 @contextmanager
 def _watched(transformer: Any, name: str | None, x: Any, layout: Any) -> Iterator[None]:
     key = id(transformer)

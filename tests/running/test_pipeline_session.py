@@ -18,6 +18,7 @@ from experiments import (
     gradients,
     intervene,
     load,
+    x0_lens,
 )
 from experiments.caches.files import CacheError, RunError
 from wan.capture import ATTENTION_WEIGHT_CAPTURE
@@ -472,3 +473,16 @@ def test_calls_that_nothing_tells_apart_are_an_axis_or_refused():
     same = replace(table.places[0])
     with pytest.raises(CacheError, match="two calls are of"):
         replace(table, places=(same, same, same)).stack()
+
+
+def test_the_lens_of_the_last_layer_is_the_steps_x0(pipeline):
+    given = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "max_sequence_length": 16}
+    with capture(pipeline, "x0") as seen:
+        lens = x0_lens(pipeline, "a circle", seed=1, output_type="latent", **given)
+    assert (lens.layers, lens.blocks, lens.steps) == ([0, 1], [0], [0, 1])
+    for step in (0, 1):
+        own = seen["x0"].at(branch="cond", step=step)[0]
+        torch.testing.assert_close(lens.latents[1, 0, step], own, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(lens.latents[0, 0, step], own, atol=1e-2)
+    assert lens.distance.shape == (2, 1, 2) and lens.frames(0, 0, 1).shape == (9, 64, 64, 3)
+    assert lens.run.common["weights"] == "pipeline"
