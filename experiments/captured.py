@@ -85,7 +85,9 @@ def as_session(x: Any) -> Any:
         return x
     if is_pipeline(x):
         return session_of(x)
-    raise ConfigError(f"{short_repr(x)} is no session, no pipeline of diffusers and no transformer")
+    raise ConfigError(
+        f"a {type(x).__name__} is no session, no pipeline of diffusers with a transformer, and no model"
+    )
 
 
 def resolved_steps(session: Any, steps: Sequence[int] | None) -> list[int] | None:

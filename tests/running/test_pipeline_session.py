@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,6 +261,10 @@ def test_a_run_has_latents_video_seed_and_settings(pipeline):
         load(pipeline.transformer).generate("a circle")
     with pytest.raises(ValueError, match="takes num_frames when it is called"):
         load(pipeline, num_frames=3)
+    for thing in (5, [1], SimpleNamespace(unet=pipeline.transformer)):
+        with pytest.raises(ValueError, match="is no session, no pipeline") as error, capture(thing):
+            pass
+        assert len(str(error.value)) < 120
     with pytest.raises(ValueError, match="5 is no name or path of a config, no folder"):
         load(5)
 
