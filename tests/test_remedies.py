@@ -113,6 +113,7 @@ KNOWN = {
     "experiments/analysis/sweeps.py": 1,
     "experiments/caches/mp4.py": 1,  # pip
     "experiments/extraction/sweep.py": 1,  # pip
+    "experiments/benchmarks/rows.py": 1,  # the quickstart
     "wan/backends.py": 1,  # pip
     "wan/files.py": 1,  # downloads
 }

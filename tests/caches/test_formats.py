@@ -125,7 +125,7 @@ def named(value):
     [
         ({"seed": "42"}, "seed is '42'; it should be a valid integer"),
         ({"seed": 2**70}, "seed is .*; it should be less than 9223372036854775808"),
-        ({"prompt": None}, "prompt is None; it should be a valid string"),
+        ({"prompt": 3}, "prompt is 3; it should be a valid string"),
         ({"prompt": "a" * 100_001}, "has 100001 characters"),
         ({"num_heads": 0}, "num_heads is 0; it should be greater than or equal to 1"),
         ({"head_dim": 0}, "head_dim is 0; it should be greater than or equal to 1"),

@@ -99,11 +99,11 @@ def test_chosen_layers_blocks_and_passes_as_logits(tiny, tmp_path):
     chosen = ["--layer_indices", "1", "0", "--blocks", "0", "-1", "--steps", "2", "0", "--capture", "logits"]
     cache = extract(run_extraction, tmp_path / "c.pt", *short(tiny), *chosen)
     tags = [(call["block"], call["step"], call["layer_idx"]) for call in cache["attention_weights"]]
-    assert tags == [(b, s, layer) for b in (0, 1) for s in (0, 2) for layer in (0, 1)]  # the rollout's order
+    assert tags == [(b, s, layer) for b in (0, 1) for s in (0, 2) for layer in (1, 0)]  # as they were named
     assert cache["is_logits"] and cache["layer_indices"] == [1, 0]
     last, first = open_call(cache, 7, "mass"), open_call(cache, 0)
-    assert (last.layers, last.pass_label, last.matrix_rows) == ((1,), "clean pass (t = 0)", (3, 4, 5))
-    assert abs(last.frame_matrix(1).sum(-1) - 1).max() < 1e-5
+    assert (last.layers, last.pass_label, last.matrix_rows) == ((0,), "clean pass (t = 0)", (3, 4, 5))
+    assert abs(last.frame_matrix(0).sum(-1) - 1).max() < 1e-5
     assert (first.query_frames, first.own_block, first.context_frames) == ((0, 1, 2), (0, 1, 2), ())
 
 
@@ -304,8 +304,12 @@ def test_captured_numbers_that_cannot_be_right_and_those_that_can():
 
 def test_weights_leave_the_device_for_the_encoder(monkeypatch):
     config, done = load_config("configs/wan_mini.yaml", {"num_frames": 6, "device": "cpu"}), []
-    model = SimpleNamespace(to=lambda device: done.append(str(device)))
-    pipeline = SimpleNamespace(model=model, weights="", quantised="")
+
+    class Model(torch.nn.Module):
+        def to(self, device):
+            done.append(str(device))
+
+    pipeline = SimpleNamespace(model=Model(), weights="", quantised="")
 
     def encode(config, prompts, *given):
         done.append(f"encoded {len(prompts)}")
