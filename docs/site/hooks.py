@@ -25,7 +25,7 @@ REFERENCE = {
         "Load, generate, capture",
         """experiments.session.load
         experiments.session.Session: generate model vae
-        experiments.session.Run: video save show
+        experiments.runs.Run: video save show
         experiments.captured.capture
         experiments.captured.Captured: calls tables save atlas
         experiments.captured.compare
