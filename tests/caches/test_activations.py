@@ -207,7 +207,9 @@ def test_every_changed_byte_is_refused(pipe, tmp_path):
             damaged = bytearray(whole)
             damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
             file.write_bytes(damaged)
-            with pytest.raises(CacheError, match=r"activations cannot be read.*capture that run again"):
+            unread = "activations cannot be read.*capture that run again"
+            unknown = "holds no activations of this program"  # the name of the format was hit
+            with pytest.raises(CacheError, match=f"{unread}|{unknown}"):
                 read(file)
         file.write_bytes(whole)
 

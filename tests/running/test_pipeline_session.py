@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import video_pipelines
 from helpers.checkpoints import sample, small_wan_pipeline
 from helpers.video_transformers import made
 
@@ -491,3 +492,25 @@ def test_the_lens_of_the_last_layer_is_the_steps_x0(pipeline):
         assert not torch.allclose(lens.latents[0, 0, step], own, atol=1e-2)
     assert lens.distance.shape == (2, 1, 2) and lens.frames(0, 0, 1).shape == (9, 64, 64, 3)
     assert lens.run.common["weights"] == "pipeline"
+
+
+# --- Other families: what a call of the pipeline returned is what its run and atlas are of
+@pytest.mark.parametrize(
+    ("family", "steps", "num_frames"),
+    [
+        ("video_to_video", [3, 4, 5], 3),
+        ("cosmos", [0, 1, 2], 3),
+        ("helios", [0, 1], 9),
+        ("skyreels", [0, 1, 2], 5),
+    ],
+)
+def test_a_call_of_another_family_has_the_atlas_and_latents_of_its_video(family, steps, num_frames):
+    pipe, arguments = getattr(video_pipelines, family)()
+    plain = torch.as_tensor(video_pipelines.call(pipe, arguments))
+    with capture(pipe, layers=[0]) as captured:
+        returned = torch.as_tensor(video_pipelines.call(pipe, arguments))
+    atlas, [run] = captured.atlas(), captured.runs
+    assert torch.equal(returned, plain) and torch.equal(run.latents, returned.transpose(1, 2))
+    assert (atlas["pass_steps"], atlas["branch"], atlas["frames"]) == (steps, "cond", "verified")
+    assert atlas["frame_logits"].shape == (1, len(steps), 3, num_frames, num_frames)
+    assert run.config.seed == 1
