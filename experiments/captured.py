@@ -242,8 +242,16 @@ def attention_requests(
                 raise ConfigError(
                     f"{name} belong to causal models; a pipeline makes all frames at once: leave {name} out"
                 )
-        of_text: Any = ("self", "cross", "cross_image") if cross else ("self",)
-        return [CaptureRequest(layers, of_text, None, steps, granularity, mass=mass, rope_bands=rope_bands)]  # type: ignore[arg-type]
+        request = CaptureRequest(
+            layers=layers,
+            steps=steps,
+            granularity=granularity,  # type: ignore[arg-type]
+            mass=mass,
+            rope_bands=rope_bands,
+        )
+        if cross:
+            request = replace(request, kinds=("self", "cross", "cross_image"))
+        return [request]
     if queries is not None:
         grid = cache_builders.token_grid(config)
         places = cache_builders.patches_of_mask(queries, config)

@@ -385,7 +385,7 @@ class PipelineSession(AnySession):
                     records=calls,
                     latents=video,
                     pass_timesteps=[],
-                    prompt_tokens=words_of(
+                    prompt_tokens=tokens_of_prompt(
                         self.pipe, config.prompt, columns, call.arguments.get("prompt_template")
                     ),
                     common=common,
@@ -418,7 +418,7 @@ class PipelineSession(AnySession):
     def tokens_of(self, call: PipelineCall) -> list[list[str]]:
         """Return the tokens of each video's prompt, as many as the model reads."""
         length, template = (call.arguments.get(name) for name in ("max_sequence_length", "prompt_template"))
-        return [words_of(self.pipe, config.prompt, length, template) for config in call.configs]
+        return [tokens_of_prompt(self.pipe, config.prompt, length, template) for config in call.configs]
 
     def facts_of(self, configs: Sequence[Any], *sizes: Any) -> list[dict[str, Any]]:
         count, frames = sizes
@@ -820,7 +820,7 @@ def scheduler_facts(pipe: Any) -> dict[str, Any]:
     return {"class": type(scheduler).__name__} | json.loads(json.dumps(settings, default=str))
 
 
-def words_of(
+def tokens_of_prompt(
     pipe: Any, prompt: str | None, columns: int | None, template: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Return the text of each token of a prompt, cleaned and cut off as the pipeline does before it encodes.
