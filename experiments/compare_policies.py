@@ -5,7 +5,7 @@
 
 Without --prompts the prompts are held-out scenes of the miniature, whose tracker then answers, and three
 controls stand beside the policies. A table of means over prompts is printed, with each policy's difference to
-the first one. docs/long_rollouts.md says what the numbers are.
+the first one. docs/policies.md says what the numbers are.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
     python experiments/layer_page.py cache/atlas.pt --output_path outputs/atlas.html
 
-docs/page.md says what the page does.
+notebooks/README.md says what the page does.
 """
 
 from functools import partial

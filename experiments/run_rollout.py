@@ -4,7 +4,7 @@
     python experiments/run_rollout.py --num_frames 2400 --cache_policy deep_sink --capture last:3
 
 Beside the mp4, which plays while it grows, NAME.latents/ has a file for each block, and NAME.attention/ has
-one for each captured block. docs/long_rollouts.md tells more.
+one for each captured block. docs/policies.md tells more.
 """
 
 from experiments.running.cli import config_from, main, run_parser

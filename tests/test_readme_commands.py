@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from os import environ, killpg
+from pathlib import Path
 from urllib.parse import unquote
 
 import nbformat
 import pytest
 from conftest import ROOT
+from test_layout import tracked
 
 README = (ROOT / "README.md").read_text()
 COMMAND = re.compile(r"^    ((?:bash|python|source|mkdir|papermill) [^#\n]*?)(?: {2,}#.*)?$", re.MULTILINE)
@@ -41,14 +43,54 @@ def test_every_command_is_run_or_needs_weights_and_comes_after_the_activation():
     assert bare and min(bare) > activated
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
-def test_links_and_scripts_of_a_document_lead_somewhere(path):
-    text = path.read_text()
-    links = [
-        link for link in re.findall(r"\]\((?!http|#)([^)#]+)", text) if not (path.parent / link).exists()
-    ]
+DOCUMENTS = [ROOT / name for name in tracked() if name.endswith((".md", ".ipynb"))]
+SOURCES = [ROOT / name for name in tracked() if name.endswith((".py", ".sh", ".yaml", ".yml", ".toml"))]
+MADE_BY_THE_SITE = "notebooks/gallery.md"
+
+
+def text_of(document: Path) -> str:
+    """Return a document's Markdown: the whole file, or a notebook's cells of text."""
+    text = document.read_text(encoding="utf-8")
+    if document.suffix != ".ipynb":
+        return text
+    cells = json.loads(text)["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+
+
+def anchors_of(document: Path) -> set[str]:
+    """Return the anchors that GitHub gives to a document's headings."""
+    text = re.sub(r"^```.*?^```", "", text_of(document), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def leads_somewhere(document: Path, link: str) -> bool:
+    """Say whether a relative link names a file, and one of its headings if it has an anchor."""
+    name, _, anchor = link.partition("#")
+    target = document.parent / unquote(name) if name else document
+    if anchor and target.suffix == ".md":
+        return target.is_file() and anchor in anchors_of(target)
+    return target.exists()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_scripts_of_a_document_lead_somewhere(document):
+    text = text_of(document)
+    links = re.findall(r"\]\((?!https?:|data:|attachment:)([^)\s]+)", text)
     scripts = re.findall(r"(?:bash|python) ((?:experiments|tests)/\S+\.(?:sh|py))", text)
-    assert not links and not [script for script in scripts if not (ROOT / script).exists()]
+    lost = [link for link in links if not leads_somewhere(document, link)]
+    assert not lost and not [script for script in scripts if not (ROOT / script).exists()]
+
+
+def test_documents_that_code_and_notebooks_name_are_there():
+    named = re.compile(r"\b((?:docs|experiments|notebooks|cache)/[\w/]+\.md(?:#[\w-]+)?)")
+    lost = [
+        (path.relative_to(ROOT), link)
+        for path in [*DOCUMENTS, *SOURCES]
+        for link in named.findall(path.read_text(encoding="utf-8"))
+        if link != MADE_BY_THE_SITE and not leads_somewhere(ROOT / "README.md", link)
+    ]
+    assert not lost
 
 
 def test_errors_of_the_document_are_those_of_the_code():
@@ -59,7 +101,7 @@ def test_errors_of_the_document_are_those_of_the_code():
         getattr(node, "values", [node]) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)
     ]
     said = "\n".join("".join(str(getattr(part, "value", "…")) for part in parts) for parts in texts)
-    page = (ROOT / "docs/errors.md").read_text()
+    page = (ROOT / "docs/reference.md").read_text()
     rows = re.findall(r"^\| `(.+?)` \| [^|]+ \| [^|]+ \|$", page, re.MULTILINE)
     patterns = [".*".join(map(re.escape, row.split("…"))) for row in rows]
     assert len(rows) > 8 and not [pattern for pattern in patterns if not re.search(pattern, said)]

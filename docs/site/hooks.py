@@ -14,6 +14,7 @@ DOCUMENTS = (
     "*.md",
     "docs/*.md",
     "*/README.md",
+    "experiments/findings/*/*.md",
     "cache/published/*.md",
     "tests/golden/*.md",
     "notebooks/*.ipynb",

@@ -101,7 +101,7 @@ ENDS = 0.15  # shares of the video at its beginning and end that are compared
 FLOW_SIDE = 128  # pixels of the shorter side, at most, on which motion is measured
 FLOW_EVERY = 8  # frames from one measured pair of neighbours to the next
 FASTEST = 0.05  # share of the pixels whose motion is averaged
-# Units, and which direction is good. docs/long_rollouts.md has the formulas and where they come from.
+# Units, and which direction is good. The functions below have the formulas.
 MEASURES = {
     "hue_kept": "share, higher is better",
     "sharpness": "(grey levels / 255)²",

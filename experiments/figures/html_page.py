@@ -2,7 +2,7 @@
 
     python experiments/layer_page.py cache/published/self_forcing_dmd_eagle_21f.pt
 
-This module makes the numbers, as JSON, and the files of page/ draw them. docs/page.md describes the page.
+This module makes the numbers, as JSON, and the files of page/ draw them. notebooks/README.md describes it.
 """
 
 import base64

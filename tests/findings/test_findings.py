@@ -30,6 +30,10 @@ def words(path):
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
 
 
+def article(finding):
+    return (RESULTS / finding / "README.md").read_text(encoding="utf-8")
+
+
 def numbers_of(name):
     return json.loads((RESULTS / name).read_text())
 
@@ -57,7 +61,7 @@ def test_the_figures_of_a_finding_are_the_committed_ones(finding, names, tmp_pat
 
 
 def test_the_page_has_the_contrasts_of_presence_and_identity():
-    page = (ROOT / "docs/head_memory.md").read_text().replace("−", "-")
+    page = article("head_memory").replace("−", "-")
     for one in numbers_of("head_memory/presence_and_identity.json")["contrasts"].values():
         estimate, low, high = one["t"]
         row = f"| {len(one['trainings'])} | {estimate:.2f} | {low:.2f}, {high:.2f} | {one['p_holm']:.2g} |"
@@ -68,7 +72,7 @@ def test_the_sets_of_heads_are_recounted_of_the_answers_and_told():
     report = numbers_of("head_memory/presence_and_identity.json")
     counted = recount.disjoint_of(report)
     assert counted == report["disjoint"]
-    page = (ROOT / "docs/head_memory.md").read_text().replace("−", "-")
+    page = article("head_memory").replace("−", "-")
     assert "share 1, 1, 0, 2 and 1 heads" in page
     assert [len(heads) for heads in counted["heads of P and I"].values()] == [1, 1, 0, 2, 1]
     assert "10 of 20 random sets beside P hold heads of I" in page
@@ -90,7 +94,7 @@ def test_the_sets_of_heads_are_recounted_of_the_answers_and_told():
 
 
 def test_the_page_has_the_shares_of_long_rollouts():
-    page, results = (ROOT / "docs/long_rollouts.md").read_text(), numbers_of("long_rollouts/results.json")
+    page, results = article("long_rollouts"), numbers_of("long_rollouts/results.json")
     rows = [
         line.split("|")[1:-1] for line in page.splitlines() if re.match(r"\| [\w/ ]+ \| 0\.\d\d \(", line)
     ]
@@ -108,7 +112,7 @@ def test_the_page_has_the_shares_of_long_rollouts():
 
 
 def test_the_page_has_the_contrasts_of_an_empty_past():
-    page, report = (ROOT / "docs/head_memory.md").read_text().replace("−", "-"), empty_past_of_answers()
+    page, report = article("head_memory").replace("−", "-"), empty_past_of_answers()
     for one in report["contrasts"].values():
         estimate, low, high = one["t"]
         assert f"| {estimate:.2f} | {low:.2f}, {high:.2f} | {one['p_holm']:.2g} |" in page
@@ -135,7 +139,7 @@ def empty_past_of_answers():
 
 
 def test_the_page_has_what_drift_loses():
-    page, report = (ROOT / "docs/long_rollouts.md").read_text(), numbers_of("long_rollouts/drift_losses.json")
+    page, report = article("long_rollouts"), numbers_of("long_rollouts/drift_losses.json")
     computed = drift_losses.findings_of(report["trainings"])
     assert json.loads(json.dumps(computed)).items() <= report.items()
     for name, row in report["policies"].items():
@@ -151,7 +155,7 @@ def test_the_page_has_what_drift_loses():
 
 
 def test_the_page_has_the_forecasts_of_the_sink():
-    page, report = (ROOT / "docs/first_frame.md").read_text(), numbers_of("first_frame/sink_forecast.json")
+    page, report = article("first_frame"), numbers_of("first_frame/sink_forecast.json")
     page = page.replace("−", "-").replace("*", "")
     assert json.loads(json.dumps(sink_forecast.findings_of(report["trainings"]))).items() <= report.items()
     conditions = [row for name, row in report["r"].items() if name.endswith("another caption")]
@@ -178,14 +182,14 @@ def test_the_page_has_the_forecasts_of_the_sink():
 
 
 def test_the_page_has_the_heads_that_put_frame_0_first():
-    page = (ROOT / "docs/first_frame.md").read_text().replace("*", "")
+    page = article("first_frame").replace("*", "")
     for row in first_frame.steady_heads():
         assert f"| {row['eagle']} | {row['castle']} | {row['both']} |" in page
 
 
 def test_the_page_has_the_correlations_of_attribution():
     rows = attribution_rows(numbers_of("attribution/results.json"))
-    page = (ROOT / "docs/interventions.md").read_text()
+    page = article("attribution")
     for row in rows:
         told = [str(row["pairs"]), row["ρ of a pair"], f"{row['least']:.2f}", row["ρ of the 24 strongest"]]
         told += [row[name].replace("%", " %") for name in ("the first named", "of the first 5")]
@@ -193,9 +197,9 @@ def test_the_page_has_the_correlations_of_attribution():
     assert rows[0]["ranks apart"].startswith("L3H3")
 
 
-@pytest.mark.parametrize("page", ["first_frame", "head_memory", "interventions", "long_rollouts"])
-def test_an_article_names_the_commit_at_which_it_ran(page):
-    assert "37f7f1f3" in (ROOT / f"docs/{page}.md").read_text()
+@pytest.mark.parametrize("finding", ["attribution", "first_frame", "head_memory", "long_rollouts"])
+def test_an_article_names_the_commit_at_which_it_ran(finding):
+    assert "37f7f1f3" in article(finding)
 
 
 PACKAGES = ("experiments.analysis", "experiments.caches")  # all of their modules are public

@@ -1,4 +1,4 @@
-"""Draw attribution scores of heads beside patches of them, and print how both agree (docs/interventions.md).
+"""Draw attribution scores of heads beside patches of them, and print how both agree (README.md).
 
     python experiments/findings/attribution/draw.py
 

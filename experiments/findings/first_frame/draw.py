@@ -1,4 +1,4 @@
-"""Draw Figure 4 over the paper's curves, frame 0 by block of queries, and its forecast (docs/first_frame.md).
+"""Draw Figure 4 over the paper's curves, frame 0 by block of queries, and its forecast (README.md).
 
     python experiments/findings/first_frame/draw.py
 

@@ -1,4 +1,4 @@
-"""Draw what returns from behind a wall under edits of heads' past, and frame 0 removed (docs/head_memory.md).
+"""Draw what returns from behind a wall under edits of heads' past, and frame 0 removed (README.md).
 
     python experiments/findings/head_memory/draw.py
 

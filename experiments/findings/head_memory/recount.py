@@ -3,7 +3,7 @@
     python experiments/findings/head_memory/recount.py
 
 Everything is computed of the answers in presence_and_identity.json, a letter a video, and written to its key
-"disjoint" (docs/head_memory.md).
+"disjoint" (README.md).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Draw one caption with a wall under cache policies, 60 seconds long (docs/long_rollouts.md).
+"""Draw one caption with a wall under cache policies, 60 seconds long (README.md).
 
     python experiments/findings/long_rollouts/draw.py
 
