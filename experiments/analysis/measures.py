@@ -176,6 +176,7 @@ class Measure(NamedTuple):
     scale: str  # see HeadMap
     quantity: str  # of the view: mean_logit or mass
     needs: str  # of the view: its profile, its context, or its matrices of all queries
+    meaning: str  # in words, for who does not know the name
     of: Callable[[Profiles], np.ndarray]  # -> [N, H]
 
 
@@ -188,29 +189,41 @@ def effect_of(view: Profiles, scale: Callable[[np.ndarray], np.ndarray] = np.asa
 LOGIT, ROW = "mean_logit", Measure
 MEASURES = (
     ROW("first_minus_middle", "first − middle", "logits", "diverging", LOGIT, "profile",
+        "mean logit of frame 0 less that of the frames between the first and the last",
         lambda view: head_statistics(view.profiles()).delta),
     ROW("first_minus_context", "first − context", "logits", "diverging", LOGIT, "context",
+        "mean logit of frame 0 less that of the other frames of earlier blocks",
         lambda view: first_minus_context(view.profiles(), view.context_frames)),
     ROW("equal_distance_excess", "excess at equal distance", "logits", "diverging", LOGIT, "matrices",
+        "mean logit of frame 0 less that of other frames as far from their queries",
         lambda view: equal_distance_excess(matrices(view), view.block_sizes)),
     ROW("first_frame_effect", "first-frame effect s", "logits", "diverging", LOGIT, "matrices",
+        "how much higher the mean logits of frame 0 are than query frame and distance explain",
         lambda view: effect_of(view).effect),
     ROW("first_frame_r2", "partial R² of s", "share of variance", "sequential", LOGIT, "matrices",
+        "share of what query frame and distance leave unexplained that frame 0 explains",
         lambda view: effect_of(view).partial_r_squared),
     ROW("sign_rate", "positive context logits", "share of cells", "share", LOGIT, "context",
+        "share of the frames of earlier blocks, over all queries, whose mean logit is positive",
         context_sign_rate),
     ROW("wave_amplitude", "amplitude, 1 rad/frame", "logits", "sequential", LOGIT, "context",
+        "half the height of the sine of RoPE's fastest temporal frequency that fits earlier frames best",
         lambda view: wave(view.profiles(), view.context_frames)[0]),
     ROW("wave_r2", "wave R², 1 rad/frame", "share of variance", "share", LOGIT, "context",
+        "share of the variance around a straight line that this sine explains",
         lambda view: wave(view.profiles(), view.context_frames)[1]),
     ROW("wave_period", "best-fit period, R² ≥ 0.5", "frames", "sequential", LOGIT, "context",
+        "period of the sine that fits earlier frames best, where it explains at least half",
         lambda view: best_period(view.profiles(), view.context_frames)),
     ROW("first_mass", "mass on first, of all", "share of all", "sequential", "mass", "profile",
+        "share of the attention that goes to frame 0",
         lambda view: first_frame_mass(view.profiles(), view.context_frames)[0]),
     ROW("first_context_mass", "mass on first, of context", "share of context", "sequential", "mass",
-        "context", lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
+        "context", "share of the attention to earlier blocks that goes to frame 0",
+        lambda view: first_frame_mass(view.profiles(), view.context_frames)[1]),
     # Unlike s it depends on the spread within a frame:
     ROW("log_mass_effect", "s of log mass", "log ratio", "diverging", "mass", "matrices",
+        "the first-frame effect of the logarithm of the mass",
         lambda view: effect_of(view, np.log).effect),
 )  # fmt: skip
 FIRST_FRAME = ("first_minus_middle", "equal_distance_excess", "first_frame_effect", "log_mass_effect")

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from experiments.analysis.axes import AXES, key_columns
-from experiments.analysis.measures import head_statistics, measure_heads, open_quantity
+from experiments.analysis.measures import MEASURES, head_statistics, measure_heads, open_quantity
 from experiments.analysis.stats import mean_without_nan
 from experiments.analysis.taxonomy import ANCHOR, KINDS, Thresholds, head_kinds
 from experiments.analysis.video_maps import open_map, places_of
@@ -46,6 +46,14 @@ QUANTITIES = ("mean_logit", "mass")
 # everywhere, so its steps are fine near 0.
 ABOUT = {"mean_logit": ("logits", "mean logit", 1), "mass": ("share of 1", "attention mass", 2)}
 STATISTICS = ("first", "middle", "last", "delta", "ratio")
+# What the page says of a kind of heads, beside it
+SIGNS = "q·k is positive for {} % of the pairs of a query frame and a frame of an earlier block"
+KIND_MEANINGS = {
+    "anchor": SIGNS.format("at least {anchor:.0f}"),
+    "wave": SIGNS.format("{veil:.0f} to {anchor:.0f}"),
+    "veil": SIGNS.format("at most {veil:.0f}"),
+    "positive": SIGNS.format("at least {anchor:.0f}") + ", but its mean at frame 0 is negative",
+}
 LONGEST = {"model": 120, "source": 600, "note": 400, "label": 120}  # letters of what a cache says in words
 MOST_NOTES = 20
 MAX_MB = 16.0  # both quantities of five passes of 30 x 12 heads x 72 frames are 14 MB
@@ -191,12 +199,15 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
     source = view.source
     if view.edits:
         source = f"edited: {view.edits}. {source}"
+    limits = Thresholds()
+    percent = {"anchor": 100 * limits.anchor_min, "veil": 100 * limits.veil_max}
     quantities = {
         name: {"label": LABELS[name], "unit": ABOUT[name][0], "name": ABOUT[name][1]} for name in passes[0]
     }
     data: dict[str, Any] = {
         "model": words(view.model, LONGEST["model"]),
         "title": words(short_source(view.source), LONGEST["source"]),
+        "subtitle": words(beside_title(view), LONGEST["source"]),
         "source": words(source, LONGEST["source"]),
         "notes": [words(note, LONGEST["note"]) for note in [*view.notes[:MOST_NOTES], *notes]],
         "layers": list(view.layers),
@@ -206,6 +217,8 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
         "blocks": list(view.block_sizes),
         "query_frames": list(view.query_frames),
         "quantities": quantities,
+        "meanings": {measure.name: measure.meaning for measure in MEASURES},
+        "kinds": {name: meaning.format(**percent) for name, meaning in KIND_MEANINGS.items()},
         "passes": [pass_data(views, averages) for views in passes],
     }
     # 1. What cannot be left out
@@ -231,6 +244,19 @@ def fit(passes: Sequence[Views], max_bytes: int, notes: Sequence[str] = ()) -> d
         missing = f"Frame matrices of {len(chosen)} of {len(passes)} passes are shown"
         data["notes"].append(f"{missing}: more would not fit in one page. Allow more with --max_mb.")
     return data
+
+
+def beside_title(view: Profiles) -> str:
+    """Return what the title leaves out of the source: edits, the weights, and a long prompt."""
+    parts = []
+    if view.edits:
+        parts.append(f"Edited: {view.edits}")
+    if short_source(view.source).count("…") > view.source.count("…"):  # the title has cut the prompt
+        parts.append(view.source)
+    else:
+        kind, _, file = view.source.partition(" (")[2].partition("), ")[0].partition(": ")
+        parts.append(f"Weights: {file} ({kind})" if file else f"Weights: {kind}")
+    return ". ".join(parts)
 
 
 def pass_data(views: Views, averages: int) -> dict[str, Any]:

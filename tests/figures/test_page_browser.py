@@ -204,6 +204,38 @@ def test_the_link_keeps_the_whole_state(page):
 
 
 @pytest.mark.beside
+def test_a_caption_stands_once_and_every_kind_and_measure_is_explained(page, files):
+    browser = page("layer=5&head=2")
+    prompt = load_cache(files / "a.pt")["prompt"]
+    assert browser.js("document.querySelector('header').innerText").count(prompt) == 1
+    kinds = browser.js("[...new Set(pass().kinds.flat())].sort()")
+    lines = browser.js("[...document.querySelectorAll('#kind-note p')].map((line) => line.textContent)")
+    assert [line.split(": ")[0] for line in lines] == kinds
+    kind = browser.js("pass().kinds[state.layer][state.head]")
+    assert f"Kind {kind}: q·k is positive for" in text_of(browser, "detail-line")
+    for measure in browser.js("pass().measures.map((m) => m.name)"):
+        set_value(browser, "measure", measure)
+        assert browser.js("meaningOf(measure())") and browser.js(
+            "document.getElementById('map-note').textContent.includes(meaningOf(measure()))"
+        )
+
+
+@pytest.mark.beside
+@pytest.mark.parametrize("width", [420, 1280])
+def test_without_a_mouse_at_both_widths(browser, files, width):
+    """Tab reaches each drawing, arrows move from there, and nothing is wider than the window."""
+    browser.open(f"file://{files / 'index.html'}#layer=0&head=0", width, 900)
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    for drawing, key, state in (("map", "ArrowDown", [1, 0]), ("heads", "ArrowRight", [1, 1])):
+        browser.js(f"document.getElementById('{drawing}').focus()")
+        assert browser.js("document.activeElement.id") == drawing
+        browser.key(key)
+        assert browser.js("[state.layer, state.head]") == state
+    assert browser.js("document.querySelectorAll('#detail-line p, #map-note p, #kind-note p').length") >= 5
+    assert browser.complaints() == []
+
+
+@pytest.mark.beside
 def test_hovering_shows_the_value_of_the_cache(page, files):
     browser = page("layer=5&head=2&pass=0")
     cache = load_cache(files / "a.pt")
@@ -265,7 +297,7 @@ def test_hostile_words_stay_words(page, tmp_path):
     save_page(tmp_path / "p.html", tmp_path / "a.pt")
     browser = page("kind=<img src=x onerror='window.owned=1'>&pins=0.1", path=tmp_path / "p.html")
     assert browser.js("typeof owned") == "undefined" and browser.js("document.images.length") == 0
-    assert text_of(browser, "notes") == bad and bad in text_of(browser, "source")
+    assert text_of(browser, "notes") == bad and bad in text_of(browser, "what")
     assert bad in browser.js("document.title")
     drawn = "new DOMParser().parseFromString(viewAsSvg(), 'image/svg+xml')"
     assert browser.js(f"{drawn}.querySelectorAll('img, script').length") == 0

@@ -23,6 +23,7 @@ function draw() {
   redraw("compare", drawCompare, [quantity, s.pins, s.pins.length < 2 ? at : 0, room("middle")]);
   redraw("map", () => drawMap("map", measure()), [s.pass, s.measure, filter, room("map")]);
   redraw("map2", () => drawMap("map2", besideMeasure()), [s.pass, s.beside, s.measure, filter, room("map2")]);
+  redraw("map-note", drawMapNote, [s.pass, s.measure, s.beside, filter]);
   redraw("matrix", drawMatrix, [quantity, at, s.scale, room("matrix")]);
   redraw("profile", drawProfile, [quantity, at, s.scale, room("profile")]);
   redraw("video", drawVideo, [room("detail")]);
@@ -217,10 +218,8 @@ addEventListener("pointerdown", (event) => {
   if (!event.target.closest("svg")) $("tip").style.display = "none";
 });
 $("what").textContent = data.title;
-$("source").textContent = data.other ? `${data.source}. Compared with B: ${data.other.source}` : data.source;
-$("notes").replaceChildren(
-  ...data.notes.map((note) => Object.assign(document.createElement("p"), { textContent: note })),
-);
+paragraphs("source", [data.subtitle, data.other ? `Compared with B: ${data.other.source}` : ""]);
+paragraphs("notes", data.notes);
 document.title = `${data.title}: attention by layer and head`;
 fill(
   $("layer"),

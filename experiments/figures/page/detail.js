@@ -141,8 +141,8 @@ function drawTitle() {
     `第 ${data.layers[i]} 层，头 ${j}`,
     `Layer ${data.layers[i]}, head ${j}`,
   );
-  $("detail-line").textContent =
-    `${about().label}, ${pass().label}` +
-    (kinds ? `; kind: ${kinds[i][j]}` : "") +
-    (m ? `; ${m.title} ${show(x, 2)}${there(x) ? ` ${m.unit}` : ""}` : "");
+  const kind = kinds?.[i][j],
+    lines = [`${capital(pass().label)}${m ? `; ${m.title} ${show(x, 2)}${there(x) ? ` ${m.unit}` : ""}` : ""}.`];
+  if (kind) lines.push(`Kind ${kind}: ${data.kinds[kind]}.`);
+  paragraphs("detail-line", lines);
 }

@@ -5,6 +5,7 @@ const fixed = (x, digits) =>
     ? x.toFixed(digits).replace(/^-([0.]+)$/, "$1")
     : x.toExponential(1);
 const show = (x, digits = 3) => (there(x) ? fixed(x, digits).replaceAll("-", "−") : "N/A");
+const capital = (words) => words.charAt(0).toUpperCase() + words.slice(1);
 const escaped = (words) => String(words).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 const round = (x) => Math.round(x * 100) / 100;
 const at = (name) => `class="${name}"`;
@@ -184,6 +185,14 @@ function put(id, width, height, content) {
   svg.setAttribute("width", round(width * zoom()));
   svg.setAttribute("height", round(height * zoom()));
   svg.innerHTML = content;
+}
+
+// Lines of text below each other
+function paragraphs(id, lines) {
+  const shown = lines.filter((words) => words);
+  $(id).replaceChildren(
+    ...shown.map((words) => Object.assign(document.createElement("p"), { textContent: words })),
+  );
 }
 
 function frame(x, y, w, h, name = "chosen") {

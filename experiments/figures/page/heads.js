@@ -31,10 +31,19 @@ function drawMap(id, m) {
     text(MAP.left + across / 2, bottom + 27, "Head", "middle") + upright(11, MAP.top + (N * h) / 2, "Layer");
   out += colorBar(MAP.left, bottom + 48, across, scale, `${m.title}, ${m.unit}`);
   put(id, width, bottom + 80, `${out}<g id="${id}-marks"></g>`);
-  $("map-note").textContent =
-    `One cell per head, ${pass().label}. A click chooses a head. ` +
-    "The colours span the 2nd to the 98th percentile, or 0 to 1 for shares. " +
-    (isFiltered() ? `Heads that the list leaves out are dimmed.` : "");
+}
+
+const meaningOf = (m) => (m && data.meanings[m.name] ? `${capital(m.title)}: ${data.meanings[m.name]}.` : "");
+
+// What both maps show, and how to read their colours
+function drawMapNote() {
+  const measures = [...new Set([measure(), besideMeasure()])];
+  const lines = measures.map(meaningOf);
+  lines.push(
+    `One cell per head, ${pass().label}; a click chooses it. The colours span the 2nd to the 98th percentile, or 0 to 1 for shares.` +
+      (isFiltered() ? " Heads that the list leaves out are dimmed." : ""),
+  );
+  paragraphs("map-note", lines);
 }
 
 // The chosen head and the pinned ones
@@ -89,6 +98,9 @@ function markHeads() {
   $(`head-${state.layer}-${state.head}`)?.firstElementChild.setAttribute("class", "around");
 }
 
+// Kinds that any head of this pass has
+const kindsShown = () => (pass().kinds ? [...new Set(pass().kinds.flat())].filter((kind) => kind).sort() : []);
+
 const isExtra = (m) =>
   m && !(state.quantity === "mean_logit" && ["first_minus_middle", "first_over_middle"].includes(m.name));
 
@@ -128,8 +140,8 @@ function drawTable() {
     q = data.query_frames;
   $("table-note").textContent =
     `${all.length} of ${of} heads. First, middle, last and Δ: ${about().name} (${about().unit}), ` +
-    `query frames ${q[0]}–${q[q.length - 1]}, ${pass().label}.` +
-    (isExtra(m) ? ` ${m.title}: ${m.unit}.` : "");
+    `query frames ${q[0]}–${q[q.length - 1]}, ${pass().label}. Δ = first − middle; max at: the key frame of the largest value.`;
+  paragraphs("kind-note", kindsShown().map((kind) => `${kind}: ${data.kinds[kind]}.`));
   $("filter-name").textContent = m ? m.title : "";
 }
 
