@@ -8,7 +8,7 @@ seen["resid_post"].stack()
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from experiments import memory
 from experiments import words as words_of_prompts
+from experiments.analysis import prompt_words
 from experiments.analysis.measures import head_statistics
 from experiments.analysis.stats import pearson, psnr
 from experiments.caches import load_cache, save_cache
@@ -145,7 +146,11 @@ def capture(
     chosen["steps"] = resolved_steps(session, chosen.get("steps"))
     with session.opened(layout):
         if words is not None:
-            captured.asked_words = WordsAsked.of(words, each, session, sites, chosen)
+            asked = words_of_prompts.WordsAsked.of(words, each, session, sites, chosen)
+            check_requests(
+                session, [CaptureRequest(layers=asked.layers, steps=asked.steps, granularity="frame")]
+            )
+            captured.asked_words = asked
         elif sites:
             check_chosen(chosen)
             captured.watcher = SiteCapture(tuple(watching.check_site(name) for name in sites), **chosen)
@@ -355,7 +360,7 @@ class Captured:
     ):
         self.requests, self.watcher = list(requests), watcher
         self.folder = None if folder is None else ActivationStore(folder)
-        self.asked_words: WordsAsked | None = None
+        self.asked_words: words_of_prompts.WordsAsked | None = None
         self.runs: list[Run] = []
 
     def roll_out(
@@ -393,11 +398,13 @@ class Captured:
         recording.finish(runs)
         return runs
 
-    def requests_of(self, tokens_of_prompts: Callable[[], Sequence[Sequence[str]]]) -> list[CaptureRequest]:
-        """Return what is captured of attention; words are found in the tokens of the videos' prompts."""
+    def requests_of(
+        self, numbers_of: Callable[[Sequence[str]], prompt_words.Numbers]
+    ) -> list[CaptureRequest]:
+        """Return what is captured of attention; numbers_of finds words in the tokens of the prompts."""
         if self.asked_words is None:
             return self.requests
-        return [self.asked_words.request(tokens_of_prompts())]
+        return [self.asked_words.request(numbers_of(self.asked_words.words))]
 
     def words(self, run: Run | None = None, direction: str = "video_to_text") -> "words_of_prompts.WordMaps":
         """Return the maps of the words that were asked for (None: of the last run).
@@ -504,46 +511,6 @@ class Captured:
         calls = len(self.runs[-1].records) if self.runs else 0
         kept = ", ".join(self.watcher.sites) if self.watcher else f"{calls} captured calls in the last"
         return f"Captured: {len(self.runs)} run{'s' * (len(self.runs) != 1)}, {kept}"
-
-
-@dataclass(frozen=True)
-class WordsAsked:
-    """Words of a prompt whose mass is captured, in which layers, steps and kind of attention."""
-
-    words: list[str]
-    by_head: bool
-    layers: list[int] | None
-    steps: list[int] | None
-    kind: str  # of attention: "cross", or "self" where text and video attend together
-
-    @classmethod
-    def of(
-        cls, words: Any, by_head: bool, session: Any, sites: Sequence[Any], chosen: Mapping[str, Any]
-    ) -> "WordsAsked":
-        """Check what is asked for. ConfigError beside sites or other fields, and for a model without text."""
-        if sites:
-            raise ConfigError("words are captured alone: leave the sites out, or open a capture of their own")
-        for name in chosen:
-            require_known(name, ("layers", "steps"), "capture of words knows no {}")
-        kind = session.text_kind()
-        if kind is None:
-            raise ConfigError(
-                f"which keys of {session.config.model} are of text is not known: leave words out"
-            )
-        layers, steps = chosen.get("layers"), chosen.get("steps")
-        check_requests(session, [CaptureRequest(layers=layers, steps=steps, granularity="frame")])
-        return cls(words_of_prompts.check_words(words), by_head, layers, steps, kind)
-
-    def request(self, tokens_of_prompts: Sequence[Sequence[str]]) -> CaptureRequest:
-        """Return the request for prompts of these tokens."""
-        return words_of_prompts.word_request(
-            self.words,
-            tokens_of_prompts,
-            by_head=self.by_head,
-            layers=self.layers,
-            steps=self.steps,
-            kind=self.kind,
-        )
 
 
 class Recording:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from experiments import provenance
 from experiments import runs as rollouts
+from experiments.analysis import prompt_words
 from experiments.caches.files import RunError
 from experiments.caches.formats import READ_BY
 from experiments.extraction.video import to_pixels
@@ -96,6 +97,8 @@ class PipelineCall:
     states: list[str | None]  # hashes of the states of its generators, where they are not fresh
     generators: list[torch.Generator]  # as they were before the call
     inputs: dict[str, Any]  # all else that its numbers depend on, as plain values
+    rows: "Rows" = field(default_factory=list)  # that its text encoder got
+    encoded: dict[str | None, "EncodedPrompt"] = field(default_factory=dict)  # its prompts
 
 
 @dataclass(eq=False)
@@ -125,11 +128,14 @@ class OutsideCalls:
 _sessions: weakref.WeakValueDictionary[int, "PipelineSession"] = weakref.WeakValueDictionary()
 # What a pipeline's weights were when it was first seen, and its prompts by the embeddings that were made
 _loaded: weakref.WeakKeyDictionary[Any, identities.LiveWeights] = weakref.WeakKeyDictionary()
-_prompts: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+_prompts: weakref.WeakKeyDictionary[Any, dict[str, "EncodedPrompt"]] = weakref.WeakKeyDictionary()
 # Classes whose __call__ is wrapped: the original, whether it is the class's own, and for how many contexts
 _wrapped: dict[type, tuple[Callable[..., Any], bool, int]] = {}
 _lock = Lock()
 _CALLS: ContextVar[tuple[int, ...]] = ContextVar("pipeline_calls", default=())  # sessions whose call runs
+_ENCODED: ContextVar[dict[str | None, "EncodedPrompt"]] = ContextVar(
+    "encoded_prompts"
+)  # of the call that runs
 
 
 def is_pipeline(x: Any) -> bool:
@@ -239,8 +245,8 @@ class PipelineSession(AnySession):
         sites.require_running_generators()
         planned = self.plan(args, kwargs)
         captures = self.captures()
-        tokens = partial(self.tokens_of, planned)
-        requests = [request for capture in captures for request in capture.requests_of(tokens)]
+        numbers_of = partial(self.numbers_of, planned)
+        requests = [request for capture in captures for request in capture.requests_of(numbers_of)]
         runs: list[Run] = []
         output = None
         with ExitStack() as stack:
@@ -248,6 +254,9 @@ class PipelineSession(AnySession):
             stack.callback(rollouts.ROLLING.reset, token)
             token_of_calls = _CALLS.set((*_CALLS.get(), id(self)))
             stack.callback(_CALLS.reset, token_of_calls)
+            token_of_prompts = _ENCODED.set(planned.encoded)
+            stack.callback(_ENCODED.reset, token_of_prompts)
+            stack.enter_context(noted_rows(self.pipe, planned.rows))
             # 2. Edits first, then who captures what they leave.
             session = self.replaced(call=planned, config=planned.configs[0])
             stack.enter_context(session.edited(planned.configs[0], len(planned.configs)))
@@ -305,7 +314,8 @@ class PipelineSession(AnySession):
         arguments = arguments_of(self.pipe, args, kwargs)
         # 1. A prompt for each video, and a generator for each or one for all.
         repeats = arguments.get("num_videos_per_prompt") or 1
-        prompts = [prompt for prompt in self.prompts_of(arguments) for _ in range(repeats)]
+        encoded = self.prompts_of(arguments)
+        prompts = [each.prompt for each in encoded for _ in range(repeats)]
         given = arguments.get("generator")
         if not isinstance(given, list):
             given = [given]
@@ -325,18 +335,19 @@ class PipelineSession(AnySession):
                 seed = seed_of(generators[number])
             states.append(None if seed is not None else hash_of(generators[number].get_state()))
             configs.append(replace(self.config, prompt=prompt, seed=seed, settings=settings))
-        return PipelineCall(arguments, configs, states, generators, inputs)
+        by_prompt = {each.prompt: each for each in encoded if each.tokens}
+        return PipelineCall(arguments, configs, states, generators, inputs, encoded=by_prompt)
 
-    def prompts_of(self, arguments: Mapping[str, Any]) -> list[str | None]:
+    def prompts_of(self, arguments: Mapping[str, Any]) -> list["EncodedPrompt"]:
         """Return a call's prompts: those that were encoded, where embeddings are given; None: not known."""
         embeds = arguments.get("prompt_embeds")
         if isinstance(embeds, Tensor):
-            seen = _prompts.get(self.pipe, {})
-            return [seen.get(hash_of(row)) for row in embeds]
-        prompt = arguments.get("prompt")
-        if isinstance(prompt, str) or prompt is None:
-            return [prompt]
-        return list(prompt)
+            by_row = _prompts.get(self.pipe, {})
+            return [by_row.get(hash_of(row), NOT_ENCODED) for row in embeds]
+        prompts = arguments.get("prompt")
+        if isinstance(prompts, str) or prompts is None:
+            prompts = [prompts]
+        return [EncodedPrompt(prompt, [], []) for prompt in prompts]
 
     def runs_of(
         self,
@@ -377,7 +388,6 @@ class PipelineSession(AnySession):
                 common |= {"partial": True, "notes": ["partial: the call was stopped before its end"]}
             video = videos[item : item + 1]
             common["fingerprint"] = provenance.with_result(common["fingerprint"], video)
-            columns = next((record.k_shape[1] for record in calls if record.site.kind == "cross"), None)
             runs.append(
                 Run(
                     config=config,  # type: ignore[arg-type]
@@ -385,9 +395,7 @@ class PipelineSession(AnySession):
                     records=calls,
                     latents=video,
                     pass_timesteps=[],
-                    prompt_tokens=tokens_of_prompt(
-                        self.pipe, config.prompt, columns, call.arguments.get("prompt_template")
-                    ),
+                    prompt_tokens=self.encoded_of(call, config.prompt).tokens,
                     common=common,
                     stopped=stopped,
                     bidirectional=True,
@@ -415,10 +423,35 @@ class PipelineSession(AnySession):
             return "self"
         return None
 
-    def tokens_of(self, call: PipelineCall) -> list[list[str]]:
-        """Return the tokens of each video's prompt, as many as the model reads."""
-        length, template = (call.arguments.get(name) for name in ("max_sequence_length", "prompt_template"))
-        return [tokens_of_prompt(self.pipe, config.prompt, length, template) for config in call.configs]
+    def numbers_of(self, call: PipelineCall, words: Sequence[str]) -> prompt_words.Numbers:
+        """Return the numbers of the words' tokens in each video's prompt, which the call will encode.
+
+        ConfigError for words that do not stand in a prompt, and for embeddings whose prompt nobody saw.
+        """
+        texts = dict[str, str]()
+        for config in call.configs:
+            if config.prompt is None:
+                raise ConfigError(
+                    "words= needs the prompt: give it in place of prompt_embeds, or encode it inside capture"
+                )
+            texts[config.prompt] = text_of_prompt(self.pipe, config.prompt)
+            prompt_words.require_words(texts[config.prompt], words)
+
+        def find() -> prompt_words.Numbers:
+            by_prompt = dict[str | None, tuple[tuple[int, ...], ...]]()
+            for prompt, text in texts.items():
+                encoded = self.encoded_of(call, prompt)
+                by_prompt[prompt] = prompt_words.tokens_of_words(encoded.of_prompt, words, text)
+            return [by_prompt[config.prompt] for config in call.configs]
+
+        return prompt_words.LateNumbers(len(call.configs), find)
+
+    def encoded_of(self, call: PipelineCall, prompt: str | None) -> "EncodedPrompt":
+        """Return the tokens of a prompt as the call's text encoder got them; none where nobody saw it."""
+        if not call.encoded and not hasattr(self.pipe, "encode_prompt"):  # it encodes in blocks of its own
+            prompts = list(dict.fromkeys(config.prompt for config in call.configs))
+            call.encoded.update(encoded_prompts(self.pipe, prompts, call.rows, None))
+        return call.encoded.get(prompt, NOT_ENCODED)
 
     def facts_of(self, configs: Sequence[Any], *sizes: Any) -> list[dict[str, Any]]:
         count, frames = sizes
@@ -659,10 +692,11 @@ def noted_prompts(pipe: Any) -> Iterator[None]:
 
     @wraps(encode)
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        output = encode(*args, **kwargs)
-        if id(pipe) not in {id(session.pipe) for session in [*_sessions.values()] if session.is_calling()}:
-            given = inspect.signature(encode).bind(*args, **kwargs).arguments | kwargs
-            note_prompts(pipe, given.get("prompt"), output)
+        rows: Rows = []
+        with noted_rows(pipe, rows):
+            output = encode(*args, **kwargs)
+        arguments = inspect.signature(encode).bind(*args, **kwargs).arguments | kwargs
+        note_prompts(pipe, arguments.get("prompt"), rows, output)
         return output
 
     encode_prompt.of_session = True  # type: ignore[attr-defined]
@@ -675,15 +709,20 @@ def noted_prompts(pipe: Any) -> Iterator[None]:
             pipe.encode_prompt = its_own
 
 
-def note_prompts(pipe: Any, prompt: Any, output: Any) -> None:
-    """Remember of which prompt each row of encode_prompt's first output is."""
+def note_prompts(pipe: Any, prompt: Any, rows: "Rows", output: Any) -> None:
+    """Remember of which prompt each row of encode_prompt's first output is; in a call, by the prompt."""
     embeds = output[0] if isinstance(output, tuple | list) and len(output) else output
     if not isinstance(embeds, Tensor) or prompt is None:
         return
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    encoded = encoded_prompts(pipe, prompts, rows, embeds)
+    if id(pipe) in {id(session.pipe) for session in [*_sessions.values()] if session.is_calling()}:
+        _ENCODED.get().update(encoded)
+        return
     by_row = _prompts.setdefault(pipe, {})
     for number, row in enumerate(embeds):
-        by_row[hash_of(row)] = prompts[number * len(prompts) // len(embeds)]
+        text = prompts[number * len(prompts) // len(embeds)]
+        by_row[hash_of(row)] = encoded.get(text, EncodedPrompt(text, [], []))
 
 
 @dataclass(eq=False)
@@ -820,29 +859,88 @@ def scheduler_facts(pipe: Any) -> dict[str, Any]:
     return {"class": type(scheduler).__name__} | json.loads(json.dumps(settings, default=str))
 
 
-def tokens_of_prompt(
-    pipe: Any, prompt: str | None, columns: int | None, template: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Return the text of each token of a prompt, cleaned and cut off as the pipeline does before it encodes.
+# --- What text encoders get
+class EncodedPrompt(NamedTuple):
+    """A prompt and its tokens by name: all that the model reads, and those with "" for what is around it."""
 
-    columns is how many tokens the model attends to. None are returned where there is no tokenizer. template
-    is HunyuanVideo's, which stands around the prompt: its tokens in front are cut off.
+    prompt: str | None
+    tokens: list[str]
+    of_prompt: list[str]
+
+
+NOT_ENCODED = EncodedPrompt(None, [], [])
+
+
+Rows = list[tuple[list[int], list[bool]]]  # ids of tokens, and which of them are read
+
+
+@contextmanager
+def noted_rows(pipe: Any, rows: Rows) -> Iterator[None]:
+    """Note the rows that a pipeline's text encoder gets in this context.
+
+    One that reads pictures too is left out: where their tokens go is not known.
     """
+    encoder = getattr(pipe, "text_encoder", None)
     tokenizer = getattr(pipe, "tokenizer", None)
-    if not tokenizer or not prompt:
-        return []
-    if template is not None:
-        start = template.get("crop_start")
-        if start is None:  # as diffusers counts: without the end of the text, and the mark of the prompt
-            start = len(tokenizer(template["template"]).input_ids) - 2
-        length = None if columns is None else columns + start
-        text = template["template"].format(prompt)
-        ids = tokenizer(text, truncation=length is not None, max_length=length).input_ids
-        return tokenizer.convert_ids_to_tokens(ids)[start:]
+    if not isinstance(encoder, nn.Module) or tokenizer is None:
+        yield
+        return
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        arguments = dict(zip(("input_ids", "attention_mask"), args, strict=False)) | kwargs
+        ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+        if not isinstance(ids, Tensor) or arguments.get("pixel_values") is not None:
+            return
+        if not isinstance(mask, Tensor):
+            mask = ids != tokenizer.pad_token_id
+        rows.extend(zip(ids.tolist(), mask.bool().tolist(), strict=True))
+
+    hook = encoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def encoded_prompts(
+    pipe: Any, prompts: Sequence[str | None], rows: Rows, embeds: Any
+) -> dict[str | None, EncodedPrompt]:
+    """Return the tokens of prompts, whose rows the text encoder got first, by prompt.
+
+    embeds [B, L, C] have fewer tokens than a row where the pipeline cuts off a template in front.
+    """
+    by_prompt = dict[str | None, EncodedPrompt]()
+    for prompt, (ids, is_read) in zip(prompts, rows, strict=False):
+        if prompt is None:
+            continue
+        # 1. The tokens of the row, without padding at the end.
+        names = pipe.tokenizer.convert_ids_to_tokens(ids)
+        if puts_registers(pipe):
+            names = [name for name, reads in zip(names, is_read, strict=True) if reads]
+        elif any(is_read):
+            names = names[: len(names) - is_read[::-1].index(True)]
+        # 2. The prompt's own tokens; the model reads those behind the template in front.
+        ids_alone = pipe.tokenizer(text_of_prompt(pipe, prompt), add_special_tokens=False).input_ids
+        place = prompt_words.place_in(names, pipe.tokenizer.convert_ids_to_tokens(ids_alone))
+        of_prompt = [name if number in place else "" for number, name in enumerate(names)]
+        start = 0
+        if isinstance(embeds, Tensor) and embeds.ndim == 3:
+            start = max(0, len(ids) - embeds.shape[1])
+        by_prompt[prompt] = EncodedPrompt(prompt, names[start:], of_prompt[start:])
+    return by_prompt
+
+
+def puts_registers(pipe: Any) -> bool:
+    """Return whether padding is replaced by registers behind the tokens, as LTX-2's connectors do."""
+    config = getattr(getattr(pipe, "connectors", None), "config", {})
+    return config.get("video_connector_num_learnable_registers") is not None
+
+
+def text_of_prompt(pipe: Any, prompt: str) -> str:
+    """Return a prompt as the pipeline cleans it before it encodes."""
     modules = (sys.modules[kind.__module__] for kind in type(pipe).__mro__)
-    clean = next((module.prompt_clean for module in modules if hasattr(module, "prompt_clean")), str)
-    ids = tokenizer(clean(prompt), truncation=columns is not None, max_length=columns).input_ids
-    return tokenizer.convert_ids_to_tokens(ids)
+    clean = next((module.prompt_clean for module in modules if hasattr(module, "prompt_clean")), str.strip)
+    return clean(prompt)
 
 
 def seed_of(generator: torch.Generator) -> int | None:

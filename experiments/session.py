@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from experiments import runs as rollouts
+from experiments.analysis import prompt_words
 from experiments.caches.files import RunError
 from experiments.caches.formats import MASS_TOLERANCE, READ_BY
 from experiments.configs import find_config, policy_settings
@@ -331,7 +332,7 @@ class Session(AnySession):
         for each in configs:
             self.require_loaded(each)
         if captures is not None:
-            requests = captures.requests_of(partial(self.tokens_of, configs))
+            requests = captures.requests_of(partial(self.numbers_of, configs))
 
         def make(watching: AbstractContextManager[None]) -> list[Run]:
             token = rollouts.ROLLING.set(True)
@@ -344,12 +345,18 @@ class Session(AnySession):
         runs = captures.roll_out(self, configs, make, by_value) if captures else make(nullcontext())
         return runs if is_batch else runs[0]
 
-    def tokens_of(self, configs: Sequence[RunConfig]) -> list[list[str]]:
-        """Return the tokens of each video's prompt. ConfigError where a video has several prompts."""
+    def numbers_of(self, configs: Sequence[RunConfig], words: Sequence[str]) -> prompt_words.Numbers:
+        """Return the numbers of the words' tokens in each video's prompt.
+
+        ConfigError for words that are absent, and where a video has several prompts.
+        """
+        numbers = []
         for config in configs:
             if config.prompt_schedule:
                 raise ConfigError("words are of one prompt, and prompt_schedule changes it: leave words out")
-        return [self.texts[config.prompt][1] for config in configs]
+            _, tokens = self.texts[config.prompt]
+            numbers.append(prompt_words.tokens_of_words(tokens, words, config.prompt))
+        return tuple(numbers)
 
     def _roll_out(
         self,

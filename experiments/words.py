@@ -9,8 +9,8 @@
 As DAAM does for pictures (arXiv 2210.04885). What is computed of a call: wan/reductions.py, word_mass.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.caches.files import RunError, require_suffix
+from experiments.analysis import prompt_words
+from experiments.caches import files
 from wan.capture import CapturedCall, CaptureRequest
-from wan.errors import ConfigError, short_repr
+from wan.errors import ConfigError, require_known, short_repr
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,68 +34,43 @@ DIRECTIONS = {"video_to_text": TO_TEXT, "text_to_video": FROM_TEXT}
 PANELS = 6  # frames that plot() shows
 
 
-# --- Words of a prompt
-def tokens_of_words(tokens: Sequence[str], words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the tokens of each word, at every place where it stands in the prompt.
+# --- What is asked for
+@dataclass(frozen=True)
+class WordsAsked:
+    """Words of a prompt whose mass is captured, in which layers, steps and kind of attention."""
 
-    tokens are those of a prompt as a tokenizer names them: "▁cine", "matic" of sentencepiece, "Ġcine" of
-    byte-level BPE, "matic</w>" of CLIP. Case does not count. Raises ConfigError for a word that is absent,
-    and for special tokens, which are no words.
-    """
-    # 1. The text in bytes, as a token may hold a part of a character, with the token of each byte.
-    is_byte_level = any(token.startswith("Ġ") for token in tokens)
-    content, token_of_byte = b"", list[int]()
-    for number, token in enumerate(tokens):
-        piece = _bytes_of(token, is_byte_level)
-        content += piece
-        token_of_byte += [number] * len(piece)
-    text = content.decode("utf-8", errors="surrogateescape")
-    token_of_character = list[int]()
-    place = 0
-    for character in text:
-        token_of_character.append(token_of_byte[place])
-        place += len(character.encode("utf-8", errors="surrogateescape"))
-    # 2. Every place of every word.
-    numbers = []
-    for word in words:
-        places = [match.span() for match in re.finditer(_pattern(word), text, re.IGNORECASE)]
-        if not places:
-            known = ", ".join(dict.fromkeys(re.findall(r"\w+", text)))
-            raise ConfigError(f"the word {short_repr(word)} is not in the prompt; its words are {known}")
-        numbers.append(tuple(sorted({n for start, stop in places for n in token_of_character[start:stop]})))
-    return tuple(numbers)
+    words: list[str]
+    by_head: bool
+    layers: list[int] | None
+    steps: list[int] | None
+    kind: Any  # of attention: "cross", or "self" where text and video attend together
 
+    @classmethod
+    def of(
+        cls, words: Any, by_head: bool, session: Any, sites: Sequence[Any], chosen: Mapping[str, Any]
+    ) -> "WordsAsked":
+        """Check what is asked for. ConfigError beside sites or other fields, and for a model without text."""
+        if sites:
+            raise ConfigError("words are captured alone: leave the sites out, or open a capture of their own")
+        for name in chosen:
+            require_known(name, ("layers", "steps"), "capture of words knows no {}")
+        kind = session.text_kind()
+        if kind is None:
+            raise ConfigError(
+                f"which keys of {session.config.model} are of text is not known: leave words out"
+            )
+        return cls(check_words(words), by_head, chosen.get("layers"), chosen.get("steps"), kind)
 
-def _bytes_of(token: str, is_byte_level: bool) -> bytes:
-    """Return the text of a token, a space in front where a word begins; nothing for a special token."""
-    if re.fullmatch(r"<[^<>]*>|\[[A-Z]+\]", token):
-        return b""
-    if is_byte_level:
-        return bytes(BYTES[character] for character in token if character in BYTES)
-    if token.endswith("</w>"):
-        token = token.removesuffix("</w>") + " "
-    return token.replace("▁", " ").encode("utf-8")
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return which byte each character of byte-level BPE stands for, as GPT-2's tokenizer numbers them."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-BYTES = _byte_of_character()
-
-
-def _pattern(word: str) -> str:
-    """Return the regular expression of a word: whole, but in scripts that write words without spaces."""
-    parts = word.split()
-    pattern = r"\s+".join(re.escape(part) for part in parts)
-    is_spaced = all(ord(character) < 0x2E80 for character in word)  # below CJK
-    if is_spaced:
-        return rf"(?<!\w){pattern}(?!\w)"
-    return pattern
+    def request(self, numbers: prompt_words.Numbers) -> CaptureRequest:
+        """Return the request for prompts in which the words have tokens of these numbers."""
+        return CaptureRequest(
+            layers=self.layers,
+            kinds=(self.kind,),
+            steps=self.steps,
+            granularity="words",
+            words=numbers,
+            by_head=self.by_head,
+        )
 
 
 def check_words(words: Any) -> list[str]:
@@ -107,31 +83,6 @@ def check_words(words: Any) -> list[str]:
     if len({word.lower() for word in words}) < len(words):
         raise ConfigError(f"words= names a word twice: {short_repr(words)}")
     return list(words)
-
-
-def word_request(
-    words: Sequence[str],
-    tokens_of_prompts: Sequence[Sequence[str]],
-    by_head: bool = False,
-    layers: Sequence[int] | None = None,
-    steps: Sequence[int] | None = None,
-    kind: Any = "cross",
-) -> CaptureRequest:
-    """Ask for the mass on words of prompts that are given by their tokens; kind "self" is joint attention.
-
-    Raises ConfigError as tokens_of_words() does, and for a model without text.
-    """
-    for tokens in tokens_of_prompts:
-        if not tokens:
-            raise ConfigError("words= needs the tokens of the prompt, which are not known here")
-    return CaptureRequest(
-        layers=layers,
-        kinds=(kind,),
-        steps=steps,
-        granularity="words",
-        words=tuple(tokens_of_words(tokens, words) for tokens in tokens_of_prompts),
-        by_head=by_head,
-    )
 
 
 # --- Maps
@@ -189,7 +140,7 @@ class WordMaps(Mapping[str, Tensor]):
 
         Raises CacheError for a name that does not end in .mp4, and for a file there that must stay.
         """
-        require_suffix(path, ".mp4")
+        files.require_suffix(path, ".mp4")
         figures = import_module("experiments.figures.video_maps")
         pixels = self.run.video.numpy()
         maps = {word: self.mean(word).numpy() for word in self}
@@ -214,47 +165,56 @@ def maps_of_run(
 ) -> WordMaps:
     """Put the captured mass of all calls of a run together, as maps over the video's frames.
 
-    direction "text_to_video" is what the word's own tokens see, which joint attention alone has. Raises
-    RunError where nothing was captured.
+    direction "text_to_video" is what the word's own tokens see, which joint attention alone has. Calls of one
+    layer, pass and frame are averaged. Raises RunError where nothing was captured.
     """
     # 1. The calls that have it.
     name = DIRECTIONS.get(direction)
     if name is None:
         raise ConfigError(f"direction is {direction!r}; known ones: {', '.join(DIRECTIONS)}")
     calls = [call for call in run.records if name in call.values]
+    if not calls and any(TO_TEXT in call.values for call in run.records):
+        raise files.RunError(
+            f"text of {run.config.model} does not attend to the video: its words have video_to_text alone"
+        )
     if not calls:
-        raise RunError(f"no {name} of words was captured: capture(session, words=[...]), and generate inside")
+        raise files.RunError(
+            f"no {name} of words was captured: capture(session, words=[...]), and generate inside"
+        )
     rows, columns = token_grid_of(run, calls[0])
     layers = sorted({call.site.layer for call in calls})
     passes = sorted({_pass_of(call) for call in calls})
     num_frames = 1 + max(max(_frames_of(call)) for call in calls)
-    heads = max(call.values[name].shape[1] for call in calls)
     # 2. Every call has its place [layer, head, pass, frame]; the mean needs no axis of all of them.
+    sizes = (1, 1, 1)
     if each:
-        shape = (len(words), len(layers), heads, len(passes), num_frames, rows, columns)
-        maps = torch.full(shape, torch.nan)
-    else:
-        maps = torch.zeros(len(words), num_frames, rows, columns)
-    counts = torch.zeros(num_frames)
+        heads = max(call.values[name].shape[1] for call in calls)
+        sizes = (len(layers), heads, len(passes))
+    maps = torch.zeros(len(words), *sizes, num_frames, rows, columns)
+    counts = torch.zeros(sizes[0], 1, sizes[2], num_frames, 1, 1)
     for call in calls:
+        layer, step = 0, 0
+        if each:
+            layer, step = layers.index(call.site.layer), passes.index(_pass_of(call))
         frames = _frames_of(call)
         values = call.values[name][0].float()  # [heads, Lq, words]
         grid = values.permute(2, 0, 1).unflatten(2, (len(frames), rows, columns))
-        if each:
-            layer, step = layers.index(call.site.layer), passes.index(_pass_of(call))
-            maps[:, layer, :, step, frames] = grid
-        else:
-            maps[:, frames] += grid.mean(1)
-            counts[frames] += 1
+        if not each:
+            grid = grid.mean(1, keepdim=True)
+        maps[:, layer, :, step, frames] += grid
+        counts[layer, :, step, frames] += 1
+    maps /= counts  # NaN where nobody captured
     if not each:
-        maps /= counts[:, None, None]
-    return WordMaps(dict(zip(words, maps, strict=True)), run, layers, passes)
+        maps = maps[:, 0, 0, 0]
+    steps = [step for step, _ in passes]
+    return WordMaps(dict(zip(words, maps, strict=True)), run, layers, steps)
 
 
-def _pass_of(call: CapturedCall) -> int:
-    if call.at is None or call.at.step is None:
-        return 0
-    return call.at.step
+def _pass_of(call: CapturedCall) -> tuple[int, int]:
+    """Return step and evaluation of a call; a solver may evaluate a step twice."""
+    if call.at is None:
+        return 0, 0
+    return call.at.step or 0, call.at.evaluation
 
 
 def _frames_of(call: CapturedCall) -> list[int]:
@@ -270,5 +230,5 @@ def token_grid_of(run: "Run", call: CapturedCall) -> tuple[int, int]:
     height, width = run.latents.shape[-2:]
     rows = round(float(np.sqrt(tokens * height / width)))
     if rows < 1 or rows * round(tokens / rows) != tokens:
-        raise RunError(f"{tokens} tokens of a frame are no grid of a latent of {height} x {width}")
+        raise files.RunError(f"{tokens} tokens of a frame are no grid of a latent of {height} x {width}")
     return rows, tokens // rows

@@ -200,7 +200,7 @@ class CaptureRequest:
     heads: tuple[int, ...] | None = None  # of "map", in this order
     queries: tuple[MapQuery, ...] = (MapQuery(),)  # of "map": (frame, token), (frame, -1) or (-1, -1)
     num_words: int | None = None  # of "map" and cross-attention
-    words: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of "words": tokens by item and word
+    words: Sequence[tuple[tuple[int, ...], ...]] = ()  # of "words": tokens by item and word
     by_head: bool = False  # "words" keeps each head; else their mean
     call_indices: frozenset[int] | None = None  # in place of layers and kinds: how older scripts say it
     num_calls: int | None = None  # what such a script said of the model

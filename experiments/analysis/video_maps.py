@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.analysis import prompt_words
 from experiments.caches.files import CacheError, require_held
 from experiments.caches.formats import ANY, NO_KEY, BlockMaps, MapsCache
 from experiments.caches.view import Profiles, edits_in_words, pass_name, short_source, source_of
@@ -16,20 +17,7 @@ UNITS = {"mass": "attention mass per token, 1 is even", "mean_logit": "logit q·
 Place = tuple[int, int, int]  # frame, row, column; -1: all of them
 
 # --- Cross-attention mass per word of the prompt
-
-
-def words_of(tokens: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Join sentencepiece tokens ["▁cine", "matic"] to words, with the word that each token belongs to."""
-    words: list[str] = []
-    word_of_token = []
-    for token in tokens:
-        # Sentencepiece marks the first token of a word; control tokens such as </s> are words
-        control = token.startswith("<") and token.endswith(">")
-        if control or token.startswith("▁") or not words or words[-1].startswith("<"):
-            words.append("")
-        words[-1] += token.removeprefix("▁")
-        word_of_token.append(len(words) - 1)
-    return words, np.array(word_of_token)
+words_of = prompt_words.words_of  # its older home
 
 
 def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np.ndarray] | None:
@@ -39,7 +27,9 @@ def word_mass(cache: Mapping, view: Profiles, layer: int) -> tuple[list[str], np
     p = list(cache.get("pass_steps", range(len(cache["pass_timesteps"])))).index(view.step)
     of_layer = cache["cross_mass"][view.layers.index(layer), p]
     tokens = of_layer[:, list(view.query_frames)].float().mean(1).numpy()
-    words, word_of_token = words_of(cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])]))
+    words, word_of_token = prompt_words.words_of(
+        cache.get("cross_tokens", [str(i) for i in range(tokens.shape[-1])])
+    )
     mass = np.zeros((len(tokens), len(words)), np.float32)
     np.add.at(mass.T, word_of_token, tokens.T)
     return words, mass
@@ -160,7 +150,7 @@ def word_maps(
     grids = np.concatenate(rows)
     grids = grids.reshape(-1, typed.rows, typed.columns, grids.shape[-1])
     # 2. The tokens of a word are summed; a word that comes twice has its number.
-    words, word_of_token = words_of(typed.words)
+    words, word_of_token = prompt_words.words_of(typed.words)
     maps = {}
     for number, word in enumerate(words):
         name = word

@@ -6,8 +6,17 @@ import diffusers
 import torch
 from diffusers.modular_pipelines import WanBlocks
 from PIL import Image
+from transformers import (
+    AutoTokenizer,
+    CLIPTextConfig,
+    CLIPTextModel,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5EncoderModel,
+)
 
-from helpers.checkpoints import small_wan_pipeline
+from helpers.checkpoints import MINI, small_wan_pipeline
 from helpers.video_transformers import HEADS
 
 SIZES = {"height": 64, "width": 64, "output_type": "latent", "max_sequence_length": 16}
@@ -96,6 +105,9 @@ class NoChecker:
     def to(self, device: Any) -> None:
         pass
 
+    def check_text_safety(self, prompt: str) -> bool:
+        return True
+
 
 def cosmos() -> Pipe:
     model = diffusers.CosmosTransformer3DModel(
@@ -115,6 +127,44 @@ def cosmos() -> Pipe:
     given = {name: torch.randn(1, 7, 8) for name in ("prompt_embeds", "negative_prompt_embeds")}
     sizes = {"height": 64, "width": 64, "output_type": "latent", "num_frames": 9}
     return _quiet(pipe), sizes | given | {"num_inference_steps": 3}
+
+
+def cosmos_with_text() -> Pipe:
+    """Of a prompt, by a T5 of random weights."""
+    pipe, given = cosmos()
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    sizes = T5Config(vocab_size=len(tokenizer), d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    pipe.register_modules(tokenizer=tokenizer, text_encoder=T5EncoderModel(sizes).eval())
+    del given["prompt_embeds"], given["negative_prompt_embeds"]
+    return pipe, given | {"prompt": "a circle", "negative_prompt": "dark", "max_sequence_length": 16}
+
+
+TEMPLATE = {"template": "a red square: {}</s>", "crop_start": 4}
+
+
+def hunyuan() -> Pipe:
+    """Behind a template, of which the model does not read the first tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(MINI / "tokenizer")
+    sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 8, "num_attention_heads": 3}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1}
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, num_layers=1, num_single_layers=1, num_refiner_layers=1,
+        in_channels=4, out_channels=4, text_embed_dim=12, pooled_projection_dim=12, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(4, 4, 4, 4), layers_per_block=1, norm_num_groups=2
+    )
+    pipe = diffusers.HunyuanVideoPipeline(
+        tokenizer=tokenizer,
+        text_encoder=LlamaModel(LlamaConfig(**sizes)).eval(),
+        tokenizer_2=tokenizer,
+        text_encoder_2=CLIPTextModel(CLIPTextConfig(**sizes)).eval(),
+        transformer=model.eval(),
+        vae=vae.eval(),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+    )
+    given = {"prompt": "a circle", "num_frames": 9, "num_inference_steps": 2, "prompt_template": TEMPLATE}
+    return _quiet(pipe), SIZES | given | {"height": 32, "width": 48}
 
 
 def modular(guider: Any = None) -> Pipe:

@@ -1,11 +1,15 @@
 """Words on the video: which tokens a word has, and its map of a run against the map of all tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers import video_pipelines
 from helpers.checkpoints import small_wan_pipeline
 from helpers.refusals import refused
 
 from experiments import capture, load, words
+from experiments.analysis import prompt_words
 from experiments.caches import mp4
 from experiments.caches.files import CacheError, RunError
 from wan.capture import CaptureRequest
@@ -24,17 +28,39 @@ CLIP = ["<|startoftext|>", "a</w>", "red</w>", "cir", "cle</w>", "<|endoftext|>"
         pytest.param(SENTENCEPIECE, "red circle", (1, 2, 3), id="two words"),
         pytest.param(BYTE_LEVEL, "café", (2, 3), id="bytes"),
         pytest.param(CLIP, "circle", (3, 4), id="clip"),
+        pytest.param(["a", "Ġcaf", "Ã", "©", "Ġat"], "café", (1, 2, 3), id="halves of a character"),
+        pytest.param(SENTENCEPIECE, "RED CIRCLE,", (1, 2, 3, 4), id="upper case, punctuation"),
         pytest.param(["▁一只", "红色", "的", "猫", "</s>"], "红色", (1,), id="Chinese"),
+        pytest.param(["▁a", "▁", "<0xE7>", "<0x8C>", "<0xAB>", "</s>"], "猫", (2, 3, 4), id="single bytes"),
+        pytest.param(["▁a", "▁แมว", "แดง", "</s>"], "แมว", (1,), id="Thai"),
+        pytest.param(["▁a", "▁caf", "e\u0301", "</s>"], "café", (1, 2), id="accents apart"),
+        pytest.param(["▁a", "▁fish", "</s>"], "ﬁsh", (1,), id="ligature"),
+        pytest.param(["", "", "▁a", "▁red", ""], "red", (3,), id="behind a template"),
     ],
 )
 def test_a_word_has_all_its_tokens(tokens, word, numbers):
-    assert words.tokens_of_words(tokens, [word]) == (numbers,)
+    assert prompt_words.tokens_of_words(tokens, [word]) == (numbers,)
 
 
-@pytest.mark.parametrize("word", ["square", "cir", "cle", "</s>", "ed"])
+@pytest.mark.parametrize(
+    ("tokens", "expected", "numbers"),
+    [
+        (SENTENCEPIECE, "a red circle, a Red wall </s>", [0, 1, 2, 2, 2, 3, 4, 5, 6]),
+        (BYTE_LEVEL, "a red café at night <|endoftext|>", [0, 1, 2, 2, 3, 4, 5]),
+        (CLIP, "<|startoftext|> a red circle <|endoftext|>", [0, 1, 2, 3, 3, 4]),
+        (["▁a", "▁", "<0xE7>", "<0x8C>", "<0xAB>", "</s>", "x"], "a 猫 </s> x", [0, 1, 1, 1, 1, 2, 3]),
+    ],
+    ids=["sentencepiece", "bytes", "clip", "single bytes"],
+)
+def test_tokens_are_joined_to_words(tokens, expected, numbers):
+    names, word_of_token = prompt_words.words_of(tokens)
+    assert names == expected.split() and word_of_token.tolist() == numbers
+
+
+@pytest.mark.parametrize("word", ["square", "cir", "cle", "</s>", "ed", "circles"])
 def test_pieces_special_tokens_and_absent_words_are_no_words(word):
     with refused("is not in the prompt; its words are a, red, circle"):
-        words.tokens_of_words(SENTENCEPIECE, [word])
+        prompt_words.tokens_of_words(SENTENCEPIECE, [word])
 
 
 @pytest.mark.parametrize("value", [[], "", [3], ["red", "Red"], None, [" "]], ids=str)
@@ -48,7 +74,8 @@ def run():
     session = load("wan_mini", num_frames=6)
     session.prepare(prompts=[PROMPT])
     tokens = session.texts[PROMPT][1]
-    of_words = words.word_request(["circle", "blue"], [tokens], by_head=True)
+    numbers = (prompt_words.tokens_of_words(tokens, ["circle", "blue"]),)
+    of_words = CaptureRequest(kinds=("cross",), granularity="words", words=numbers, by_head=True)
     of_tokens = CaptureRequest(kinds=("cross",), granularity="map")
     return session.generate(PROMPT, seed=1, requests=[of_words, of_tokens])
 
@@ -83,8 +110,11 @@ def test_maps_are_drawn_and_laid_over_the_video(run, tmp_path):
 
 
 def test_what_was_not_captured_has_no_map(run):
-    with pytest.raises(RunError, match="no text_share of words was captured"):
+    with pytest.raises(RunError, match="its words have video_to_text alone"):
         words.maps_of_run(run, ["circle"], direction="text_to_video")
+    run = replace(run, records=[])
+    with pytest.raises(RunError, match="no word_share of words was captured"):
+        words.maps_of_run(run, ["circle"])
     with refused("direction is 'up'"):
         words.maps_of_run(run, ["circle"], direction="up")
 
@@ -110,26 +140,74 @@ def test_words_are_captured_of_every_video_of_a_batch():
     assert captured.words()["circle"].shape == (1, 12, 1, 3, 4, 4)
 
 
-def test_words_of_a_pipeline_are_the_softmax_on_their_tokens():
-    """Of the conditional branch, whose text has them."""
-    pipe = small_wan_pipeline()
-    sizes = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2, "output_type": "latent"}
+TEXT = "a red circle, a Red wall"  # tokens a, red, circle, ",", a, "", R, ed, wall
+OF_WORDS = {"circle": (2,), "red": (1, 6, 7)}
 
-    def make() -> None:
-        generator = torch.Generator().manual_seed(1)
-        pipe("a red circle", max_sequence_length=16, guidance_scale=5.0, generator=generator, **sizes)
 
-    with capture(pipe, words=["circle"]) as captured:
-        make()
-    with capture(pipe, granularity="map", cross=True) as every:
-        make()
-    [run] = captured.runs
-    tokens = [n for n, token in enumerate(run.prompt_tokens) if "circle" in token]
-    calls = [call for call in every.calls if "word_map" in call.values and call["branch"] == "cond"]
-    means = [call["word_map"][0].float()[..., tokens].sum(-1).mean(0) for call in calls]  # [Lq] each
-    expected = torch.stack(means).mean(0).view(3, 4, 4)
-    assert tokens and {call["branch"] for call in run.records} == {"cond"}
-    torch.testing.assert_close(captured.words()["circle"], expected, atol=2e-4, rtol=0)
+@pytest.fixture
+def attended(monkeypatch):
+    """Every q, k and v [B, H, L, 16] of the video's attention, and its mask."""
+    calls, original = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(query, key, value, attn_mask=None, **more):
+        if query.shape[2] >= 18 and query.shape[3] == 16:
+            calls.append((query.double(), key.double(), attn_mask))
+        return original(query, key, value, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    return calls
+
+
+def float64_softmax(call) -> torch.Tensor:
+    """The softmax [B, H, Lq, Lk] of one call by its definition."""
+    q, k, mask = call
+    logits = q @ k.mT * q.shape[-1] ** -0.5
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("name", ["wan", "cosmos"])
+def test_words_of_cross_attention_are_a_float64_softmax(name, attended):
+    """Of the conditional branch alone, though the negative prompt has the word too."""
+    pipe, given = small_wan_pipeline(), video_pipelines.SIZES | {"num_frames": 9}
+    if name == "cosmos":
+        pipe, given = video_pipelines.cosmos_with_text()
+    given |= {"prompt": TEXT, "negative_prompt": "circle red circle wall", "guidance_scale": 5.0}
+    given["num_inference_steps"] = 2
+    plain = video_pipelines.call(pipe, given)
+    attended.clear()
+    with capture(pipe, words=list(OF_WORDS), each=True) as captured:
+        assert torch.equal(plain, video_pipelines.call(pipe, given))
+    # Two steps, of each the conditional forward, then the other; two layers of self- and cross-attention.
+    cross = [call for call in attended if call[1].shape[2] == 16]
+    chosen = [float64_softmax(cross[n])[0] for step in range(2) for n in (4 * step, 4 * step + 1)]
+    maps = captured.words()
+    assert len(cross) == 8 and maps["circle"].shape == (2, 3, 2, 3, 4, 4)
+    for word, tokens in OF_WORDS.items():
+        expected = torch.stack([softmax[..., list(tokens)].sum(-1) for softmax in chosen])
+        expected = expected.view(2, 2, 3, 3, 4, 4).transpose(0, 1).transpose(1, 2)  # [layer, head, step, ...]
+        torch.testing.assert_close(maps[word].double(), expected, atol=3e-4, rtol=0)  # float16
+    with pytest.raises(RunError, match="its words have video_to_text alone"):
+        captured.words(direction="text_to_video")
+
+
+def test_words_of_joint_attention_are_a_float64_softmax_in_both_directions(attended):
+    """Behind a template that says "red" too; of two videos of a prompt."""
+    pipe, given = video_pipelines.hunyuan()
+    given |= {"prompt": TEXT, "num_videos_per_prompt": 2}
+    with capture(pipe, words=list(OF_WORDS)) as captured:
+        video_pipelines.call(pipe, given)
+    assert len(captured.runs) == 2 and len(attended) == 4  # two steps of two layers
+    for item, run in enumerate(captured.runs):
+        softmax = torch.stack([float64_softmax(call)[item] for call in attended]).mean((0, 1))
+        to_text, from_text = captured.words(run), captured.words(run, direction="text_to_video")
+        for word, tokens in OF_WORDS.items():
+            rows = [18 + token for token in tokens]  # the prompt follows 18 tokens of the video
+            expected = softmax[:18, rows].sum(-1).view(3, 2, 3)
+            torch.testing.assert_close(to_text[word].double(), expected, atol=1e-6, rtol=0)
+            expected = softmax[rows, :18].sum(0).view(3, 2, 3)
+            torch.testing.assert_close(from_text[word].double(), expected, atol=1e-6, rtol=0)
 
 
 def test_what_has_no_words_is_refused_before_the_video():
